@@ -1,0 +1,11 @@
+// python.cpp: the stateful classes, bound with pybind11. Torch-free: tensors cross as pointers or DLPack.
+#include <pybind11/pybind11.h>
+
+PYBIND11_MODULE(_host, m) {
+  m.doc() = "Native, torch-free classes of flatout.";
+#ifdef FLATOUT_WITH_CUDA
+  m.attr("built_with_cuda") = true;
+#else
+  m.attr("built_with_cuda") = false;
+#endif
+}

@@ -1,0 +1,46 @@
+"""Loads the native core: ``torch.ops.flatout.*`` and the torch-free classes of ``flatout._host``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+OLDEST_TORCH = (2, 11)
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+if _torch_version() < OLDEST_TORCH:
+    raise ImportError(
+        f"flatout needs torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, found torch {torch.__version__}: "
+        "pip install --upgrade torch"
+    )
+
+
+def _operators() -> Path:
+    """Path of the operator library, beside ``_host`` (an editable install keeps both outside this folder)."""
+    spec = importlib.util.find_spec("flatout._host")
+    if spec is None or spec.origin is None:
+        raise ImportError("flatout's native core is not built: run `pip install .` in its source folder")
+    return Path(spec.origin).with_name("_C.so")
+
+
+torch.ops.load_library(str(_operators()))
+
+from flatout import _host  # noqa: E402  (after torch, so that its libraries are loaded first)
+
+BUILT_WITH_CUDA: bool = _host.built_with_cuda
+"""True when the CUDA kernels were compiled in."""
+
+
+def has_cuda_kernels() -> bool:
+    """True when this build's CUDA kernels can run here: compiled in, and a device that torch sees."""
+    return BUILT_WITH_CUDA and torch.cuda.is_available()
+
+
+__all__ = ["BUILT_WITH_CUDA", "has_cuda_kernels"]
