@@ -1,0 +1,115 @@
+"""What a report is made of: plain, frozen data that every rendering (terminal, HTML, JSON) reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "not built yet"]
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Speed of the candidate relative to the baseline: 1.25 is 25 % more steps per second.
+
+    Attributes:
+        ratio: median over the paired trials of baseline time / candidate time.
+        low: lower end of the 95 % bootstrap interval of that median.
+        high: upper end.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate measured against the baseline, interleaved in one process.
+
+    Attributes:
+        candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
+        baseline_ms: median step (or load + step) time of the baseline, milliseconds.
+        candidate_ms: the same of the candidate.
+        gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
+        pairs: number of paired measurements.
+        setup_seconds: one-off cost before the first timed step (compilation, caching), seconds.
+        break_even_steps: steps after which the setup has paid for itself; None when it never does or is free.
+        loss_difference: largest relative difference of the loss trajectory from the baseline's, for techniques
+            that change numerics; None for the others.
+        failure: why the candidate was dropped before or despite its timing; empty otherwise.
+    """
+
+    candidate: str
+    baseline_ms: float
+    candidate_ms: float
+    gain: Gain | None
+    pairs: int
+    setup_seconds: float = 0.0
+    break_even_steps: float | None = None
+    loss_difference: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the checklist.
+
+    Attributes:
+        technique: the name that ``optimize(techniques={...})`` knows it by.
+        number: its number in the checklist; None for a neighbour of the checklist.
+        title: what the report calls it.
+        status: see ``Status``.
+        why: one sentence a person who never heard of the technique understands.
+        chosen: label of the kept candidate, empty otherwise.
+        gain: the kept (or best rejected) candidate's gain; None where nothing was timed.
+        trials: every candidate that was tried.
+    """
+
+    technique: str
+    number: int | None
+    title: str
+    status: Status
+    why: str
+    chosen: str = ""
+    gain: Gain | None = None
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a loop runs: medians over the trial of one configuration.
+
+    Attributes:
+        step_ms: forward, backward and update, milliseconds.
+        load_ms: waiting for the next batch, milliseconds.
+        samples_per_second: samples of a batch / (load + step).
+    """
+
+    step_ms: float
+    load_ms: float
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that a report shows.
+
+    Attributes:
+        rows: the checklist in its order, then the neighbours.
+        environment: device, versions, cores: what a figure must be read with.
+        before: the user's loop as it came; None when nothing was measured.
+        after: the loop with everything kept; None when nothing was measured.
+        tuning_seconds: what finding this out cost.
+        notes: sentences that belong to no row.
+    """
+
+    rows: tuple[Row, ...]
+    environment: dict[str, str]
+    before: Pace | None = None
+    after: Pace | None = None
+    tuning_seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
