@@ -1,5 +1,16 @@
-"""flatout: make any PyTorch training loop run flat out."""
+"""flatout: make any PyTorch training loop run flat out.
 
-from flatout import _native  # noqa: F401  (loads the operators; raises on a torch that is too old)
+``run = flatout.optimize(model, loader, optimizer=opt, loss_fn=loss)`` tries each technique of the GPU-utilisation
+checklist on the user's own step, keeps what pays, undoes what does not, and ``print(run.report)`` explains it.
+"""
+
+from flatout import _native  # noqa: I001, F401  (first: it refuses a torch that is too old)
+from flatout import amp, data, mfu, optim
+from flatout.optimize import optimize
+from flatout.plan import Plan
+from flatout.report import Report
+from flatout.run import Run, undo
 
 __version__ = "0.1.0"
+
+__all__ = ["Plan", "Report", "Run", "__version__", "amp", "data", "mfu", "optim", "optimize", "undo"]

@@ -1,0 +1,141 @@
+"""What is being trained, and how one step of it goes. Techniques act on it; trials and ``Run`` step it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.amp import GradScaler
+from flatout.data import tensors_of
+from flatout.optim import update
+from flatout.techniques.autocast import autocast_dtype
+
+
+@dataclass(eq=False)
+class Job:
+    """A model, its data and its update rule, with the settings that every technique reads.
+
+    Attributes:
+        model: the user's module, always the same object.
+        loader: the user's loader, never changed.
+        source: what training iterates instead: the user's loader or a faster one with the same batches.
+        optimizer: the user's optimizer; None in the two-value form.
+        loss_fn: ``(output, target) -> loss``.
+        compute_loss: ``(model, batch) -> loss``, where ``loss_fn`` does not fit.
+        device: where steps run.
+        accumulate: batches per update.
+        max_grad_norm: global gradient norm to clip to; None for no clipping.
+        deterministic: whether only bit-identical techniques may be chosen by timing.
+        expected_steps: steps that the training is going to take, for break-even decisions.
+    """
+
+    model: nn.Module
+    loader: Iterable[Any]
+    source: Iterable[Any]
+    optimizer: torch.optim.Optimizer | None
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None
+    device: torch.device
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    deterministic: bool = False
+    expected_steps: int = 0
+    _pending: int = field(default=0, init=False)
+    _scaler: GradScaler | None = field(default=None, init=False)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler; there is one only while the model computes in fp16."""
+        if autocast_dtype(self.model) is not torch.float16:
+            return None
+        if self._scaler is None:
+            self._scaler = GradScaler(self.device.type)
+        return self._scaler
+
+    def loss(self, batch: Any) -> Tensor:
+        """Forward pass and loss of one batch that is already on the device.
+
+        Raises:
+            TypeError: the batch is neither a pair nor a mapping and there is no ``compute_loss``.
+            ValueError: an optimizer was given, but nothing says what to minimise.
+        """
+        if self.compute_loss is not None:
+            return self.compute_loss(self.model, batch)
+        if isinstance(batch, Mapping):
+            output, target = self.model(**batch), None
+        elif isinstance(batch, Tensor):
+            output, target = self.model(batch), None
+        elif isinstance(batch, Sequence) and len(batch) == 2:
+            output, target = self.model(batch[0]), batch[1]
+        else:
+            raise TypeError(
+                "batches must be (x, y) pairs or mappings, or compute_loss=(model, batch) -> loss be given; "
+                f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+            )
+        if self.loss_fn is not None:
+            if target is None:
+                raise TypeError(
+                    f"loss_fn needs (x, y) batches, got {type(batch).__name__}: "
+                    "give compute_loss=(model, batch) -> loss instead"
+                )
+            return self.loss_fn(output, target)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is not None:
+            return loss
+        if self.optimizer is not None:
+            raise ValueError("the model's output has no .loss: give loss_fn or compute_loss")
+        return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
+
+    def step(self, batch: Any) -> Tensor:
+        """Forward, backward and, after ``accumulate`` batches, the update.
+
+        Returns:
+            The loss, 0-dim, detached, on the device, not synchronised.
+        """
+        if self._pending == 0:
+            self._zero_grad()
+        loss = self.loss(batch)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._pending += 1
+        if self._pending == self.accumulate:
+            self.flush()
+        return loss.detach()
+
+    @property
+    def pending(self) -> int:
+        """Batches whose gradients wait for the next update."""
+        return self._pending
+
+    def flush(self) -> bool:
+        """Update with the gradients of the batches since the last update, averaged over just these.
+
+        Returns:
+            Whether there was anything to update with.
+        """
+        batches, self._pending = self._pending, 0
+        if batches == 0 or self.optimizer is None:
+            return False
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm, averaged_over=batches)
+            self.scaler.update()
+        else:
+            update(
+                self.optimizer,
+                inv_scale=None if batches == 1 else 1.0 / batches,
+                max_grad_norm=self.max_grad_norm,
+            )
+        return True
+
+    def discard(self) -> None:
+        """Forget batches that were accumulated but not updated with."""
+        self._pending = 0
+
+    def _zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.model.zero_grad(set_to_none=True)

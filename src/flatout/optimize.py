@@ -1,0 +1,283 @@
+"""``flatout.optimize``: the road of a user's call, from checked arguments to a tuned ``Run``."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data.replay import Replayed
+from flatout.job import Job
+from flatout.measure.budget import Budget
+from flatout.measure.state import State
+from flatout.measure.tuner import Tuner
+from flatout.plan import Plan, fingerprint
+from flatout.report import Report
+from flatout.report.model import Row, Summary
+from flatout.run import Run, undo
+from flatout.techniques import PLANNED, REGISTRY, Measured, NotApplicable, Rule, Switch
+from flatout.techniques.determinism import seed_all
+from flatout.techniques.workers import usable_cores
+
+TRIAL_BATCHES = 4
+"""Batches that trials go round in; they stay on the device while measuring."""
+
+DEFAULT_EPOCHS = 10
+"""Length of a training whose ``expected_steps`` is not given."""
+
+
+def optimize(
+    model: nn.Module,
+    loader: Iterable[Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    scheduler: Any = None,
+    device: torch.device | str | None = None,
+    precision: str = "auto",
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    deterministic: bool = False,
+    seed: int | None = None,
+    techniques: Mapping[str, Any] | None = None,
+    expected_steps: int | None = None,
+    budget: float = 60.0,
+    plan: Plan | str | Path | None = None,
+) -> Run:
+    """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
+
+    Trials leave no trace: weights, buffers, gradients, optimizer state, random-number generators, modes and
+    backend flags are bit-equal before and after, and ``state_dict`` keys never change.
+
+    Args:
+        model: any ``nn.Module``; stays the same object.
+        loader: any iterable of batches: ``(x, y)`` pairs, mappings, or what ``compute_loss`` understands.
+        optimizer: updates the model; leave it out to keep a loop of your own:
+            ``model, loader = flatout.optimize(model, loader)``.
+        loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
+        compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit.
+        scheduler: a learning-rate scheduler, stepped once per update.
+        device: where to train; default: cuda if there is one, else cpu.
+        precision: ``"auto"`` (measured), ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        accumulate: batches per update.
+        max_grad_norm: clip the global gradient norm to this.
+        deterministic: bit-reproducible training; then only bit-identical techniques are chosen by timing.
+        seed: seed python, numpy and torch with this when everything is set up.
+        techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
+        expected_steps: batches that the training will take, for break-even decisions; default: 10 epochs.
+        budget: seconds to spend on measuring; 0 means rules only.
+        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured.
+
+    Returns:
+        A ``Run``, which also unpacks into ``model, loader``.
+
+    Raises:
+        TypeError: an argument or a batch is not of a kind that is understood.
+        ValueError: an argument has a value that cannot work, or the loader is empty, the model has nothing to
+            train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing has changed then.
+    """
+    choices = _choices(techniques, precision)
+    _check_arguments(model, loader, optimizer, loss_fn, compute_loss)
+    _check_numbers(accumulate, max_grad_norm, expected_steps, budget)
+    if plan is not None:
+        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
+
+    undo(model)
+    job = Job(
+        model=model,
+        loader=loader,
+        source=loader,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        compute_loss=compute_loss,
+        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        accumulate=accumulate,
+        max_grad_norm=max_grad_norm,
+        deterministic=deterministic,
+        expected_steps=expected_steps or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
+    )
+    original = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
+    switches: list[Switch] = []
+    tuner: Tuner | None = None
+    try:
+        taken = _take(job)
+        rows = {row.technique: row for row in _apply_rules(job, switches)}
+        batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        _check_loss(job, batches[0])
+        here = fingerprint(model, batches[0], job.device)
+        if plan is not None:
+            plan.check(here)
+        original.restore()
+
+        rewindable = job.source is loader
+        spend = Budget(budget)
+        tuner = Tuner(
+            job,
+            batches,
+            rewindable=rewindable,
+            budget=spend,
+            choices=choices,
+            state=State.capture(model, optimizer, criterion=loss_fn, loader=loader),
+        )
+        console = Console(stderr=True)
+        for technique in REGISTRY:
+            if isinstance(technique, Measured):
+                with console.status(f"flatout: trying {technique.title}"):
+                    rows[technique.name] = tuner.decide(technique)
+        if plan is None and budget > 0:
+            with console.status("flatout: racing the tuned loop against the original"):
+                tuner.check_against_original()
+    except BaseException:
+        for switch in reversed([*switches, *(tuner.kept if tuner else ())]):
+            switch.disable()
+        job.discard()
+        original.restore()
+        raise
+    switches += tuner.kept
+    if seed is not None:
+        seed_all(seed)
+
+    summary = Summary(
+        rows=_in_order(rows),
+        environment=_environment(job.device),
+        before=tuner.before,
+        after=tuner.after,
+        tuning_seconds=spend.spent,
+        notes=tuple(tuner.notes),
+    )
+    return Run(
+        job,
+        scheduler=scheduler,
+        plan=Plan(decisions=tuner.decisions, fingerprint=here),
+        report=Report(summary),
+        switches=switches,
+    )
+
+
+def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:
+    """What the user forbids or forces, by technique name."""
+    choices = dict(techniques or {})
+    names = [t.name for t in REGISTRY if isinstance(t, Measured)]
+    for name in choices:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+            raise ValueError(f"unknown technique {name!r} in techniques: {hint}")
+    if precision not in ("auto", "fp32", "bf16", "fp16"):
+        raise ValueError(f"precision must be 'auto', 'fp32', 'bf16' or 'fp16', got {precision!r}")
+    if precision != "auto":
+        choices["precision"] = False if precision == "fp32" else precision
+    return choices
+
+
+def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError("the model has no parameter that requires gradients: there is nothing to train")
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not held & trainable:
+            raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
+    for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__}")
+    if loss_fn is not None and compute_loss is not None:
+        raise ValueError("give loss_fn or compute_loss, not both")
+
+
+def _check_numbers(
+    accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float
+) -> None:
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be >= 1, got {accumulate}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
+    if expected_steps is not None and expected_steps < 1:
+        raise ValueError(f"expected_steps must be >= 1, got {expected_steps}")
+    if not budget >= 0:
+        raise ValueError(f"budget must be >= 0 seconds, got {budget}")
+
+
+def _take(job: Job) -> list[Any]:
+    """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
+    loader = job.loader
+    rewindable = is_rewindable(loader)
+    batches: Iterator[Any] = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
+    taken = list(itertools.islice(batches, TRIAL_BATCHES))
+    if not rewindable:
+        job.source = Replayed(loader, taken, batches)
+    if not taken:
+        raise ValueError("the loader is empty: it yielded no batch")
+    if not tensors_of(taken[0]):
+        raise ValueError(f"the loader's batches hold no tensor: got {type(taken[0]).__name__}")
+    return taken
+
+
+def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
+    """Turn on every rule that serves this job; ``switches`` receives what was turned on."""
+    for technique in REGISTRY:
+        if not isinstance(technique, Rule):
+            continue
+        row = Row(technique.name, technique.number, technique.title, "kept", technique.kept_because)
+        try:
+            technique.check(job)
+        except NotApplicable as reason:
+            yield Row(technique.name, technique.number, technique.title, "not applicable", str(reason))
+            continue
+        switch = technique.switch(job)
+        if switch is not None:
+            switches.append(switch)
+            switch.enable()
+        yield row
+
+
+def _check_loss(job: Job, batch: Any) -> None:
+    """Run the loss once and see that there is something to minimise."""
+    loss = job.loss(batch)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
+    if loss.dim() != 0:
+        raise ValueError(f"the loss must be a scalar (0-dim) tensor, got shape {tuple(loss.shape)}: reduce it, e.g. .mean()")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
+
+
+def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:
+    """The checklist by number, then its neighbours; rows without a technique yet say so."""
+    planned = [
+        Row(name, number, title, "not built yet", "this version of flatout does not try it")
+        for number, name, title in PLANNED
+    ]
+    return tuple(sorted([*rows.values(), *planned], key=lambda row: row.number or 1000))
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """What a figure must be read with."""
+    import flatout
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "cores": str(usable_cores()),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "flatout": flatout.__version__,
+        "python": platform.python_version(),
+    }

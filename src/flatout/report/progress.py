@@ -1,0 +1,92 @@
+"""The progress bar of ``Run.fit``: loss, samples/s, MFU and loader stall, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from flatout.mfu import MfuCounter
+
+LOSS_EVERY = 20
+"""Steps between two looks at the loss."""
+
+
+class _LateScalar:
+    """A number read from the device once it has arrived there, never waited for."""
+
+    def __init__(self) -> None:
+        self.value = float("nan")
+        self._host: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def send(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cuda":
+            self.value = float(tensor)
+        elif self._arrived is None:
+            if self._host is None:
+                self._host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def poll(self) -> float:
+        if self._arrived is not None and self._arrived.query() and self._host is not None:
+            self.value, self._arrived = float(self._host), None
+        return self.value
+
+
+class EpochProgress:
+    """One bar for each epoch."""
+
+    def __init__(self, epochs: int, loader: Iterable[Any], counter: MfuCounter, *, visible: bool) -> None:
+        self._epochs = epochs
+        self._loader = loader
+        self._counter = counter
+        self._loss = _LateScalar()
+        self._steps = 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            disable=not visible,
+        )
+
+    def __enter__(self) -> EpochProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, epoch: int) -> None:
+        """Start the bar of an epoch (counted from 0)."""
+        total = len(self._loader) if hasattr(self._loader, "__len__") else None  # type: ignore[arg-type]
+        self._task = self._bar.add_task(f"epoch {epoch + 1}/{self._epochs}", total=total, status="")
+
+    def advance(self, loss: Tensor) -> None:
+        """Count one step."""
+        if self._steps % LOSS_EVERY == 0:
+            self._loss.send(loss)
+        self._steps += 1
+        if self._steps % LOSS_EVERY == 0:
+            self._bar.update(self._task, status=self._status())
+        self._bar.advance(self._task)
+
+    def end(self, values: dict[str, float]) -> None:
+        """Leave the epoch's results beside its bar."""
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._bar.update(self._task, status=f"{shown}  {self._counter.samples_per_second:,.0f} samples/s")
+
+    def _status(self) -> str:
+        counter = self._counter
+        parts = [f"loss {self._loss.poll():.4g}", f"{counter.samples_per_second:,.0f} samples/s"]
+        if counter.mfu is not None:
+            parts.append(f"MFU {counter.mfu:.1%}")
+        parts.append(f"stall {counter.stall_fraction:.1%}")
+        return "  ".join(parts)

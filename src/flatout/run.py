@@ -1,0 +1,225 @@
+"""A tuned training job: step it, fit it, evaluate it, undo it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.job import Job
+from flatout.mfu import MfuCounter
+from flatout.plan import Plan
+from flatout.report import Report
+from flatout.report.progress import EpochProgress
+from flatout.techniques import Switch
+
+Metric = Callable[[Any, Any], Any]
+"""``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
+
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Switch]] = weakref.WeakKeyDictionary()
+
+
+def undo(model: nn.Module) -> None:
+    """Take everything back that ``optimize`` attached to a model and its optimizer.
+
+    Works without the ``Run``, which may be gone; does nothing for a model that flatout does not know.
+    """
+    switches = _attached.pop(model, [])
+    while switches:
+        switches.pop().disable()
+
+
+class TrainingLoader:
+    """The user's batches, on the device, prefetched. Attributes are those of the user's loader."""
+
+    def __init__(self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None]) -> None:
+        self._job = job
+        self._counter = counter
+        self._end_of_epoch = end_of_epoch
+        self._prefetcher = Prefetcher(job.source, job.device)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._prefetcher)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._counter.waited(time.perf_counter() - start)
+            yield batch
+        self._end_of_epoch()
+
+    def __len__(self) -> int:
+        return len(self._prefetcher)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job.loader, name)
+
+
+class Run:
+    """What ``flatout.optimize`` returns.
+
+    Attributes:
+        model: the user's module, the same object.
+        loader: iterate it for batches that are on the device already.
+        optimizer: the user's optimizer, the same object; None in the two-value form.
+        plan: the decisions, to save and apply again.
+        report: every row of the checklist, with its number and its why.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        scheduler: Any,
+        plan: Plan,
+        report: Report,
+        switches: Sequence[Switch],
+    ) -> None:
+        self.model = job.model
+        self.optimizer = job.optimizer
+        self.plan = plan
+        self.report = report
+        self._job = job
+        self._scheduler = scheduler
+        self._counter = MfuCounter(device=job.device)
+        self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush)
+        _attached[job.model] = list(switches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """``model, loader = flatout.optimize(model, loader)``."""
+        yield self.model
+        yield self.loader
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler; None unless the model computes in fp16."""
+        return self._job.scaler
+
+    @property
+    def stats(self) -> MfuCounter:
+        """Counts of steps and samples, rolling step time, samples/s, MFU where known, share of loader stall."""
+        return self._counter
+
+    def step(self, batch: Any) -> Tensor:
+        """Forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
+
+        The update is the lazy form: gradients are scaled, averaged and clipped on their way through registers, so
+        ``p.grad`` stays as backward left it. Nothing waits for the device.
+
+        Args:
+            batch: as ``run.loader`` or the user's loader yields it.
+
+        Returns:
+            The loss, 0-dim, detached, on the device.
+
+        Raises:
+            RuntimeError: ``optimize`` was not given an optimizer.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
+        batch = to_device(batch, self._job.device)
+        with self._counter.step(samples=batch_size_of(batch)):
+            loss = self._job.step(batch)
+            if not self._job.pending:
+                self._step_scheduler()
+        return loss
+
+    def _flush(self) -> None:
+        """Update with what accumulated since the last update, at an epoch's end."""
+        if self._job.flush():
+            self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def fit(
+        self,
+        epochs: int,
+        eval_loader: Iterable[Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[dict[str, float]]:
+        """Train for a number of epochs.
+
+        Args:
+            epochs: passes over ``run.loader``.
+            eval_loader: evaluated after each epoch.
+            metrics: as in ``evaluate``.
+            progress: show a bar with loss, samples/s, MFU and loader stall.
+
+        Returns:
+            One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
+        """
+        history: list[dict[str, float]] = []
+        with EpochProgress(epochs, self.loader, self._counter, visible=progress) as bar:
+            for epoch in range(epochs):
+                bar.begin(epoch)
+                total, steps = torch.zeros((), device=self._job.device), 0
+                for batch in self.loader:
+                    loss = self.step(batch)
+                    total += loss
+                    steps += 1
+                    bar.advance(loss)
+                row = {"loss": float(total) / max(1, steps)}
+                if eval_loader is not None:
+                    row |= {f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()}
+                bar.end(row)
+                history.append(row)
+        return history
+
+    def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.
+
+        Args:
+            loader: yields batches like those trained on.
+            metrics: name to ``(outputs, batch) -> mean over the batch``; outputs are those of the model.
+
+        Returns:
+            ``loss`` and every metric, weighted by samples.
+
+        Raises:
+            ValueError: the loader yielded no batch.
+        """
+        metrics = metrics or {}
+        outputs: list[Any] = []
+        modes = [(m, m.training) for m in self.model.modules()]
+        hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        totals: dict[str, Tensor] = {}
+        samples = 0
+        try:
+            self.model.eval()
+            with torch.inference_mode():
+                for batch in loader:
+                    batch = to_device(batch, self._job.device)
+                    outputs.clear()
+                    values = {"loss": self._job.loss(batch)}
+                    values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
+                    size = batch_size_of(batch)
+                    for name, value in values.items():
+                        totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
+                    samples += size
+        finally:
+            hook.remove()
+            for module, training in modes:
+                module.training = training
+        if samples == 0:
+            raise ValueError("eval loader yielded no batch")
+        return {name: float(total) / samples for name, total in totals.items()}
+
+    def undo(self) -> None:
+        """Give the user's objects back: model, optimizer, device and backend flags work as before ``optimize``.
+
+        What training has changed since (weights, optimizer state) stays. ``run.loader`` is the user's own again.
+        """
+        undo(self.model)
+        self._job.source = self._job.loader
+        self.loader = self._job.loader

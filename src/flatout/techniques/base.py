@@ -1,0 +1,117 @@
+"""The protocol of a technique: when it applies, what there is to try, and how it is turned on and off."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+
+class Switch(Protocol):
+    """A change to the user's model or optimizer that can be turned on and off at no cost, again and again.
+
+    ``disable`` undoes ``enable`` exactly. A switch must not keep the model alive: it outlives the ``Run``.
+
+    Attributes:
+        label: what the report calls it.
+        value: what ``techniques={name: value}`` would force it with; a plan stores this.
+    """
+
+    label: str
+    value: Any
+
+    def enable(self) -> None:
+        """Turn the change on."""
+
+    def disable(self) -> None:
+        """Turn it off again."""
+
+
+class Source(Protocol):
+    """A loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Switch``."""
+
+    label: str
+    value: Any
+
+    def make(self) -> Iterable[Any]:
+        """Build the loader."""
+
+
+class NotApplicable(Exception):
+    """Why a technique (or one candidate of it) cannot serve this job: one sentence for the report."""
+
+
+class Technique(ABC):
+    """One row of the checklist.
+
+    Attributes:
+        name: what ``optimize(techniques={name: ...})`` calls it.
+        number: its number in the checklist; None for a neighbour.
+        title: what the report calls it.
+        kept_because: the *why* of the row when it is kept.
+        exact: whether training with it is bit-identical to training without.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[int | None] = None
+    title: ClassVar[str]
+    kept_because: ClassVar[str]
+    exact: ClassVar[bool] = False
+
+    def check(self, job: Job) -> None:
+        """Raise ``NotApplicable`` when this job cannot use the technique."""
+
+
+class Rule(Technique):
+    """A technique that is always right: applied without a trial."""
+
+    def switch(self, job: Job) -> Switch | None:
+        """What to turn on; None when there is nothing to turn (the technique is how ``Run`` works)."""
+        return None
+
+
+class Measured(Technique):
+    """A technique that has to earn its place in a trial."""
+
+    setup_estimate: ClassVar[float] = 0.0
+    """Seconds before the first timed step of a candidate, for example a cold compilation."""
+
+    @abstractmethod
+    def candidates(self, job: Job) -> Sequence[Any]:
+        """What there is to try, most promising first."""
+
+    @abstractmethod
+    def forced(self, job: Job, value: Any) -> Any:
+        """The candidate that ``techniques={name: value}`` asks for.
+
+        Raises:
+            ValueError: no candidate has that value.
+        """
+
+
+class StepTechnique(Measured):
+    """Changes how a step runs. Its candidates are ``Switch`` objects; trials time the step alone.
+
+    Attributes:
+        tolerance: largest mean relative difference of the loss trajectory that is accepted; None when the
+            technique needs no check.
+        optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
+    """
+
+    tolerance: ClassVar[float | None] = None
+    optimistic_gain: ClassVar[float] = 2.0
+
+    @abstractmethod
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """Switches to try."""
+
+
+class LoaderTechnique(Measured):
+    """Changes how batches are made. Its candidates are ``Source`` objects; trials time loading and stepping."""
+
+    @abstractmethod
+    def candidates(self, job: Job) -> Sequence[Source]:
+        """Loaders to try."""

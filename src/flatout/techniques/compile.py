@@ -1,0 +1,116 @@
+"""9: torch.compile, in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+
+class CompiledCall:
+    """Calls the compiled module for the inputs it was compiled for, and the plain module for all others.
+
+    A last, smaller batch or an evaluation pass would otherwise stop training for a recompilation, half a minute
+    long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered.
+    """
+
+    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self.learning = True
+        self.plain_calls = 0
+        self._plain = plain
+        self._compiled = compiled
+        self._known: set[Any] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        signature = _signature(args, kwargs)
+        if self.learning:
+            self._known.add(signature)
+        if signature in self._known:
+            return self._compiled(*args, **kwargs)
+        self.plain_calls += 1
+        return self._plain(*args, **kwargs)
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a compilation is specialised on: shapes, dtypes and devices of the inputs, and the grad mode."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    described = tuple(
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    )
+    return torch.is_grad_enabled(), structure, described
+
+
+class CompileSwitch:
+    """Swaps the module's compiled call in and out; the module stays the same object with the same keys.
+
+    It holds the call only while that is out of the module, so that nothing here keeps the model alive.
+    """
+
+    label = value = "default"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._parked: Any = CompiledCall(model._call_impl, torch.compile(model._call_impl))
+
+    def enable(self) -> None:
+        self._swap()
+
+    def disable(self) -> None:
+        self._swap()
+
+    def freeze(self) -> None:
+        """End the learning of new inputs: from here on only what was compiled in the trial runs compiled."""
+        model = self._model()
+        call = self._parked or (model and model._compiled_call_impl)
+        call.learning = False
+
+    def _swap(self) -> None:
+        model = self._model()
+        if model is not None:
+            model._compiled_call_impl, self._parked = self._parked, model._compiled_call_impl
+
+
+class Compile(StepTechnique):
+    """Compiles the model with TorchInductor, in place (``state_dict`` keys and pickles do not change).
+
+    When it helps: many small elementwise operators that fuse, and launch-bound GPU steps. When it hurts: the
+    first step takes half a minute, inputs of changing shape compile again, and models that are a few large
+    matrix products gain little. The report says after how many steps it has paid for itself.
+    """
+
+    name = "compile"
+    number = 9
+    title = "torch.compile"
+    kept_because = "the model's operators run as fused, generated kernels"
+    setup_estimate = 30.0
+    tolerance = 0.005
+    optimistic_gain = 1.5
+
+    def check(self, job: Job) -> None:
+        """A module that is neither compiled nor scripted already."""
+        if isinstance(job.model, torch.jit.ScriptModule):
+            raise NotApplicable("the model is a ScriptModule: it is compiled already")
+        if isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None:
+            raise NotApplicable("the model comes compiled already")
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """The default mode."""
+        return [CompileSwitch(job.model)]
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """True or ``"default"``."""
+        if value not in (True, "default"):
+            raise ValueError(f"techniques['compile'] must be True, False or 'default', got {value!r}")
+        return self.candidates(job)[0]

@@ -1,0 +1,68 @@
+"""5: model, buffers, loss module and its weights on one device, moved together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout.techniques.base import Rule, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+
+class Placement:
+    """Moves modules, and the optimizer's state with them, to a device and back."""
+
+    def __init__(
+        self, modules: list[nn.Module], optimizer: torch.optim.Optimizer | None, device: torch.device
+    ) -> None:
+        self.label = self.value = str(device)
+        self._optimizer = optimizer
+        self._device = device
+        # Parameter objects, not modules: what is moved must not keep the model alive.
+        tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+        self._moved = [(t, t.device) for t in tensors.values() if t.device != device]
+
+    def enable(self) -> None:
+        self._move([(t, self._device) for t, _ in self._moved])
+
+    def disable(self) -> None:
+        self._move(self._moved)
+
+    def _move(self, targets: list[tuple[torch.Tensor, torch.device]]) -> None:
+        for tensor, device in targets:
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+            for key, value in self._state_of(tensor).items():
+                # torch keeps `step` on the CPU whatever the parameter's device is.
+                if isinstance(value, torch.Tensor) and key != "step":
+                    value.data = value.data.to(device)
+
+    def _state_of(self, tensor: torch.Tensor) -> dict[str, Any]:
+        if self._optimizer is None or tensor not in self._optimizer.state:
+            return {}
+        return self._optimizer.state[tensor]
+
+
+class Criterion(Rule):
+    """Moves the model and the criterion to the device that training runs on.
+
+    When it helps: a loss module with class weights, left on the CPU, either raises or copies them in every step.
+    """
+
+    name = "criterion"
+    number = 5
+    title = "criterion on the device"
+    kept_because = "model, buffers and loss weights live on one device: no copy between devices inside a step"
+    exact = True
+
+    def switch(self, job: Job) -> Switch:
+        """The move; nothing happens where everything is in place already."""
+        modules = [job.model]
+        if isinstance(job.loss_fn, nn.Module):
+            modules.append(job.loss_fn)
+        return Placement(modules, job.optimizer, job.device)

@@ -1,0 +1,28 @@
+"""8: the next batches are on their way while the current step runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flatout.techniques.base import NotApplicable, Rule
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+
+class Prefetch(Rule):
+    """Copies two batches ahead, on a stream of its own.
+
+    When it helps: the copy hides behind the step. When it hurts: every batch ahead holds device memory.
+    """
+
+    name = "prefetch"
+    number = 8
+    title = "prefetch to the device"
+    kept_because = "the next two batches are copied on a side stream while the step runs"
+    exact = True
+
+    def check(self, job: Job) -> None:
+        """Only a copy to a GPU can be hidden."""
+        if job.device.type != "cuda":
+            raise NotApplicable("training runs on the CPU: there is no copy to a device to hide")
