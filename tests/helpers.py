@@ -1,0 +1,46 @@
+"""What several tests share: bit-exact pictures of training state."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def bits(tensor):
+    """The raw bytes of a tensor, so that NaNs and signed zeros compare."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _picture(value):
+    return (str(value.dtype), tuple(value.shape), bits(value)) if isinstance(value, torch.Tensor) else value
+
+
+def snapshot(model, optimizer=None):
+    """Everything that ``State`` promises to restore, as comparable plain data."""
+    seen = {
+        "parameters": {n: _picture(p) for n, p in model.named_parameters(remove_duplicate=False)},
+        "grads": {n: None if p.grad is None else _picture(p.grad) for n, p in model.named_parameters()},
+        "requires_grad": {n: p.requires_grad for n, p in model.named_parameters()},
+        "buffers": {n: _picture(b) for n, b in model.named_buffers()},
+        "keys": list(model.state_dict()),
+        "modes": [m.training for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "random": (random.getstate(), str(np.random.get_state()), bits(torch.get_rng_state())),
+        "flags": (
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+        ),
+    }
+    if optimizer is not None:
+        names = {p: n for n, p in model.named_parameters()}
+        seen["optimizer"] = {
+            names[p]: {k: _picture(v) for k, v in state.items()} for p, state in optimizer.state.items()
+        }
+        seen["groups"] = [
+            {k: _picture(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+    return seen

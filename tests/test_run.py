@@ -1,0 +1,177 @@
+"""Run: step, fit, evaluate."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from tests.helpers import bits
+
+PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": False, "fused_optimizer": False}
+
+
+def make(n=48, batch=8, **kwargs):
+    torch.manual_seed(0)
+    x = torch.randn(n, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=batch)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=PLAIN, budget=0, **kwargs)
+    return run, model, loader, opt
+
+
+def test_step_is_the_textbook_step():
+    run, model, loader, _ = make()
+    _, twin, _, twin_opt = make()
+    for x, y in loader:
+        loss = run.step((x, y))
+        twin_opt.zero_grad()
+        expected = functional.cross_entropy(twin(x), y)
+        expected.backward()
+        twin_opt.step()
+        assert loss.dim() == 0
+        assert not loss.requires_grad
+        assert bits(loss) == bits(expected)
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in twin.parameters()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_accumulation_equals_the_large_batch_leftover_included(fused):
+    # 48 samples, batches of 8, 4 a time: one update of 32 samples, and one of the 16 that are left.
+    force = PLAIN | {"fused_optimizer": fused}
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(48, 4), torch.randint(0, 2, (48,)))
+    models = [nn.Linear(4, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    loader = DataLoader(data, batch_size=8)
+    run = flatout.optimize(
+        models[0], loader, opts[0], functional.cross_entropy, accumulate=4, techniques=force, budget=0, max_grad_norm=0.3
+    )
+    for batch in run.loader:
+        run.step(batch)
+    for part in (slice(0, 32), slice(32, 48)):
+        opts[1].zero_grad()
+        functional.cross_entropy(models[1](data.tensors[0][part]), data.tensors[1][part]).backward()
+        nn.utils.clip_grad_norm_(models[1].parameters(), 0.3)
+        opts[1].step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scheduler_steps_once_per_update():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
+    run = flatout.optimize(
+        model,
+        DataLoader(data, batch_size=8),
+        opt,
+        functional.cross_entropy,
+        scheduler=scheduler,
+        accumulate=2,
+        techniques=PLAIN | {"fused_optimizer": True},
+        budget=0,
+    )
+    for batch in run.loader:
+        run.step(batch)
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.5**3)
+
+
+def test_evaluate_weighs_by_samples_and_restores_modes():
+    run, model, _, _ = make()
+    model[0].eval()
+    modes = [m.training for m in model.modules()]
+    x, y = torch.randn(10, 4), torch.randint(0, 2, (10,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    values = run.evaluate(loader, {"accuracy": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()})
+    with torch.no_grad():
+        out = model(x)
+    assert values["loss"] == pytest.approx(functional.cross_entropy(out, y).item(), rel=1e-5)
+    assert values["accuracy"] == pytest.approx((out.argmax(1) == y).float().mean().item())
+    assert [m.training for m in model.modules()] == modes
+    assert not model[0]._forward_hooks
+    assert not model._forward_hooks
+
+
+def test_evaluate_tracks_no_gradients_and_restores_modes_after_an_error():
+    run, model, loader, _ = make()
+    grads = []
+    metric = {"x": lambda out, batch: grads.append(out.requires_grad) or 0.0}
+    run.evaluate(loader, metric)
+    assert grads
+    assert not any(grads)
+    with pytest.raises(ZeroDivisionError):
+        run.evaluate(loader, {"x": lambda out, batch: 1 / 0})
+    assert model.training
+    assert not model._forward_hooks
+    with pytest.raises(ValueError, match="no batch"):
+        run.evaluate([])
+
+
+def test_fit_trains_and_returns_the_history(capsys):
+    run, _, loader, _ = make()
+    history = run.fit(6, eval_loader=loader, metrics={"one": lambda out, batch: 1.0}, progress=False)
+    assert len(history) == 6
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[0].keys() == {"loss", "eval_loss", "eval_one"}
+    assert history[0]["eval_one"] == 1.0
+    assert run.stats.steps == 36
+    assert run.stats.samples == 288
+    assert capsys.readouterr().out == ""
+
+
+def test_fit_shows_progress(capsys):
+    run, *_ = make()
+    run.fit(2)
+    shown = capsys.readouterr().out
+    assert "epoch 1/2" in shown
+    assert "samples/s" in shown
+
+
+def test_a_mapping_batch_goes_through_the_models_own_loss():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x, y):
+            out = self.linear(x).squeeze(1)
+            return {"loss": (out - y).square().mean(), "out": out}
+
+    model = WithLoss()
+    batches = [{"x": torch.randn(4, 4), "y": torch.randn(4)} for _ in range(3)]
+    run = flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), 0.1), techniques=PLAIN, budget=0)
+    expected = model(**batches[0])["loss"]
+    assert bits(run.step(batches[0])) == bits(expected)
+
+
+def test_compute_loss_sees_model_and_batch():
+    model = nn.Linear(4, 1)
+    batches = [(torch.randn(4, 4), torch.randn(4), torch.rand(4)) for _ in range(3)]
+
+    def weighted(model, batch):
+        x, y, w = batch
+        return (w * (model(x).squeeze(1) - y).square()).mean()
+
+    run = flatout.optimize(
+        model,
+        batches,
+        torch.optim.SGD(model.parameters(), 0.1),
+        compute_loss=weighted,
+        techniques=PLAIN,
+        budget=0,
+    )
+    expected = weighted(model, batches[1])
+    assert bits(run.step(batches[1])) == bits(expected)
+
+
+def test_step_without_an_optimizer_says_what_to_do():
+    model = nn.Linear(4, 1)
+    run = flatout.optimize(model, [torch.randn(2, 4)], techniques=PLAIN, budget=0)
+    with pytest.raises(RuntimeError, match="needs an optimizer"):
+        run.step(torch.randn(2, 4))
