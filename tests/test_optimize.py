@@ -111,7 +111,11 @@ def test_training_afterwards_matches_the_plain_loop():
     torch.manual_seed(7)
     expected = train(plain_model, plain_loader, plain_opt, epochs=3)
     run = flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques=QUICK | {"in_memory": True, "fused_optimizer": True}
+        model,
+        loader,
+        opt,
+        functional.cross_entropy,
+        techniques=QUICK | {"in_memory": True, "fused_optimizer": True},
     )
     torch.manual_seed(7)
     losses = [run.step(batch).item() for _ in range(3) for batch in run.loader]
@@ -140,7 +144,9 @@ def test_undo_gives_back_the_original_behaviour():
 
 def test_undo_works_without_the_run():
     model, loader, opt = make_job()
-    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={"precision": "bf16", "compile": False})
+    flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques={"precision": "bf16", "compile": False}
+    )
     gc.collect()
     assert type(model) is not Net
     flatout.undo(model)
@@ -151,7 +157,9 @@ def test_undo_works_without_the_run():
 
 def test_nothing_keeps_the_model_alive():
     model, loader, opt = make_job()
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"})
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"}
+    )
     gone = weakref.ref(model)
     del model, run, opt
     gc.collect()
@@ -161,7 +169,9 @@ def test_nothing_keeps_the_model_alive():
 def test_optimizing_twice_is_the_same_as_once():
     model, loader, opt = make_job()
     for _ in range(2):
-        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"})
+        run = flatout.optimize(
+            model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"}
+        )
         assert type(model).__mro__[1] is Net
     run.undo()
     assert type(model) is Net
@@ -215,7 +225,13 @@ def bad_jobs():
     vector = lambda out, y: functional.cross_entropy(out, y, reduction="none")  # noqa: E731
     yield "vector loss", (net, loader, opt(net.parameters()), vector), {}, ValueError, r"scalar.*\(16,\)"
     number = lambda out, y: 1.0  # noqa: E731
-    yield "loss not a tensor", (net, loader, opt(net.parameters()), number), {}, TypeError, "must be a tensor, got float"
+    yield (
+        "loss not a tensor",
+        (net, loader, opt(net.parameters()), number),
+        {},
+        TypeError,
+        "must be a tensor, got float",
+    )
     detached = lambda out, y: ce(out.detach(), y)  # noqa: E731
     yield "detached loss", (net, loader, opt(net.parameters()), detached), {}, ValueError, "does not depend"
     job = (net, loader, opt(net.parameters()), ce)
@@ -232,7 +248,9 @@ def bad_jobs():
     yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"
 
 
-@pytest.mark.parametrize(("args", "kwargs", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in bad_jobs()])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in bad_jobs()]
+)
 def test_bad_input_is_refused_and_changes_nothing(args, kwargs, error, words):
     model, optimizer = args[0], args[2] if len(args) > 2 else None
     before = snapshot(model, optimizer) if isinstance(model, Net) and words != "none of the model's" else None
@@ -286,7 +304,11 @@ def test_plain_iterators_and_lists_of_batches_are_loaders():
     for loader in (batches, iter(batches)):
         model = Net()
         run = flatout.optimize(
-            model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, techniques=QUICK
+            model,
+            loader,
+            torch.optim.SGD(model.parameters(), 0.1),
+            functional.cross_entropy,
+            techniques=QUICK,
         )
         assert [bits(x) for x, _ in run.loader] == [bits(x) for x, _ in batches]
 
@@ -318,7 +340,11 @@ def test_every_row_is_in_the_report():
     assert sorted(r.number for r in rows.values() if r.number) == list(range(1, 14))
     assert all(row.why for row in rows.values())
     assert all(rows[name].status == "not built yet" for _, name, _ in PLANNED)
-    assert all(rows[t.name].status == "not tried" for t in REGISTRY if isinstance(t, Measured) and t.name != "in_memory")
+    assert all(
+        rows[t.name].status == "not tried"
+        for t in REGISTRY
+        if isinstance(t, Measured) and t.name != "in_memory"
+    )
     text = str(run.report)
     assert all(row.title in text for row in rows.values())
 
@@ -326,7 +352,12 @@ def test_every_row_is_in_the_report():
 def test_forbidden_and_forced_rows_say_so():
     model, loader, opt = make_job()
     run = flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques={"compile": False, "in_memory": True}, budget=0
+        model,
+        loader,
+        opt,
+        functional.cross_entropy,
+        techniques={"compile": False, "in_memory": True},
+        budget=0,
     )
     rows = {row.technique: row for row in run.report.rows}
     assert "forbidden" in rows["compile"].why
@@ -338,7 +369,13 @@ def test_deterministic_mode_times_only_what_is_bit_identical():
     model, loader, opt = make_job()
     try:
         run = flatout.optimize(
-            model, loader, opt, functional.cross_entropy, deterministic=True, seed=3, techniques={"workers": False}
+            model,
+            loader,
+            opt,
+            functional.cross_entropy,
+            deterministic=True,
+            seed=3,
+            techniques={"workers": False},
         )
         tried = {row.technique for row in run.report.rows if row.trials}
         assert tried <= {"in_memory"}

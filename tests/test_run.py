@@ -48,7 +48,14 @@ def test_accumulation_equals_the_large_batch_leftover_included(fused):
     opts = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
     loader = DataLoader(data, batch_size=8)
     run = flatout.optimize(
-        models[0], loader, opts[0], functional.cross_entropy, accumulate=4, techniques=force, budget=0, max_grad_norm=0.3
+        models[0],
+        loader,
+        opts[0],
+        functional.cross_entropy,
+        accumulate=4,
+        techniques=force,
+        budget=0,
+        max_grad_norm=0.3,
     )
     for batch in run.loader:
         run.step(batch)
@@ -145,7 +152,9 @@ def test_a_mapping_batch_goes_through_the_models_own_loss():
 
     model = WithLoss()
     batches = [{"x": torch.randn(4, 4), "y": torch.randn(4)} for _ in range(3)]
-    run = flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), 0.1), techniques=PLAIN, budget=0)
+    run = flatout.optimize(
+        model, batches, torch.optim.SGD(model.parameters(), 0.1), techniques=PLAIN, budget=0
+    )
     expected = model(**batches[0])["loss"]
     assert bits(run.step(batches[0])) == bits(expected)
 

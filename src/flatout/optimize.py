@@ -105,7 +105,8 @@ def optimize(
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
-        expected_steps=expected_steps or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
+        expected_steps=expected_steps
+        or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
     )
     original = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
     switches: list[Switch] = []
@@ -128,6 +129,7 @@ def optimize(
             rewindable=rewindable,
             budget=spend,
             choices=choices,
+            chooser="techniques=" if plan is None else "the plan",
             state=State.capture(model, optimizer, criterion=loss_fn, loader=loader),
         )
         console = Console(stderr=True)
@@ -194,7 +196,9 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not held & trainable:
-            raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
+            raise ValueError(
+                "the optimizer holds none of the model's trainable parameters: was it made for another?"
+            )
     for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
@@ -219,7 +223,9 @@ def _take(job: Job) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
     loader = job.loader
     rewindable = is_rewindable(loader)
-    batches: Iterator[Any] = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
+    batches: Iterator[Any] = iter(
+        clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader
+    )
     taken = list(itertools.islice(batches, TRIAL_BATCHES))
     if not rewindable:
         job.source = Replayed(loader, taken, batches)
@@ -254,7 +260,9 @@ def _check_loss(job: Job, batch: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
     if loss.dim() != 0:
-        raise ValueError(f"the loss must be a scalar (0-dim) tensor, got shape {tuple(loss.shape)}: reduce it, e.g. .mean()")
+        raise ValueError(
+            f"the loss must be a scalar (0-dim) tensor, got shape {tuple(loss.shape)}: reduce it, e.g. .mean()"
+        )
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
 
@@ -272,7 +280,11 @@ def _environment(device: torch.device) -> dict[str, str]:
     """What a figure must be read with."""
     import flatout
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     return {
         "device": f"{device.type} ({name})",
         "cores": str(usable_cores()),

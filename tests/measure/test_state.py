@@ -129,5 +129,9 @@ def test_backend_flags_come_back():
     torch.set_num_threads(before[2] + 1)
     torch.use_deterministic_algorithms(True)
     state.restore()
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.get_num_threads()) == before
+    assert (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.get_num_threads(),
+    ) == before
     assert not torch.are_deterministic_algorithms_enabled()

@@ -101,7 +101,12 @@ class _OptimizerState:
 def generators_of(loader: Any) -> Iterator[torch.Generator]:
     """Every explicit ``torch.Generator`` that a DataLoader and its samplers draw from."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    holders = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
     found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
     yield from found.values()
 

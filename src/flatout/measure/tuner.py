@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -37,7 +38,9 @@ class Tuner:
         batches: a few real batches, on the device.
         rewindable: whether the loader may be iterated in a trial without losing samples.
         budget: seconds for all trials.
-        choices: techniques that the user forbids (False) or forces (any other value).
+        choices: techniques that are forbidden (False) or forced (any other value).
+        chooser: who made the choices, for the report: "techniques=" or "the plan".
+        state: what training is put back to after each trial.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Tuner:
         rewindable: bool,
         budget: Budget,
         choices: dict[str, Any],
+        chooser: str,
         state: State,
     ) -> None:
         self.kept: list[Switch] = []
@@ -61,6 +65,7 @@ class Tuner:
         self._rewindable = rewindable
         self._budget = budget
         self._choices = choices
+        self._chooser = chooser
         self._state = state
 
     # -- one row ---------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ class Tuner:
         row = Row(technique.name, technique.number, technique.title, "kept", technique.kept_because)
         choice = self._choices.get(technique.name)
         if choice is False:
-            return replace(row, status="not tried", why=f"forbidden by techniques={{'{technique.name}': False}}")
+            return replace(row, status="not tried", why=f"{self._chooser} does without it")
         try:
             technique.check(self._job)
             if choice is not None:
@@ -92,25 +97,28 @@ class Tuner:
             return "budget=0: nothing is measured"
         if job.deterministic and not technique.exact:
             return "deterministic=True: it may change the last bits, so no timing decides about it"
-        estimate = technique.setup_estimate
+        if isinstance(technique, LoaderTechnique) and not self._rewindable:
+            return "the loader cannot be rewound, so trying another in its place would lose samples"
+        pace = self.pace
+        if isinstance(technique, LoaderTechnique):
+            saving = pace.load_ms
+            if saving < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
+                return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
+        else:
+            assert isinstance(technique, StepTechnique)
+            saving = pace.step_ms * (1 - 1 / technique.optimistic_gain)
+        estimate = technique.setup_estimate(job, pace)
         if not self._budget.fits(estimate):
             return (
-                f"a trial takes about {estimate:.0f} s and {self._budget.left:.0f} s of the budget of "
+                f"a trial takes about {estimate:.0f} s, and {self._budget.left:.0f} s of the budget of "
                 f"{self._budget.seconds:.0f} s are left"
             )
-        if isinstance(technique, StepTechnique) and estimate:
-            could_save = job.expected_steps * self.pace.step_ms / 1e3 * (1 - 1 / technique.optimistic_gain)
-            if could_save < estimate:
-                return (
-                    f"setting it up takes about {estimate:.0f} s and could save {could_save:.0f} s at the very most "
-                    f"in the {job.expected_steps:,} steps expected (expected_steps= says otherwise)"
-                )
-        if isinstance(technique, LoaderTechnique):
-            if not self._rewindable:
-                return "the loader cannot be rewound, so trying another in its place would lose samples"
-            pace = self.pace
-            if pace.load_ms < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
-                return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
+        could_save = job.expected_steps * saving / 1e3
+        if could_save < estimate:
+            return (
+                f"setting it up takes about {estimate:.0f} s and could save {could_save:.0f} s at the very most "
+                f"in the {job.expected_steps:,} steps expected (expected_steps= says otherwise)"
+            )
         return ""
 
     def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
@@ -122,7 +130,7 @@ class Tuner:
             self._rewind()
             self._keep(candidate)
         self.decisions[technique.name] = candidate.value
-        why = f"asked for by techniques={{'{technique.name}': {choice!r}}}: {technique.kept_because}"
+        why = f"{self._chooser} asks for it: {technique.kept_because}"
         return replace(row, chosen=candidate.label, why=why)
 
     # -- trials of the step ----------------------------------------------------------------------------------
@@ -145,16 +153,15 @@ class Tuner:
         job, batches = self._job, self._batches
         self._rewind()
         baseline_losses = loss_trajectory(job, batches)
+        difference = None
         try:
             setup = self._warm_up(candidate)
-            difference = None
             if technique.tolerance is not None:
                 self._rewind()
-                candidate.enable()
-                difference = loss_difference(baseline_losses, loss_trajectory(job, batches))
-                candidate.disable()
+                with _on(candidate):
+                    difference = loss_difference(baseline_losses, loss_trajectory(job, batches))
         except Exception as error:  # whatever a candidate raises is a reason to do without it
-            self._recover(candidate)
+            job.discard()
             return Trial(candidate.label, self.pace.step_ms, math.nan, None, 0, failure=_first_line(error))
 
         def unit(i: int) -> None:
@@ -165,17 +172,16 @@ class Tuner:
             return seconds(lambda: unit(i), job.device)
 
         def new(i: int) -> float:
-            candidate.enable()
-            try:
+            with _on(candidate):
                 return seconds(lambda: unit(i), job.device)
-            finally:
-                candidate.disable()
 
         self._rewind()
-        trial = _trial(candidate.label, *interleave(old, new, self._budget.deadline(TRIAL_SECONDS)), job.accumulate)
+        trial = _trial(
+            candidate.label, *interleave(old, new, self._budget.deadline(TRIAL_SECONDS)), job.accumulate
+        )
         trial = replace(trial, setup_seconds=setup, loss_difference=difference)
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
-        if technique.setup_estimate and saved > 0:
+        if technique.setup_estimate(job, self.pace) and saved > 0:
             trial = replace(trial, break_even_steps=setup / saved)
         if difference is not None and technique.tolerance is not None and difference > technique.tolerance:
             limit = max(technique.tolerance, 2 * self._loss_noise(baseline_losses))
@@ -186,10 +192,9 @@ class Tuner:
     def _warm_up(self, candidate: Switch) -> float:
         """Run every batch once with the candidate; the seconds that took beyond ordinary steps."""
         self._rewind()
-        candidate.enable()
-        took = seconds(lambda: [self._job.step(b) for b in self._batches], self._job.device)
-        getattr(candidate, "freeze", lambda: None)()
-        candidate.disable()
+        with _on(candidate):
+            took = seconds(lambda: [self._job.step(b) for b in self._batches], self._job.device)
+            candidate.freeze()
         return max(0.0, took - len(self._batches) * self.pace.step_ms / 1e3)
 
     def _loss_noise(self, losses: Sequence[float]) -> float:
@@ -197,13 +202,6 @@ class Tuner:
         self._rewind()
         torch.manual_seed(torch.initial_seed() + 1)
         return loss_difference(losses, loss_trajectory(self._job, self._batches))
-
-    def _recover(self, candidate: Switch) -> None:
-        """Turn a candidate off that raised somewhere between enable and disable, and free what it held."""
-        candidate.disable()
-        self._job.discard()
-        if self._job.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     # -- trials of the loader --------------------------------------------------------------------------------
 
@@ -314,7 +312,9 @@ class Tuner:
             to_old()
             job.source, self.after = job.loader, old.pace
             self.decisions.clear()
-            self.notes.append(f"taken back: together, the techniques ran at {gain.ratio:.2f} times the original speed")
+            self.notes.append(
+                f"taken back: together, the techniques ran at {gain.ratio:.2f} times the original speed"
+            )
         else:
             to_new()
         self._rewind()
@@ -332,6 +332,15 @@ class Tuner:
         self._state.restore()
         for switch in self.kept:
             switch.enable()
+
+
+@contextmanager
+def _on(switch: Switch) -> Iterator[None]:
+    switch.enable()
+    try:
+        yield
+    finally:
+        switch.disable()
 
 
 def _trial(label: str, old: list[float], new: list[float], steps: int) -> Trial:
@@ -357,7 +366,10 @@ def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
         why = trials[0].failure if trials else "the budget was spent before a trial could begin"
         return replace(row, status="rejected" if trials else "not tried", why=why, trials=tuple(trials))
     closest = max(timed, key=lambda t: t.gain.ratio if t.gain else 0.0)
-    why = closest.failure or f"a step takes {closest.candidate_ms:.2f} ms with it and {closest.baseline_ms:.2f} without"
+    why = (
+        closest.failure
+        or f"a step takes {closest.candidate_ms:.2f} ms with it and {closest.baseline_ms:.2f} without"
+    )
     return replace(row, status="rejected", why=why, gain=closest.gain, trials=tuple(trials))
 
 

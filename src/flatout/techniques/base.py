@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from flatout.job import Job
+    from flatout.report.model import Pace
 
 
-class Switch(Protocol):
+class Switch(ABC):
     """A change to the user's model or optimizer that can be turned on and off at no cost, again and again.
 
     ``disable`` undoes ``enable`` exactly. A switch must not keep the model alive: it outlives the ``Run``.
@@ -23,11 +24,16 @@ class Switch(Protocol):
     label: str
     value: Any
 
+    @abstractmethod
     def enable(self) -> None:
         """Turn the change on."""
 
+    @abstractmethod
     def disable(self) -> None:
         """Turn it off again."""
+
+    def freeze(self) -> None:
+        """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
 
 
 class Source(Protocol):
@@ -76,8 +82,9 @@ class Rule(Technique):
 class Measured(Technique):
     """A technique that has to earn its place in a trial."""
 
-    setup_estimate: ClassVar[float] = 0.0
-    """Seconds before the first timed step of a candidate, for example a cold compilation."""
+    def setup_estimate(self, job: Job, pace: Pace) -> float:
+        """Seconds that a candidate takes before its first timed step, for example a cold compilation."""
+        return 0.0
 
     @abstractmethod
     def candidates(self, job: Job) -> Sequence[Any]:

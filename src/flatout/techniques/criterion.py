@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flatout.job import Job
 
 
-class Placement:
+class Placement(Switch):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
     def __init__(

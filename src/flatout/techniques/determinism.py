@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flatout.job import Job
 
 
-class DeterministicSwitch:
+class DeterministicSwitch(Switch):
     """torch's deterministic algorithms, process-wide."""
 
     label = value = "deterministic"
@@ -49,7 +49,9 @@ class Determinism(Rule):
 
     name = "determinism"
     title = "determinism and seeding"
-    kept_because = "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
+    kept_because = (
+        "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
+    )
     exact = True
 
     def check(self, job: Job) -> None:

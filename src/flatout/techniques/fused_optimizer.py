@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flatout.job import Job
 
 
-class FuseSwitch:
+class FuseSwitch(Switch):
     """Swaps the optimizer's class for flatout's of the same name; state and schedulers stay."""
 
     label = "fused"
