@@ -26,9 +26,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
-        )
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
     def forward(self, x):
         return self.body(x)
@@ -144,9 +142,7 @@ def test_undo_gives_back_the_original_behaviour():
 
 def test_undo_works_without_the_run():
     model, loader, opt = make_job()
-    flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques={"precision": "bf16", "compile": False}
-    )
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={"precision": "bf16", "compile": False})
     gc.collect()
     assert type(model) is not Net
     flatout.undo(model)
@@ -157,9 +153,7 @@ def test_undo_works_without_the_run():
 
 def test_nothing_keeps_the_model_alive():
     model, loader, opt = make_job()
-    run = flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"}
-    )
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"})
     gone = weakref.ref(model)
     del model, run, opt
     gc.collect()
@@ -169,9 +163,7 @@ def test_nothing_keeps_the_model_alive():
 def test_optimizing_twice_is_the_same_as_once():
     model, loader, opt = make_job()
     for _ in range(2):
-        run = flatout.optimize(
-            model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"}
-        )
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK | {"precision": "bf16"})
         assert type(model).__mro__[1] is Net
     run.undo()
     assert type(model) is Net
@@ -248,9 +240,7 @@ def bad_jobs():
     yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in bad_jobs()]
-)
+@pytest.mark.parametrize(("args", "kwargs", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in bad_jobs()])
 def test_bad_input_is_refused_and_changes_nothing(args, kwargs, error, words):
     model, optimizer = args[0], args[2] if len(args) > 2 else None
     before = snapshot(model, optimizer) if isinstance(model, Net) and words != "none of the model's" else None
@@ -269,7 +259,7 @@ def test_an_error_in_the_users_model_passes_through_whole():
 
     model = Broken()
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="^mine$"):
+    with pytest.raises(RuntimeError, match=r"^mine$"):
         flatout.optimize(model, DataLoader(make_data(), batch_size=16), None, functional.cross_entropy)
     assert snapshot(model) == before
 
@@ -293,8 +283,8 @@ def test_a_source_that_cannot_rewind_loses_no_sample():
     opt = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(Stream(64), batch_size=8)
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK)
-    seen = [x[:, 0].tolist() for x, _ in run.loader]
-    assert sum(seen, []) == [float(i) for i in range(64)]
+    seen = [value for x, _ in run.loader for value in x[:, 0].tolist()]
+    assert seen == [float(i) for i in range(64)]
     status = {row.technique: row.status for row in run.report.rows}
     assert status["in_memory"] in ("not tried", "not applicable")
 
@@ -341,9 +331,7 @@ def test_every_row_is_in_the_report():
     assert all(row.why for row in rows.values())
     assert all(rows[name].status == "not built yet" for _, name, _ in PLANNED)
     assert all(
-        rows[t.name].status == "not tried"
-        for t in REGISTRY
-        if isinstance(t, Measured) and t.name != "in_memory"
+        rows[t.name].status == "not tried" for t in REGISTRY if isinstance(t, Measured) and t.name != "in_memory"
     )
     text = str(run.report)
     assert all(row.title in text for row in rows.values())
@@ -404,9 +392,7 @@ def test_a_plan_is_applied_without_measuring_and_refused_elsewhere(tmp_path):
     wider = nn.Linear(8, 3)
     before = snapshot(wider)
     with pytest.raises(ValueError, match="another model"):
-        flatout.optimize(
-            wider, loader, torch.optim.Adam(wider.parameters()), functional.cross_entropy, plan=run.plan
-        )
+        flatout.optimize(wider, loader, torch.optim.Adam(wider.parameters()), functional.cross_entropy, plan=run.plan)
     assert snapshot(wider) == before
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="not a flatout plan"):

@@ -152,9 +152,7 @@ def test_a_mapping_batch_goes_through_the_models_own_loss():
 
     model = WithLoss()
     batches = [{"x": torch.randn(4, 4), "y": torch.randn(4)} for _ in range(3)]
-    run = flatout.optimize(
-        model, batches, torch.optim.SGD(model.parameters(), 0.1), techniques=PLAIN, budget=0
-    )
+    run = flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), 0.1), techniques=PLAIN, budget=0)
     expected = model(**batches[0])["loss"]
     assert bits(run.step(batches[0])) == bits(expected)
 

@@ -105,8 +105,7 @@ def optimize(
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
-        expected_steps=expected_steps
-        or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
+        expected_steps=expected_steps or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
     )
     original = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
     switches: list[Switch] = []
@@ -196,9 +195,7 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not held & trainable:
-            raise ValueError(
-                "the optimizer holds none of the model's trainable parameters: was it made for another?"
-            )
+            raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
     for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
@@ -206,9 +203,7 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
         raise ValueError("give loss_fn or compute_loss, not both")
 
 
-def _check_numbers(
-    accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float
-) -> None:
+def _check_numbers(accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float) -> None:
     if accumulate < 1:
         raise ValueError(f"accumulate must be >= 1, got {accumulate}")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -223,9 +218,7 @@ def _take(job: Job) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
     loader = job.loader
     rewindable = is_rewindable(loader)
-    batches: Iterator[Any] = iter(
-        clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader
-    )
+    batches: Iterator[Any] = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
     taken = list(itertools.islice(batches, TRIAL_BATCHES))
     if not rewindable:
         job.source = Replayed(loader, taken, batches)
@@ -280,11 +273,7 @@ def _environment(device: torch.device) -> dict[str, str]:
     """What a figure must be read with."""
     import flatout
 
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": f"{device.type} ({name})",
         "cores": str(usable_cores()),

@@ -47,9 +47,7 @@ class Plan:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a flatout plan: {error!r}") from error
         if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}"
-            )
+            raise ValueError(f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}")
         return plan
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
@@ -67,14 +65,10 @@ class Plan:
 def fingerprint(model: nn.Module, batch: Any, device: torch.device) -> dict[str, str]:
     """What decisions depend on: device, torch, the model's parameters, and a batch's shapes and dtypes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parameters = "".join(
-        f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad};" for n, p in model.named_parameters()
-    )
+    parameters = "".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad};" for n, p in model.named_parameters())
     return {
         "device": name,
         "torch": torch.__version__,
         "model": f"{type(model).__qualname__} {hashlib.sha256(parameters.encode()).hexdigest()[:16]}",
-        "batch": ", ".join(
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch)
-        ),
+        "batch": ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch)),
     }

@@ -123,9 +123,7 @@ class Run:
             RuntimeError: ``optimize`` was not given an optimizer.
         """
         if self.optimizer is None:
-            raise RuntimeError(
-                "run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)"
-            )
+            raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
         batch = to_device(batch, self._job.device)
         with self._counter.step(samples=batch_size_of(batch)):
             loss = self._job.step(batch)
@@ -173,16 +171,12 @@ class Run:
                     bar.advance(loss)
                 row = {"loss": float(total) / max(1, steps)}
                 if eval_loader is not None:
-                    row |= {
-                        f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()
-                    }
+                    row |= {f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()}
                 bar.end(row)
                 history.append(row)
         return history
 
-    def evaluate(
-        self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.
 
         Args:
@@ -211,9 +205,7 @@ class Run:
                     values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
                     size = batch_size_of(batch)
                     for name, value in values.items():
-                        totals[name] = (
-                            totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
-                        )
+                        totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
                     samples += size
         finally:
             hook.remove()

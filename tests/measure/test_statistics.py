@@ -23,8 +23,7 @@ def test_a_constant_speedup_is_found_whatever_the_machine_does(baseline, speedup
 @given(times, st.integers(0, 1000))
 def test_the_interval_holds_the_ratio_and_inverts_with_the_roles(baseline, seed):
     candidate = [
-        t * f
-        for t, f in zip(baseline, np.random.default_rng(seed).uniform(0.5, 2, len(baseline)), strict=True)
+        t * f for t, f in zip(baseline, np.random.default_rng(seed).uniform(0.5, 2, len(baseline)), strict=True)
     ]
     gain = paired_gain(baseline, candidate)
     assert gain.low <= gain.ratio <= gain.high

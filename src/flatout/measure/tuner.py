@@ -176,9 +176,7 @@ class Tuner:
                 return seconds(lambda: unit(i), job.device)
 
         self._rewind()
-        trial = _trial(
-            candidate.label, *interleave(old, new, self._budget.deadline(TRIAL_SECONDS)), job.accumulate
-        )
+        trial = _trial(candidate.label, *interleave(old, new, self._budget.deadline(TRIAL_SECONDS)), job.accumulate)
         trial = replace(trial, setup_seconds=setup, loss_difference=difference)
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
         if technique.setup_estimate(job, self.pace) and saved > 0:
@@ -312,9 +310,7 @@ class Tuner:
             to_old()
             job.source, self.after = job.loader, old.pace
             self.decisions.clear()
-            self.notes.append(
-                f"taken back: together, the techniques ran at {gain.ratio:.2f} times the original speed"
-            )
+            self.notes.append(f"taken back: together, the techniques ran at {gain.ratio:.2f} times the original speed")
         else:
             to_new()
         self._rewind()
@@ -366,10 +362,7 @@ def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
         why = trials[0].failure if trials else "the budget was spent before a trial could begin"
         return replace(row, status="rejected" if trials else "not tried", why=why, trials=tuple(trials))
     closest = max(timed, key=lambda t: t.gain.ratio if t.gain else 0.0)
-    why = (
-        closest.failure
-        or f"a step takes {closest.candidate_ms:.2f} ms with it and {closest.baseline_ms:.2f} without"
-    )
+    why = closest.failure or f"a step takes {closest.candidate_ms:.2f} ms with it and {closest.baseline_ms:.2f} without"
     return replace(row, status="rejected", why=why, gain=closest.gain, trials=tuple(trials))
 
 

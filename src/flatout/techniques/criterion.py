@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class Placement(Switch):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
-    def __init__(
-        self, modules: list[nn.Module], optimizer: torch.optim.Optimizer | None, device: torch.device
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
         self.label = self.value = str(device)
         self._optimizer = optimizer
         self._device = device

@@ -49,9 +49,7 @@ class Determinism(Rule):
 
     name = "determinism"
     title = "determinism and seeding"
-    kept_because = (
-        "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
-    )
+    kept_because = "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
     exact = True
 
     def check(self, job: Job) -> None:

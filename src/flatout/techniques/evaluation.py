@@ -15,7 +15,5 @@ class Evaluation(Rule):
     name = "evaluation"
     number = 6
     title = "no gradients in evaluation"
-    kept_because = (
-        "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes"
-    )
+    kept_because = "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes"
     exact = True

@@ -60,9 +60,7 @@ class Precision(StepTechnique):
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise NotApplicable(f"the model's parameters are {names}, not float32 alone")
         if "forward" in vars(job.model):
-            raise NotApplicable(
-                "the model's forward was replaced on the instance; its class's is not what runs"
-            )
+            raise NotApplicable("the model's forward was replaced on the instance; its class's is not what runs")
         if isinstance(job.model, torch.jit.ScriptModule):
             raise NotApplicable("the model is a ScriptModule: its forward is compiled already")
 
@@ -70,9 +68,7 @@ class Precision(StepTechnique):
         """bf16, or fp16 on a GPU that has no bf16 units (there is an optimizer to scale for, then)."""
         if job.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.optimizer is None:
-                raise NotApplicable(
-                    "this GPU has no bfloat16 units, and float16 needs run.step's loss scaler"
-                )
+                raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
             return [AutocastSwitch(job.model, "cuda", "fp16")]
         return [AutocastSwitch(job.model, job.device.type, "bf16")]
 
@@ -83,7 +79,5 @@ class Precision(StepTechnique):
         if value not in DTYPES:
             raise ValueError(f"precision must be one of auto, fp32, {', '.join(DTYPES)}, got {value!r}")
         if value == "fp16" and job.optimizer is None:
-            raise ValueError(
-                "precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()"
-            )
+            raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
         return AutocastSwitch(job.model, job.device.type, value)
