@@ -15,7 +15,8 @@ OUT ?= build/gpu-check
 
 VENV := .venv
 BUILD := build/venv
-PIP := -m pip install --quiet --disable-pip-version-check
+# --no-compile: torch's 10,000 modules are compiled when imported, a minute that most runs never need
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONFIGURE := -C cmake.define.FLATOUT_CUDA_ARCHS='$(ARCHS)' -C cmake.define.FLATOUT_WERROR=ON
 TOOLS := cmake ninja scikit-build-core pybind11
 JOBS := $(shell nproc 2>/dev/null || echo 2)
