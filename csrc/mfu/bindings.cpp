@@ -6,8 +6,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
-#include <utility>
 
 #include "mfu/counter.h"
 #include "mfu/nvtx.h"
@@ -41,7 +39,7 @@ class StepCounter {
     return token;
   }
 
-  void end(StepTimer::Token token, std::uintptr_t stream, std::int64_t samples, std::optional<double> flops) {
+  void end(StepTimer::Token token, std::int64_t samples, std::optional<double> flops, std::uintptr_t stream) {
     nvtx::pop();
     timer_->end(token, stream, samples, flops.value_or(mfu::kUnknown));
   }
@@ -78,16 +76,6 @@ class StepCounter {
   std::unique_ptr<StepTimer> timer_;  // refers to counter_
 };
 
-class Range {
- public:
-  explicit Range(std::string name) : name_(std::move(name)) {}
-  void enter() const { nvtx::push(name_.c_str()); }
-  static void exit(const py::args&) { nvtx::pop(); }
-
- private:
-  std::string name_;
-};
-
 }  // namespace
 
 void bind_mfu(py::module_& m) {
@@ -106,9 +94,9 @@ void bind_mfu(py::module_& m) {
       .def(py::init<std::size_t>(), py::arg("window"))
       .def("use_host_clock", &StepCounter::use_host_clock)
       .def("use_events", &StepCounter::use_events, py::arg("device"))
-      .def("begin", &StepCounter::begin, py::arg("stream"))
-      .def("end", &StepCounter::end, py::arg("token"), py::arg("stream"), py::arg("samples"),
-           py::arg("flops"))
+      .def("begin", &StepCounter::begin, py::arg("stream") = 0)
+      .def("end", &StepCounter::end, py::arg("token"), py::arg("samples"), py::arg("flops"),
+           py::arg("stream") = 0)
       .def("drop", &StepCounter::drop, py::arg("token"))
       .def("waited", &StepCounter::waited, py::arg("seconds"))
       .def("add", &StepCounter::add, py::arg("seconds"), py::arg("gap"), py::arg("waited"),
@@ -117,10 +105,8 @@ void bind_mfu(py::module_& m) {
       .def("window", &StepCounter::window)
       .def("total", &StepCounter::total);
 
-  py::class_<Range>(m, "Range")
-      .def(py::init<std::string>(), py::arg("name"))
-      .def("__enter__", &Range::enter)
-      .def("__exit__", &Range::exit);
+  m.def("range_push", &nvtx::push, py::arg("name"));
+  m.def("range_pop", &nvtx::pop);
 }
 
 }  // namespace flatout

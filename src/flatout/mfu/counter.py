@@ -224,15 +224,10 @@ class _HostTimer:
 
     def __init__(self, core: StepCounter) -> None:
         core.use_host_clock()
-        self._core = core
+        self.begin = core.begin
+        self.end = core.end
         self.drop = core.drop
         self.waited = core.waited
-
-    def begin(self) -> int:
-        return self._core.begin(0)
-
-    def end(self, token: int, samples: int, flops: float | None) -> None:
-        self._core.end(token, 0, samples, flops)
 
     def poll(self) -> None:
         """The core polls by itself."""
@@ -241,7 +236,7 @@ class _HostTimer:
         """The core resets its own timer."""
 
 
-class _EventTimer(_HostTimer):
+class _EventTimer:
     """The core's CUDA events, on whatever stream is current."""
 
     def __init__(self, core: StepCounter, device: torch.device) -> None:
@@ -255,7 +250,13 @@ class _EventTimer(_HostTimer):
         return self._core.begin(torch._C._cuda_getCurrentRawStream(self._index))
 
     def end(self, token: int, samples: int, flops: float | None) -> None:
-        self._core.end(token, torch._C._cuda_getCurrentRawStream(self._index), samples, flops)
+        self._core.end(token, samples, flops, torch._C._cuda_getCurrentRawStream(self._index))
+
+    def poll(self) -> None:
+        """The core polls by itself."""
+
+    def reset(self) -> None:
+        """The core resets its own timer."""
 
 
 class _TorchEventTimer:
