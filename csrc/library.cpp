@@ -2,8 +2,9 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
-  // One read of the gradients: (found_inf, grad_norm, grad_factor), each a 0-dim float32 tensor on their device.
-  // grad_factor = inv_scale * clip coefficient is what the step multiplies each gradient with, in registers.
+  // One read of the gradients: (found_inf, grad_norm, grad_factor), each a 0-dim float32 tensor on their
+  // device. grad_factor = inv_scale * clip coefficient is what the step multiplies each gradient with, in
+  // registers.
   m.def(
       "unscale_and_check(Tensor[] grads, Tensor? inv_scale, float? max_norm) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
@@ -18,7 +19,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad, bool maximize, "
       "Tensor? grad_factor, Tensor? found_inf) -> ()");
   m.def(
-      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, *, float lr, Tensor? lr_tensor, "
+      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, *, float lr, Tensor? "
+      "lr_tensor, "
       "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, bool first_step, "
       "Tensor? grad_factor, Tensor? found_inf) -> ()");
 }

@@ -38,8 +38,8 @@ class Trial:
         pairs: number of paired measurements.
         setup_seconds: one-off cost before the first timed step (compilation, caching), seconds.
         break_even_steps: steps after which the setup has paid for itself; None when it never does or is free.
-        loss_difference: largest relative difference of the loss trajectory from the baseline's, for techniques
-            that change numerics; None for the others.
+        loss_difference: largest relative difference of the loss trajectory from the baseline's, for
+            techniques that change numerics; None for the others.
         failure: why the candidate was dropped before or despite its timing; empty otherwise.
     """
 

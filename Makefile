@@ -1,0 +1,136 @@
+# make demo, make test: everything from an empty machine to the result. What needs setting up is set up by stamps
+# in .venv, so a second call is quick: changed C++ runs ninja alone, changed pyproject or constraints pip.
+#
+#   PYTHON  interpreter that .venv is made from (3.10 or newer)
+#   TORCH   version of torch in .venv
+#   ARCHS   CMake CUDA architectures to build kernels for, when there is an nvcc
+#   ARGS    passed on to pytest or the demo:  make test ARGS="-k mfu -x",  make demo ARGS="--json out.json"
+#   OUT     where gpu-check writes;  WHEELS  a folder of wheels it may install from (it never downloads)
+PYTHON ?= python3
+TORCH ?= 2.14.1
+TORCHES ?= 2.11.0 2.13.0 2.14.1
+ARCHS ?= 90-real
+ARGS ?=
+OUT ?= build/gpu-check
+
+VENV := .venv
+BUILD := build/venv
+# --no-compile: torch's 10,000 modules are compiled when imported, a minute that most runs never need
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+CONFIGURE := -C cmake.define.FLATOUT_CUDA_ARCHS='$(ARCHS)' -C cmake.define.FLATOUT_WERROR=ON
+TOOLS := cmake ninja scikit-build-core pybind11
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+
+# Folders are listed too: their time changes when a file comes or goes.
+native := $(shell find csrc cmake -not -name '.*' 2>/dev/null) CMakeLists.txt
+python := $(shell find src -not -name '.*' -not -path '*__pycache__*' 2>/dev/null)
+headers := $(filter %.h %.cuh,$(native))
+formatted := $(filter %.h %.cuh %.cpp %.cu,$(native))
+tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
+
+.PHONY: demo test lint format test-torches gpu-check clean FORCE
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.native
+	$(VENV)/bin/python -m flatout.cli demo $(ARGS)
+
+test: $(VENV)/.native $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+# ---- the environment -------------------------------------------------------------------------------------------
+
+$(VENV)/.settings: FORCE
+	@mkdir -p $(VENV)
+	@echo '$(PYTHON) $(TORCH) $(ARCHS)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(ARCHS)' >$@
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"flatout needs Python >= 3.10, found {sys.version}")'
+	$(PYTHON) -m venv $(VENV)
+
+# constraints.txt with the wanted torch in it
+$(VENV)/constraints.txt: constraints.txt $(VENV)/.settings
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
+
+$(VENV)/.torch: $(VENV)/constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python $(PIP) --upgrade pip
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch $(TOOLS)
+	@touch $@
+
+$(VENV)/.flatout: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --no-build-isolation -C build-dir=$(BUILD) $(CONFIGURE) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.native: $(native) $(VENV)/.flatout
+	$(VENV)/bin/cmake --build $(BUILD)
+	@$(VENV)/bin/cmake --install $(BUILD) --prefix $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') >/dev/null
+	@touch $@
+
+# flatout is installed already: pip adds what its extras name.
+$(VENV)/.dev: $(VENV)/.flatout
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt 'flatout[test,monitor,lint]'
+	@touch $@
+
+# ---- lint ------------------------------------------------------------------------------------------------------
+
+.PHONY: lint-checks lint-format lint-python lint-types
+lint: $(VENV)/.native $(VENV)/.dev
+	+@$(MAKE) --no-print-directory -j$(JOBS) lint-checks
+
+lint-checks: lint-format lint-python lint-types $(tidied)
+
+lint-format: $(VENV)/.dev
+	$(VENV)/bin/clang-format --dry-run -Werror $(formatted)
+
+lint-python: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+lint-types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+# A file that this build does not compile (CUDA off) has no flags to be read with, and is left out.
+build/tidy/%.ok: % $(headers) .clang-tidy $(VENV)/.dev | $(VENV)/.native
+	@mkdir -p $(@D)
+	@if grep -q '$<"' $(BUILD)/compile_commands.json; then \
+	  echo clang-tidy $<; $(VENV)/bin/clang-tidy -p $(BUILD) --quiet $< 2>$@.log || { cat $@.log; exit 1; }; \
+	fi
+	@touch $@
+
+format: $(VENV)/.dev
+	$(VENV)/bin/clang-format -i $(formatted)
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+# ---- one wheel, every torch ------------------------------------------------------------------------------------
+
+build/wheel/.done: pyproject.toml $(native) $(python) $(VENV)/.torch
+	rm -rf build/wheel
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel -C build-dir=build/wheel-build \
+	  $(CONFIGURE) .
+	@touch $@
+
+.PRECIOUS: .venvs/torch-%/.ready
+.venvs/torch-%/.ready: constraints.txt pyproject.toml build/wheel/.done
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt torch==$* "$$(echo $(CURDIR)/build/wheel/*.whl)[test,monitor]"
+	$(@D)/bin/python $(PIP) --force-reinstall --no-deps build/wheel/*.whl
+	@touch $@
+
+# From an empty folder, and -P: what is tested is the installed wheel.
+.PHONY: $(TORCHES:%=test-torch-%)
+$(TORCHES:%=test-torch-%): test-torch-%: .venvs/torch-%/.ready
+	mkdir -p build/torch-$* && cd build/torch-$* && \
+	  $(CURDIR)/$(<D)/bin/python -c 'import torch, flatout; print("torch", torch.__version__, "flatout", flatout.__file__); assert "site-packages" in flatout.__file__' && \
+	  $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider $(ARGS) $(CURDIR)/tests
+
+test-torches: $(TORCHES:%=test-torch-%)
+
+# ---- on a machine with a GPU -----------------------------------------------------------------------------------
+
+gpu-check:
+	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' bash tools/gpu_check.sh
+
+# Everything that the targets above made, environments included.
+clean:
+	rm -rf build dist $(VENV) .venvs .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -1,0 +1,26 @@
+// nvtx.h: named ranges for profilers; nothing at all in a build without CUDA, next to nothing without a
+// profiler.
+#pragma once
+
+#if defined(FLATOUT_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define FLATOUT_HAS_NVTX 1
+#else
+#define FLATOUT_HAS_NVTX 0
+#endif
+
+namespace flatout::nvtx {
+
+inline void push([[maybe_unused]] const char* name) {
+#if FLATOUT_HAS_NVTX
+  static_cast<void>(nvtxRangePushA(name));
+#endif
+}
+
+inline void pop() {
+#if FLATOUT_HAS_NVTX
+  static_cast<void>(nvtxRangePop());
+#endif
+}
+
+}  // namespace flatout::nvtx

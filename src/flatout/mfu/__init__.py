@@ -1,0 +1,6 @@
+"""How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
+
+from flatout.mfu.counter import MfuCounter, Reading
+from flatout.mfu.ranges import range
+
+__all__ = ["MfuCounter", "Reading", "range"]

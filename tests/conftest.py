@@ -1,0 +1,60 @@
+"""What every test shares: random states that are put back, and GPU tests that skip aloud."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from flatout import _native
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
+
+# A shared machine makes single examples slow at random; what takes too long shows in the suite's own time.
+settings.register_profile("flatout", deadline=None)
+settings.load_profile("flatout")
+
+
+def _missing_for_gpu_tests() -> str:
+    """What keeps GPU tests from running here; empty when nothing does."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU: `make gpu-check` on a machine that has one"
+    if not _native.BUILT_WITH_CUDA:
+        return "needs flatout's CUDA kernels: built without nvcc"
+    return ""
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return GPU_TESTS in item.path.parents
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = _missing_for_gpu_tests()
+    if missing and not FAIL_WITHOUT_GPU:
+        for item in filter(_needs_gpu, items):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if FAIL_WITHOUT_GPU and _needs_gpu(item) and (missing := _missing_for_gpu_tests()):
+        pytest.fail(f"FLATOUT_FAIL_WITHOUT_GPU=1: {missing}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def restored_random_states() -> Iterator[None]:
+    """No test's draws reach the next one."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if cuda_states is not None:
+        torch.cuda.set_rng_state_all(cuda_states)

@@ -1,0 +1,219 @@
+"""The arithmetic of the step counter, fed with explicit times; real clocks only prove the wiring."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flatout.mfu
+from flatout._host import StepCounter
+from flatout.mfu import MfuCounter
+
+seconds = st.floats(0, 1e4, allow_subnormal=False)
+steps = st.lists(
+    st.tuples(
+        seconds,  # duration
+        st.none() | seconds,  # gap
+        seconds,  # waited
+        st.integers(0, 10**6),  # samples
+        st.none() | st.floats(0, 1e18),  # flops
+    ),
+    max_size=30,
+)
+
+
+def fed(window: int, fed_steps: Sequence[tuple[Any, ...]], **kwargs: float | None) -> MfuCounter:
+    counter = MfuCounter(device="cpu", window=window, **kwargs)  # type: ignore[arg-type]
+    for step in fed_steps:
+        counter._core.add(*step)
+    return counter
+
+
+def stall_of(gap: float | None, waited: float) -> float:
+    return waited if gap is None else min(gap, waited)
+
+
+@given(steps, st.integers(1, 12))
+def test_readings_equal_the_plain_python_ones(fed_steps: list[tuple[Any, ...]], window: int) -> None:
+    counter = fed(window, fed_steps, peak_flops=1e19)
+    for reading, covered, middle in (
+        (counter.window, fed_steps[-window:], statistics.median),
+        (counter.total, fed_steps, statistics.fmean),
+    ):
+        busy = sum(step[0] for step in covered)
+        stall = sum(stall_of(step[1], step[2]) for step in covered)
+        assert reading.steps == len(covered)
+        assert reading.samples == sum(step[3] for step in covered)
+        assert reading.seconds == pytest.approx(busy + stall)
+        if not covered:
+            assert reading.step_seconds is None
+            continue
+        assert reading.step_seconds == pytest.approx(middle([step[0] for step in covered]))
+        if busy + stall == 0:
+            assert reading.samples_per_second is reading.mfu is reading.stall_fraction is None
+            continue
+        assert reading.samples_per_second == pytest.approx(reading.samples / (busy + stall))
+        assert reading.stall_fraction == pytest.approx(stall / (busy + stall))
+        if any(step[4] is None for step in covered):
+            assert reading.flops_per_second is reading.mfu is None
+        elif busy + stall > 1e-100:  # below, the rate overflows
+            rate = sum(step[4] for step in covered) / (busy + stall)
+            assert reading.flops_per_second == pytest.approx(rate)
+            assert reading.mfu == pytest.approx(rate / 1e19)
+
+
+@given(steps)
+def test_fractions_stay_within_bounds(fed_steps: list[tuple[Any, ...]]) -> None:
+    for reading in (fed(5, fed_steps).window, fed(5, fed_steps).total):
+        assert reading.stall_fraction is None or 0 <= reading.stall_fraction <= 1
+        assert reading.seconds >= 0
+
+
+def test_a_wait_that_a_busy_device_did_not_notice_is_no_stall() -> None:
+    counter = fed(10, [(1.0, None, 0.0, 8, None), (1.0, 0.25, 3.0, 8, None)])
+    assert counter.stall_fraction == pytest.approx(0.25 / 2.25)
+
+
+def test_an_idle_device_that_did_not_wait_is_no_stall() -> None:
+    counter = fed(10, [(1.0, None, 0.0, 8, None), (1.0, 60.0, 0.0, 8, None)])  # evaluation in between
+    assert counter.stall_fraction == 0
+    assert counter.samples_per_second == pytest.approx(8)
+
+
+def test_an_end_before_its_beginning_counts_as_nothing() -> None:
+    counter = fed(10, [(-1e-6, -1e-6, 1.0, 8, 1.0)])
+    assert counter.window.seconds == 0
+
+
+def test_mfu_is_unknown_without_flops_or_peak() -> None:
+    step = (2.0, None, 0.0, 4, 6.0)
+    assert fed(10, [step]).mfu is None
+    assert fed(10, [(*step[:4], None)], peak_flops=6.0).mfu is None
+    assert fed(10, [step], peak_flops=6.0).mfu == 0.5
+
+
+def test_unknown_flops_leave_the_window_but_not_the_total() -> None:
+    known, unknown = (1.0, None, 0.0, 1, 3.0), (1.0, None, 0.0, 1, None)
+    counter = fed(2, [unknown, known, known])
+    assert counter.window.flops_per_second == 3.0
+    assert counter.total.flops_per_second is None
+
+
+def test_mfu_above_one_warns_once() -> None:
+    counter = fed(10, [(1.0, None, 0.0, 1, 2.0)], peak_flops=1.0)
+    with pytest.warns(RuntimeWarning, match=r"MFU is 2\.00, more than the device can do"):
+        assert counter.mfu == 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counter.mfu == 2.0
+
+
+def test_steps_are_timed_by_the_host_clock() -> None:
+    counter = MfuCounter(flops_per_step=5.0, peak_flops=1e30, device="cpu")
+    for batch in (32, 32, 7):
+        counter.waited(1e-9)
+        with counter.step(samples=batch):
+            torch.ones(4).sum()
+    assert (counter.steps, counter.samples) == (3, 71)
+    assert counter.step_seconds is not None
+    assert counter.step_seconds > 0
+    assert counter.stall_fraction is not None
+    assert 0 < counter.stall_fraction < 1
+    assert counter.flops_per_second == pytest.approx(15.0 / counter.total.seconds)
+
+
+def test_flops_of_a_step_override_the_general_ones() -> None:
+    counter = MfuCounter(flops_per_step=5.0, device="cpu")
+    with counter.step(flops=2.0):
+        pass
+    with counter.step():
+        pass
+    assert counter.total.flops_per_second == pytest.approx(7.0 / counter.total.seconds)
+
+
+def test_a_failed_step_is_not_counted() -> None:
+    counter = MfuCounter(device="cpu")
+    with pytest.raises(KeyError), counter.step(samples=1):
+        raise KeyError
+    assert counter.steps == 0
+
+
+def test_reset_forgets_everything() -> None:
+    counter = fed(10, [(1.0, None, 0.0, 8, 1.0)])
+    counter.waited(1e6)
+    counter.reset()
+    assert counter.total.steps == 0
+    with counter.step(samples=1):
+        pass
+    assert counter.total.stall_fraction == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"flops_per_step": -1.0}, "flops_per_step must be >= 0 and finite, or None, got -1.0"),
+        ({"flops_per_step": math.nan}, "flops_per_step must be >= 0 and finite, or None, got nan"),
+        ({"peak_flops": 0.0}, "peak_flops must be > 0 and finite, or None, got 0.0"),
+        ({"window": 0}, "window must be >= 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MfuCounter(device="cpu", **kwargs)
+
+
+def test_bad_step_arguments_are_named() -> None:
+    counter = MfuCounter(device="cpu")
+    with pytest.raises(ValueError, match="samples must be >= 0, got -1"):
+        counter.step(samples=-1)
+    with pytest.raises(ValueError, match="flops must be >= 0 and finite, or None, got inf"):
+        counter.step(flops=math.inf)
+    with pytest.raises(ValueError, match="seconds must be >= 0 and finite, got -1"):
+        counter.waited(-1)
+
+
+def test_many_threads_lose_no_step() -> None:
+    core, threads, each = StepCounter(50), 8, 2000
+
+    def run() -> None:
+        for _ in range(each):
+            core.add(0.5, None, 0.5, 3, 1.0)
+            core.window()
+
+    workers = [threading.Thread(target=run) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    total = core.total()
+    assert (total.steps, total.samples, total.seconds) == (threads * each, 3 * threads * each, threads * each)
+
+
+def test_concurrent_steps_of_one_counter() -> None:
+    counter = MfuCounter(device="cpu")
+
+    def run() -> None:
+        for _ in range(500):
+            with counter.step(samples=2):
+                pass
+
+    workers = [threading.Thread(target=run) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (counter.steps, counter.samples) == (2000, 4000)
+
+
+def test_ranges_nest_and_let_exceptions_pass() -> None:
+    with pytest.raises(KeyError), flatout.mfu.range("outer"), flatout.mfu.range("inner"):
+        raise KeyError
