@@ -81,12 +81,18 @@ class EpochProgress:
     def end(self, values: dict[str, float]) -> None:
         """Leave the epoch's results beside its bar."""
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self._bar.update(self._task, status=f"{shown}  {self._counter.samples_per_second:,.0f} samples/s")
+        self._bar.update(self._task, status=f"{shown}  {self._rates()}")
 
     def _status(self) -> str:
-        counter = self._counter
-        parts = [f"loss {self._loss.poll():.4g}", f"{counter.samples_per_second:,.0f} samples/s"]
-        if counter.mfu is not None:
-            parts.append(f"MFU {counter.mfu:.1%}")
-        parts.append(f"stall {counter.stall_fraction:.1%}")
+        return f"loss {self._loss.poll():.4g}  {self._rates()}"
+
+    def _rates(self) -> str:
+        reading = self._counter.window
+        parts = []
+        if reading.samples_per_second is not None:
+            parts.append(f"{reading.samples_per_second:,.0f} samples/s")
+        if reading.mfu is not None:
+            parts.append(f"MFU {reading.mfu:.1%}")
+        if reading.stall_fraction is not None:
+            parts.append(f"stall {reading.stall_fraction:.1%}")
         return "  ".join(parts)

@@ -27,33 +27,33 @@ class CompiledCall:
     long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered.
     """
 
-    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self.learning = True
         self.plain_calls = 0
-        self._plain = plain
+        self._module = module
         self._compiled = compiled
         self._known: set[Any] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._plain(*args, **kwargs)
-        signature = _signature(args, kwargs)
+            return self._module._call_impl(*args, **kwargs)
+        signature = (self._module.training, torch.is_grad_enabled(), *_signature(args, kwargs))
         if self.learning:
             self._known.add(signature)
         if signature in self._known:
             return self._compiled(*args, **kwargs)
         self.plain_calls += 1
-        return self._plain(*args, **kwargs)
+        return self._module._call_impl(*args, **kwargs)
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a compilation is specialised on: shapes, dtypes and devices of the inputs, and the grad mode."""
+    """What a compilation is specialised on: shapes, dtypes and devices of the tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     described = tuple(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
     )
-    return torch.is_grad_enabled(), structure, described
+    return structure, described
 
 
 class CompileSwitch(Switch):
@@ -66,7 +66,7 @@ class CompileSwitch(Switch):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._parked: Any = CompiledCall(model._call_impl, torch.compile(model._call_impl))
+        self._parked: Any = CompiledCall(model, torch.compile(model._call_impl))
 
     def enable(self) -> None:
         self._swap()
