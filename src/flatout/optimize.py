@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,31 +106,35 @@ def optimize(
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
-        expected_steps=expected_steps or DEFAULT_EPOCHS * (len(loader) if isinstance(loader, Sized) else 1000),
+        expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
-    original = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
+    for technique in REGISTRY:
+        if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
+            with contextlib.suppress(NotApplicable):
+                technique.forced(job, choices[technique.name])
+
     switches: list[Switch] = []
-    tuner: Tuner | None = None
+    kept: list[Switch] = []
+    rows = {row.technique: row for row in _apply_rules(job, switches)}
+    state = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
     try:
-        taken = _take(job)
-        rows = {row.technique: row for row in _apply_rules(job, switches)}
-        batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in _take(job)]
         _check_loss(job, batches[0])
         here = fingerprint(model, batches[0], job.device)
         if plan is not None:
             plan.check(here)
-        original.restore()
+        state.restore()
 
-        rewindable = job.source is loader
         spend = Budget(budget)
         tuner = Tuner(
             job,
             batches,
-            rewindable=rewindable,
+            kept=kept,
+            rewindable=job.source is loader,
             budget=spend,
             choices=choices,
             chooser="techniques=" if plan is None else "the plan",
-            state=State.capture(model, optimizer, criterion=loss_fn, loader=loader),
+            state=state,
         )
         console = Console(stderr=True)
         for technique in REGISTRY:
@@ -140,12 +145,14 @@ def optimize(
             with console.status("flatout: racing the tuned loop against the original"):
                 tuner.check_against_original()
     except BaseException:
-        for switch in reversed([*switches, *(tuner.kept if tuner else ())]):
-            switch.disable()
         job.discard()
-        original.restore()
+        for switch in reversed(kept):
+            switch.disable()
+        state.restore()
+        for switch in reversed(switches):
+            switch.disable()
         raise
-    switches += tuner.kept
+    switches += kept
     if seed is not None:
         seed_all(seed)
 
@@ -164,6 +171,14 @@ def optimize(
         report=Report(summary),
         switches=switches,
     )
+
+
+def _length(loader: Iterable[Any]) -> int:
+    """Batches of an epoch; a thousand where the loader cannot tell (an IterableDataset has no length)."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return 1000
 
 
 def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:

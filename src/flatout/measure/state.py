@@ -58,9 +58,10 @@ class _ModuleState:
     def restore(self) -> None:
         for module, training, parameters, buffers in self._slots:
             module.training = training
-            for slots, saved in ((module._parameters, parameters), (module._buffers, buffers)):
-                slots.clear()
-                slots.update(saved)
+            if not isinstance(module, torch.jit.ScriptModule):  # whose slots no Python code can change
+                for slots, saved in ((module._parameters, parameters), (module._buffers, buffers)):
+                    slots.clear()
+                    slots.update(saved)
         for tensor in self._tensors:
             tensor.restore()
 

@@ -23,10 +23,10 @@ from flatout.measure.trial import KEEP_ABOVE, Track, interleave, pays, seconds
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import LoaderTechnique, Measured, NotApplicable, Source, StepTechnique, Switch
 
-TRIAL_SECONDS = 6.0
+TRIAL_SECONDS = 4.0
 """Longest that the pairs of one trial take; setting up comes on top."""
 
-STRETCH_SECONDS = 0.1
+STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
 
 
@@ -36,6 +36,7 @@ class Tuner:
     Args:
         job: what is trained; its ``source`` changes when a loader is kept.
         batches: a few real batches, on the device.
+        kept: receives every switch that is left on, in order.
         rewindable: whether the loader may be iterated in a trial without losing samples.
         budget: seconds for all trials.
         choices: techniques that are forbidden (False) or forced (any other value).
@@ -48,13 +49,14 @@ class Tuner:
         job: Job,
         batches: Sequence[Any],
         *,
+        kept: list[Switch],
         rewindable: bool,
         budget: Budget,
         choices: dict[str, Any],
         chooser: str,
         state: State,
     ) -> None:
-        self.kept: list[Switch] = []
+        self.kept = kept
         self.decisions: dict[str, Any] = {}
         self.before: Pace | None = None
         self.after: Pace | None = None
@@ -367,5 +369,7 @@ def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    """The error in one line; a line that only announces another is joined with it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    shown = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {shown}"

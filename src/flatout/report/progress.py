@@ -66,7 +66,10 @@ class EpochProgress:
 
     def begin(self, epoch: int) -> None:
         """Start the bar of an epoch (counted from 0)."""
-        total = len(self._loader) if hasattr(self._loader, "__len__") else None  # type: ignore[arg-type]
+        try:
+            total = len(self._loader)  # type: ignore[arg-type]
+        except TypeError:  # an IterableDataset has no length
+            total = None
         self._task = self._bar.add_task(f"epoch {epoch + 1}/{self._epochs}", total=total, status="")
 
     def advance(self, loss: Tensor) -> None:

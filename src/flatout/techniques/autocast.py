@@ -7,6 +7,7 @@ compilation see the same module, and a copy or pickle of it is a plain model of 
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ def autocast_class(base: type[nn.Module], device_type: str, dtype: torch.dtype) 
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             make, args, *rest = base.__reduce_ex__(self, protocol)
+            if make is copyreg.__newobj__ and args == (Autocast,):
+                # Picklers insist that __newobj__ makes the object's own class; this one makes any.
+                return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
             return (make, tuple(base if arg is Autocast else arg for arg in args), *rest)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
