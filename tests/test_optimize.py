@@ -284,7 +284,7 @@ def test_a_source_that_cannot_rewind_loses_no_sample():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(Stream(64), batch_size=8)
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=2)
     seen = [value for x, _ in run.loader for value in x[:, 0].tolist()]
     assert seen == [float(i) for i in range(64)]
     status = {row.technique: row.status for row in run.report.rows}
@@ -314,6 +314,7 @@ def test_the_cached_loader_yields_what_the_dataloader_does():
         torch.optim.SGD(model.parameters(), 0.1),
         functional.cross_entropy,
         techniques=QUICK | {"in_memory": True},
+        budget=0,
     )
     torch.manual_seed(3)
     expected = [(bits(x), bits(y)) for x, y in loader]

@@ -111,6 +111,7 @@ def optimize(
     for technique in REGISTRY:
         if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
             with contextlib.suppress(NotApplicable):
+                technique.check(job)
                 technique.forced(job, choices[technique.name])
 
     switches: list[Switch] = []
