@@ -129,7 +129,7 @@ test-torches: $(TORCHES:%=test-torch-%)
 # ---- on a machine with a GPU -----------------------------------------------------------------------------------
 
 gpu-check:
-	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' bash tools/gpu_check.sh
+	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' bash tools/gpu_check.sh
 
 # Everything that the targets above made, environments included.
 clean:

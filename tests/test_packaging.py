@@ -1,4 +1,4 @@
-"""What is installed: its files, what its libraries need, and the errors of an installation that cannot work."""
+"""What is installed: its files, what its libraries need, and what is said where it cannot work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_operators_need_nothing_of_torch_but_its_cpu_library() -> None:
 
 
 def test_the_host_module_needs_no_torch_at_all() -> None:
-    assert not {name for name in needed(native("_host")) if name.startswith(("libtorch", "libc10", "libcuda"))}
+    assert not {
+        name for name in needed(native("_host")) if name.startswith(("libtorch", "libc10", "libcuda"))
+    }
 
 
 def test_a_torch_that_is_too_old_is_refused_by_both_versions() -> None:
@@ -109,7 +111,16 @@ def test_a_wheel_built_without_nvcc_holds_what_it_should(tmp_path: Path) -> None
         pytest.importorskip(module)
     subprocess.run(
         [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
+            *(
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+            ),
             *("-w", str(tmp_path), "-C", f"build-dir={tmp_path / 'build'}"),
             *("-C", "cmake.define.FLATOUT_CUDA=OFF"),
             str(ROOT),
