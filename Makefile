@@ -52,7 +52,7 @@ $(VENV)/constraints.txt: constraints.txt $(VENV)/.settings
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
 
 $(VENV)/.torch: $(VENV)/constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP) --upgrade pip
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --upgrade pip
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch $(TOOLS)
 	@touch $@
 

@@ -42,8 +42,8 @@ BUILT_WITH_CUDA: bool = _host.built_with_cuda
 if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_available():
     # Once per process, because a module is imported once.
     warnings.warn(
-        "flatout was built without CUDA kernels, so on this GPU it falls back on torch's own: set CUDA_HOME to "
-        f"a CUDA {torch.version.cuda.split('.')[0]} toolkit with nvcc and run "
+        "flatout was built without CUDA kernels, so on this GPU it falls back on torch's own: "
+        f"set CUDA_HOME to a CUDA {torch.version.cuda.split('.')[0]} toolkit with nvcc and run "
         "`pip install --force-reinstall --no-deps .` in flatout's source folder",
         RuntimeWarning,
         stacklevel=2,
