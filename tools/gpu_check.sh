@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Builds flatout for the GPU of this machine and runs everything that needs one: tests, compute-sanitizer, benchmarks.
-# Downloads nothing and installs nothing outside its build folder: packages are those of $PYTHON, and the wheels in
-# $WHEELS where some are missing. Ends in under nine minutes; what has no time left is reported as skipped.
+# Builds flatout for the GPU of this machine and runs everything that needs one: tests, compute-sanitizer,
+# benchmarks, demo. Downloads nothing and installs nothing outside its build folder: packages are those of
+# $PYTHON, and the wheels in $WHEELS where some are missing. Ends in under nine minutes; what has no time left
+# is reported as skipped.
 #
-#   OUT     results.json, logs, junit files, benchmark JSON and plots        (default build/gpu-check)
+#   OUT     where results.json, log.txt, tests.xml, benchmarks.{json,png} and demo.{json,html} go
+#                                                                            (default build/gpu-check)
 #   PYTHON  interpreter that has torch                                       (default python3)
 #   WHEELS  folder of wheels to take missing packages from                   (default none)
 #   ARCHS   CMake CUDA architectures            (default 90a-real on sm_90, else the GPU's own)
@@ -16,11 +18,13 @@ mkdir -p "${OUT:=build/gpu-check}"
 out=$(cd "$OUT" && pwd)
 site=$root/build/gpu/site
 budget=${BUDGET:-510}
-phases=$out/phases.tsv
+logs=$root/build/gpu/logs
+mkdir -p "$logs"
+phases=$logs/phases.tsv
 
 seconds_left() { echo $((budget - SECONDS)); }
 
-# phase NAME LIMIT COMMAND...: runs it within LIMIT and the budget, logs to NAME.log, notes status and duration.
+# phase NAME LIMIT COMMAND...: runs it within LIMIT and the budget, logs to NAME.log, notes how it went.
 phase() {
   local name=$1 limit=$2 left begun=$SECONDS status
   shift 2
@@ -31,16 +35,18 @@ phase() {
     return 1
   fi
   echo "== $name"
-  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$out/$name.log" 2>&1
+  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$logs/$name.log" 2>&1
   status=$?
   printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - begun))" >>"$phases"
-  tail -n 3 "$out/$name.log"
+  tail -n 3 "$logs/$name.log"
   echo "== $name: exit status $status, $((SECONDS - begun)) s"
   return "$status"
 }
 
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 FLATOUT_FAIL_WITHOUT_GPU=1
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+[[ -d /usr/local/cuda/bin ]] && PATH=$PATH:/usr/local/cuda/bin
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 
 wheels() {
   local missing
@@ -58,7 +64,8 @@ PY
     return 0
   fi
   # shellcheck disable=SC2086
-  "$python" -m pip install --quiet --no-index --no-deps --find-links "$WHEELS" --upgrade --target "$site" $missing
+  "$python" -m pip install --quiet --no-index --no-deps --find-links "$WHEELS" --upgrade --target "$site" \
+    $missing
 }
 
 build() {
@@ -77,17 +84,20 @@ run_pytest() {
 # Tests marked `sanitize` are small: under compute-sanitizer a kernel runs ten to a hundred times slower.
 sanitize() {
   local status
-  command -v compute-sanitizer >/dev/null || { echo "unsupported: no compute-sanitizer on the PATH"; return 0; }
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "unsupported: no compute-sanitizer on the PATH"
+    return 0
+  fi
   # torch's caching allocator would hide an access that is outside its tensor but inside the allocator's pool.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_pytest -m sanitize "$root/tests/gpu" --co -q >/dev/null
   status=$?
   ((status == 5)) && { echo "no test is marked sanitize"; return 0; }
   cd "$out" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 86 \
-    --log-file "$out/$1.report" "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
+    --log-file "$logs/$1.report" "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
     -p no:cacheprovider -q -m sanitize "$root/tests/gpu"
   status=$?
-  tail -n 2 "$out/$1.report"
-  if grep -q "Device not supported" "$out/$1.report"; then
+  tail -n 2 "$logs/$1.report"
+  if grep -q "Device not supported" "$logs/$1.report"; then
     echo "unsupported: compute-sanitizer refuses this device"
     return 0
   fi
@@ -105,10 +115,7 @@ benchmarks() {
 
 demo() {
   cd "$out" || return
-  if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flatout.cli") is None)'; then
-    echo "no flatout.cli here"
-    return 0
-  fi
+  [[ -e $root/src/flatout/cli || -e $root/src/flatout/cli.py ]] || { echo "no flatout.cli here"; return 0; }
   "$python" -m flatout.cli demo --json "$out/demo.json" --html "$out/demo.html"
 }
 
@@ -118,9 +125,11 @@ if [[ -n ${GPU_CHECK_PHASE:-} ]]; then
   exit
 fi
 
+rm -f "$logs"/* "$out"/{results.json,log.txt,tests.xml,benchmarks.json,benchmarks.png,demo.json,demo.html}
 : >"$phases"
-capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())' 2>"$out/gpu.log") || {
-  echo "no GPU that torch can use here: $(tail -n 1 "$out/gpu.log")" >&2
+probe='import torch; print("%d%d" % torch.cuda.get_device_capability())'
+capability=$("$python" -c "$probe" 2>"$logs/gpu.log") || {
+  echo "no GPU that torch can use here: $(tail -n 1 "$logs/gpu.log")" >&2
   capability=
 }
 default_archs=${capability:-90a}-real
@@ -140,5 +149,6 @@ if phase build 240 bash "$self" build; then
 else
   failed=1
 fi
-"$python" "$root/tools/gpu_results.py" "$out" "$archs" || failed=1
+"$python" "$root/tools/gpu_results.py" "$out" "$logs" "$archs" || failed=1
+(cd "$logs" && tail -n +1 -- *.log *.report) >"$out/log.txt" 2>/dev/null
 exit "$failed"

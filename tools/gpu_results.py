@@ -1,4 +1,4 @@
-"""Sums up a GPU check: ``python tools/gpu_results.py OUT ARCHS`` writes results.json and a plot into OUT."""
+"""Sums up a GPU check: ``python tools/gpu_results.py OUT LOGS ARCHS`` writes results.json and a plot."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def environment(archs: str) -> dict[str, str]:
     }
 
 
-def phases(out: Path) -> list[dict[str, Any]]:
+def phases(logs: Path) -> list[dict[str, Any]]:
     """Each phase: name, status ("passed", "failed", "timed out", "skipped", "unsupported"), seconds."""
     found = []
-    for line in (out / "phases.tsv").read_text().splitlines():
+    for line in (logs / "phases.tsv").read_text().splitlines():
         name, code, seconds = line.split("\t")
         status = {"0": "passed", "124": "timed out", "137": "timed out", "skipped": "skipped"}.get(
             code, "failed"
         )
-        log = out / f"{name}.log"
+        log = logs / f"{name}.log"
         if (
             status == "passed"
             and log.exists()
@@ -119,11 +119,11 @@ def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     """Writes ``results.json`` and, when there are benchmarks, ``benchmarks.png``."""
-    out, archs = Path(sys.argv[1]), sys.argv[2]
+    out, logs, archs = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     entries = benchmarks(out)
     results = {
         "environment": environment(archs),
-        "phases": phases(out),
+        "phases": phases(logs),
         "tests": test_counts(out),
         "benchmarks": entries,
     }
