@@ -1,5 +1,5 @@
-# make demo, make test: everything from an empty machine to the result. What needs setting up is set up by stamps
-# in .venv, so a second call is quick: changed C++ runs ninja alone, changed pyproject or constraints pip.
+# make demo, make test: everything from an empty machine to the result. What is set up leaves a stamp in .venv, so
+# that a second call is quick: changed C++ runs ninja alone, changed pyproject or constraints runs pip.
 #
 #   PYTHON  interpreter that .venv is made from (3.10 or newer)
 #   TORCH   version of torch in .venv
@@ -18,6 +18,8 @@ BUILD := build/venv
 # --no-compile: torch's 10,000 modules are compiled when imported, a minute that most runs never need
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONFIGURE := -C cmake.define.FLATOUT_CUDA_ARCHS='$(ARCHS)' -C cmake.define.FLATOUT_WERROR=ON
+print_site := import sysconfig; print(sysconfig.get_path("platlib"))
+print_flatout := import torch, flatout; print("torch", torch.__version__, "flatout", flatout.__file__)
 TOOLS := cmake ninja scikit-build-core pybind11
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
@@ -37,14 +39,15 @@ demo: $(VENV)/.native
 test: $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# ---- the environment -------------------------------------------------------------------------------------------
+# ---- the environment ---------------------------------------------------------------------------------------
 
 $(VENV)/.settings: FORCE
 	@mkdir -p $(VENV)
 	@echo '$(PYTHON) $(TORCH) $(ARCHS)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(ARCHS)' >$@
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"flatout needs Python >= 3.10, found {sys.version}")'
+	@$(PYTHON) -c 'import sys; v = sys.version; \
+	  sys.exit(sys.version_info < (3, 10) and "flatout needs Python >= 3.10, PYTHON is " + v)'
 	$(PYTHON) -m venv $(VENV)
 
 # constraints.txt with the wanted torch in it
@@ -52,17 +55,18 @@ $(VENV)/constraints.txt: constraints.txt $(VENV)/.settings
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
 
 $(VENV)/.torch: $(VENV)/constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP) --upgrade pip
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --upgrade pip
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch $(TOOLS)
 	@touch $@
 
 $(VENV)/.flatout: pyproject.toml $(VENV)/.torch
-	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --no-build-isolation -C build-dir=$(BUILD) $(CONFIGURE) -e '.[demo]'
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --no-build-isolation \
+	  -C build-dir=$(BUILD) $(CONFIGURE) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.native: $(native) $(VENV)/.flatout
 	$(VENV)/bin/cmake --build $(BUILD)
-	@$(VENV)/bin/cmake --install $(BUILD) --prefix $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') >/dev/null
+	@$(VENV)/bin/cmake --install $(BUILD) --prefix "$$($(VENV)/bin/python -c '$(print_site)')" >/dev/null
 	@touch $@
 
 # flatout is installed already: pip adds what its extras name.
@@ -70,7 +74,7 @@ $(VENV)/.dev: $(VENV)/.flatout
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt 'flatout[test,monitor,lint]'
 	@touch $@
 
-# ---- lint ------------------------------------------------------------------------------------------------------
+# ---- lint --------------------------------------------------------------------------------------------------
 
 .PHONY: lint-checks lint-format lint-python lint-types
 lint: $(VENV)/.native $(VENV)/.dev
@@ -101,35 +105,39 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 
-# ---- one wheel, every torch ------------------------------------------------------------------------------------
+# ---- one wheel, every torch --------------------------------------------------------------------------------
 
 build/wheel/.done: pyproject.toml $(native) $(python) $(VENV)/.torch
 	rm -rf build/wheel
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel -C build-dir=build/wheel-build \
-	  $(CONFIGURE) .
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel \
+	  -C build-dir=build/wheel-build $(CONFIGURE) .
 	@touch $@
 
 .PRECIOUS: .venvs/torch-%/.ready
 .venvs/torch-%/.ready: constraints.txt pyproject.toml build/wheel/.done
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt >$(@D)/constraints.txt
-	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt torch==$* "$$(echo $(CURDIR)/build/wheel/*.whl)[test,monitor]"
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt --upgrade pip
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt torch==$* \
+	  "$$(echo $(CURDIR)/build/wheel/*.whl)[test,monitor]"
 	$(@D)/bin/python $(PIP) --force-reinstall --no-deps build/wheel/*.whl
 	@touch $@
 
-# From an empty folder, and -P: what is tested is the installed wheel.
+# From an empty folder: what is tested is the installed wheel.
 .PHONY: $(TORCHES:%=test-torch-%)
 $(TORCHES:%=test-torch-%): test-torch-%: .venvs/torch-%/.ready
-	mkdir -p build/torch-$* && cd build/torch-$* && \
-	  $(CURDIR)/$(<D)/bin/python -c 'import torch, flatout; print("torch", torch.__version__, "flatout", flatout.__file__); assert "site-packages" in flatout.__file__' && \
-	  $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider $(ARGS) $(CURDIR)/tests
+	mkdir -p build/torch-$*
+	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -c '$(print_flatout); assert "site-packages" in flatout.__file__'
+	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
+	  -p no:cacheprovider $(ARGS) $(CURDIR)/tests
 
 test-torches: $(TORCHES:%=test-torch-%)
 
-# ---- on a machine with a GPU -----------------------------------------------------------------------------------
+# ---- on a machine with a GPU -------------------------------------------------------------------------------
 
 gpu-check:
-	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' bash tools/gpu_check.sh
+	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' \
+	  bash tools/gpu_check.sh
 
 # Everything that the targets above made, environments included.
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,6 +37,17 @@ from flatout import _host  # noqa: E402  (after torch, so that its libraries are
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""
+
+
+if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_available():
+    # Once per process, because a module is imported once.
+    warnings.warn(
+        "flatout was built without CUDA kernels, so on this GPU it falls back on torch's own: "
+        f"set CUDA_HOME to a CUDA {torch.version.cuda.split('.')[0]} toolkit with nvcc and run "
+        "`pip install --force-reinstall --no-deps .` in flatout's source folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def has_cuda_kernels() -> bool:

@@ -52,6 +52,7 @@ def test_nothing_waits_for_the_device(counter: MfuCounter) -> None:
     assert host_seconds < device_seconds / 2
 
 
+@pytest.mark.sanitize
 def test_more_steps_in_flight_than_any_ring(counter: MfuCounter) -> None:
     for _ in range(300):
         with counter.step(samples=1):

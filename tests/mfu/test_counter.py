@@ -42,6 +42,7 @@ def stall_of(gap: float | None, waited: float) -> float:
     return waited if gap is None else min(gap, waited)
 
 
+@pytest.mark.filterwarnings("ignore:MFU is")
 @given(steps, st.integers(1, 12))
 def test_readings_equal_the_plain_python_ones(fed_steps: list[tuple[Any, ...]], window: int) -> None:
     counter = fed(window, fed_steps, peak_flops=1e19)

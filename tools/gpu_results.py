@@ -1,0 +1,139 @@
+"""Sums up a GPU check: ``python tools/gpu_results.py OUT LOGS ARCHS`` writes results.json and a plot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+
+
+def output_of(*command: str) -> str:
+    """First line that ``command`` prints; empty where it cannot run."""
+    if shutil.which(command[0]) is None:
+        return ""
+    lines = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def environment(archs: str) -> dict[str, str]:
+    """What a figure must be read with."""
+    import torch
+
+    nvcc = "/usr/local/cuda/bin/nvcc" if shutil.which("nvcc") is None else "nvcc"
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "cuda": torch.version.cuda or "",
+        "nvcc": next(
+            (
+                line
+                for line in subprocess.run(
+                    [nvcc, "--version"], capture_output=True, text=True
+                ).stdout.splitlines()
+                if "release" in line
+            ),
+            "",
+        )
+        if shutil.which(nvcc)
+        else "",
+        "architectures": archs,
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "command": "make gpu-check",
+    }
+
+
+def phases(logs: Path) -> list[dict[str, Any]]:
+    """Each phase: name, status ("passed", "failed", "timed out", "skipped", "unsupported"), seconds."""
+    found = []
+    for line in (logs / "phases.tsv").read_text().splitlines():
+        name, code, seconds = line.split("\t")
+        status = {"0": "passed", "124": "timed out", "137": "timed out", "skipped": "skipped"}.get(
+            code, "failed"
+        )
+        log = logs / f"{name}.log"
+        if (
+            status == "passed"
+            and log.exists()
+            and "\nunsupported: " in "\n" + log.read_text(errors="replace")
+        ):
+            status = "unsupported"
+        found.append({"name": name, "status": status, "seconds": int(seconds)})
+    return found
+
+
+def test_counts(out: Path) -> dict[str, int]:
+    """Tests, failures, errors and skips of the GPU suite; empty when it did not run to its end."""
+    report = out / "tests.xml"
+    if not report.exists():
+        return {}
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in suites:
+        for key in counts:
+            counts[key] += int(suite.get(key, "0"))
+    return counts
+
+
+def benchmarks(out: Path) -> list[dict[str, Any]]:
+    """Median, quartiles (seconds) and extra information of each benchmark."""
+    report = out / "benchmarks.json"
+    if not report.exists() or not report.stat().st_size:
+        return []
+    return [
+        {
+            "name": entry["name"],
+            "group": entry.get("group"),
+            "median_seconds": entry["stats"]["median"],
+            "q1_seconds": entry["stats"]["q1"],
+            "q3_seconds": entry["stats"]["q3"],
+            "rounds": entry["stats"]["rounds"],
+            **entry.get("extra_info", {}),
+        }
+        for entry in json.loads(report.read_text())["benchmarks"]
+    ]
+
+
+def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of the medians; nothing where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.35 * len(entries)), layout="constrained")
+    axes.barh([entry["name"] for entry in entries], [entry["median_seconds"] * 1e3 for entry in entries])
+    axes.set(xlabel="median, ms", xscale="log", title=title)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Writes ``results.json`` and, when there are benchmarks, ``benchmarks.png``."""
+    out, logs, archs = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    entries = benchmarks(out)
+    results = {
+        "environment": environment(archs),
+        "phases": phases(logs),
+        "tests": test_counts(out),
+        "benchmarks": entries,
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    if entries:
+        plot(entries, results["environment"]["gpu"], out / "benchmarks.png")
+    for phase in results["phases"]:
+        print(f"{phase['name']:12} {phase['status']:12} {phase['seconds']:4d} s")
+    print(f"written: {out / 'results.json'}")
+
+
+if __name__ == "__main__":
+    main()
