@@ -1,6 +1,8 @@
 // python.cpp: the stateful classes, bound with pybind11. Torch-free: tensors cross as pointers or DLPack.
 #include <pybind11/pybind11.h>
 
+#include "prefetch/bindings.h"
+
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Native, torch-free classes of flatout.";
 #ifdef FLATOUT_WITH_CUDA
@@ -8,4 +10,5 @@ PYBIND11_MODULE(_host, m) {
 #else
   m.attr("built_with_cuda") = false;
 #endif
+  bind_prefetch(m);
 }
