@@ -182,7 +182,7 @@ class InMemoryLoader:
         self._columns = columns
         self._assemble = assemble
         self._rows = rows
-        self._rings: dict[bool, Any] = {}
+        self._rings: dict[tuple[int, bool], Any] = {}
         self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
@@ -229,10 +229,11 @@ class InMemoryLoader:
             ring.clear()
 
     def _ring(self, pinned: bool, columns: int) -> Any:
-        if pinned not in self._rings:
+        key = os.getpid(), pinned  # a forked child cannot use its parent's
+        if key not in self._rings:
             # In use at a time: `depth` ahead, the one being taken, and two that a loop holds while it asks.
-            self._rings[pinned] = _host.Ring(pinned=pinned, max_idle=(self.depth + 3) * columns)
-        return self._rings[pinned]
+            self._rings[key] = _host.Ring(pinned=pinned, max_idle=(self.depth + 3) * columns)
+        return self._rings[key]
 
 
 class _InMemoryIterator:
