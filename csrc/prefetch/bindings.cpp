@@ -158,13 +158,14 @@ class PyStager {
   }
 
   PyCopied copy(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& transfers,
-                cuda::Stream stream, cuda::EventHandle fence, py::object owner) {
+                bool pinned_direct, cuda::Stream stream, cuda::EventHandle fence, py::object owner) {
     forget_ended();
     std::vector<Transfer> jobs;
     jobs.reserve(transfers.size());
     for (const auto& [from, to, bytes] : transfers)
       jobs.push_back({source_pointer(from), pointer(to), bytes});
-    auto copied = stager_->copy(std::move(jobs), stream, fence);
+    auto copied = stager_->copy(std::move(jobs),
+                                pinned_direct ? PinnedSources::direct : PinnedSources::staged, stream, fence);
     copies_.push_back({copied, std::move(owner)});
     return {std::move(copied), device_};
   }
@@ -228,7 +229,8 @@ void bind_prefetch(py::module_& module) {
       .def("done", &PyGathered::done);
 
   py::class_<PyCopied>(module, "Copied", "A batch on its way to the device.")
-      .def("wait", &PyCopied::wait, "Waits until the copies are enqueued; raises what went wrong.")
+      .def("wait", &PyCopied::wait,
+           "Waits until staged sources are read and the copies enqueued; raises what went wrong.")
       .def("block", &PyCopied::block, arg("stream"), "Makes later work on `stream` wait for the copies.")
       .def("finished", &PyCopied::finished, "Whether the copies have ended.");
 
@@ -240,7 +242,9 @@ void bind_prefetch(py::module_& module) {
            arg("owner"),
            "Gathers rows indices[0..count), or rows from `first` on when `indices` is 0. `owner` is kept "
            "meanwhile.")
-      .def("copy", &PyStager::copy, arg("transfers"), arg("stream"), arg("fence"), arg("owner"),
-           "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile.")
+      .def("copy", &PyStager::copy, arg("transfers"), arg("pinned_direct"), arg("stream"), arg("fence"),
+           arg("owner"),
+           "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile. "
+           "`pinned_direct`: pinned sources are not written again, so they need no staging.")
       .def("close", &PyStager::close, "Ends the threads. Idempotent.");
 }

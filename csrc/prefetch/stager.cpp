@@ -47,17 +47,17 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
   return batch;
 }
 
-std::shared_ptr<Copied> Stager::copy(std::vector<Transfer> transfers, cuda::Stream stream,
-                                     cuda::EventHandle fence) {
+std::shared_ptr<Copied> Stager::copy(std::vector<Transfer> transfers, PinnedSources pinned,
+                                     cuda::Stream stream, cuda::EventHandle fence) {
   auto copied = std::make_shared<Copied>();
-  copied->ticket = worker_.submit([this, transfers = std::move(transfers), stream, fence, copied] {
-    run_copy(transfers, stream, fence, copied);
+  copied->ticket = worker_.submit([this, transfers = std::move(transfers), pinned, stream, fence, copied] {
+    run_copy(transfers, pinned, stream, fence, copied);
   });
   return copied;
 }
 
-void Stager::run_copy(const std::vector<Transfer>& transfers, cuda::Stream stream, cuda::EventHandle fence,
-                      const std::shared_ptr<Copied>& copied) {
+void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+                      cuda::EventHandle fence, const std::shared_ptr<Copied>& copied) {
   const bool on_device = device_ != host_device;
   if (on_device) {
     cuda::set_device(device_);
@@ -67,7 +67,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, cuda::Stream strea
   std::vector<bool> direct(transfers.size());
   std::size_t staged_bytes = 0;
   for (std::size_t i = 0; i < transfers.size(); ++i) {
-    direct[i] = on_device && cuda::is_pinned(transfers[i].from);
+    direct[i] = on_device && pinned == PinnedSources::direct && cuda::is_pinned(transfers[i].from);
     if (!direct[i]) staged_bytes += aligned(transfers[i].bytes);
   }
   if (staged_bytes != 0) copied->slot = ring_->acquire(staged_bytes);

@@ -38,6 +38,10 @@ struct Transfer {
   std::size_t bytes;
 };
 
+// How sources that are pinned already reach the device. Straight from where they lie saves a copy on the
+// host, but reads them until the device has passed the copy: only for sources that nobody writes again.
+enum class PinnedSources { direct, staged };
+
 inline constexpr int host_device = -1;
 
 class Stager {
@@ -55,15 +59,17 @@ class Stager {
                                    const std::int64_t* indices, std::int64_t first, std::size_t count);
 
   // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
-  // destinations and fence alive until the copy is finished(). On a host device: plain copies.
-  std::shared_ptr<Copied> copy(std::vector<Transfer> transfers, cuda::Stream stream, cuda::EventHandle fence);
+  // destinations and fence alive until the copy is finished(); when the ticket is done, staged sources may be
+  // overwritten. On a host device: plain copies.
+  std::shared_ptr<Copied> copy(std::vector<Transfer> transfers, PinnedSources pinned, cuda::Stream stream,
+                               cuda::EventHandle fence);
 
   // Ends the threads and waits for copies under way; what has not begun fails with "closed".
   void close() noexcept;
 
  private:
-  void run_copy(const std::vector<Transfer>& transfers, cuda::Stream stream, cuda::EventHandle fence,
-                const std::shared_ptr<Copied>& copied);
+  void run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+                cuda::EventHandle fence, const std::shared_ptr<Copied>& copied);
   void reap(std::size_t allowed);
 
   const std::shared_ptr<Ring> ring_;

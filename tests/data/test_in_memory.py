@@ -27,7 +27,9 @@ from flatout.data import InMemoryLoader, why_not_in_memory
 
 def make_dataset(n: int) -> TensorDataset:
     image = torch.arange(n * 12, dtype=torch.float32).reshape(n, 3, 2, 2)
-    return TensorDataset(image, torch.arange(n) - 5, torch.arange(n) % 2 == 0, torch.arange(n * 3).reshape(n, 3).half())
+    return TensorDataset(
+        image, torch.arange(n) - 5, torch.arange(n) % 2 == 0, torch.arange(n * 3).reshape(n, 3).half()
+    )
 
 
 def make_subset(n: int) -> Subset:
@@ -141,7 +143,15 @@ def test_any_size(samples, batch_size, drop_last, shuffle, kind, stop_after, dep
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
-    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
 ]
 
 
@@ -280,7 +290,10 @@ REFUSED = {
     "sampler too long": (lambda: DataLoader(DATA, sampler=SequentialSampler(range(11))), "11 samples"),
     "gradients": (lambda: DataLoader(TensorDataset(torch.zeros(3, requires_grad=True))), "requires grad"),
     "parameter": (lambda: DataLoader(TensorDataset(torch.nn.Parameter(torch.zeros(3)))), "Parameter"),
-    "permuted": (lambda: DataLoader(TensorDataset(torch.zeros(3, 4, 4, 2).permute(0, 3, 1, 2))), "contiguous"),
+    "permuted": (
+        lambda: DataLoader(TensorDataset(torch.zeros(3, 4, 4, 2).permute(0, 3, 1, 2))),
+        "contiguous",
+    ),
     "indices too large": (lambda: DataLoader(Subset(DATA, [10])), "Subset.indices"),
     "float indices": (lambda: DataLoader(Subset(DATA, [0.5])), "Subset.indices"),
     "worker init": (

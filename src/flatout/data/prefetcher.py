@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from flatout.data.batch import map_tensors, move_object, tensors_of
 from flatout.data.loaders import set_epoch
 from flatout.data.memory import InMemoryLoader
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
-_PASSED_THROUGH = ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last", "num_workers", "generator")
+_PASSED_THROUGH = (
+    "dataset",
+    "sampler",
+    "batch_sampler",
+    "batch_size",
+    "drop_last",
+    "num_workers",
+    "generator",
+)
 
 
 class Prefetcher:
@@ -47,7 +56,9 @@ class Prefetcher:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
         if isinstance(loader, Iterator):
-            raise TypeError(f"loader must be iterable more than once, got the iterator {type(loader).__name__}")
+            raise TypeError(
+                f"loader must be iterable more than once, got the iterator {type(loader).__name__}"
+            )
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
@@ -62,10 +73,11 @@ class Prefetcher:
         else:
             if self._ring is None:
                 self._ring = make_ring(self.device, self.depth)
-            # Pinned batches go to the device without a further copy on the host.
+            # Pinned batches of which we know that nobody writes to them need no further copy on the host.
             memory = self.loader if type(self.loader) is InMemoryLoader else None
             batches = iter(self.loader) if memory is None else memory.iterate(pinned=True)
-            iterator = _Ahead(self, batches, make_copier(self.device, self.depth, self._ring))
+            fresh = memory is not None or (type(self.loader) is DataLoader and self.loader.pin_memory)
+            iterator = _Ahead(self, batches, make_copier(self.device, self.depth, self._ring, fresh=fresh))
         self._live.add(iterator)
         return iterator
 
@@ -125,7 +137,11 @@ class _PassThrough:
         if self._batches is None:
             raise StopIteration
         asked = time.perf_counter()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.close()
+            raise
         self._prefetcher._waited(asked)
         return batch
 
@@ -161,7 +177,6 @@ class _Ahead(_PassThrough):
         asked = time.perf_counter()
         self._top_up()
         if not self._queue:
-            # Not closed: a loader may go on after its end, as an exception's successor does.
             self.close()
             raise StopIteration
         entry = self._queue[0]
@@ -169,7 +184,9 @@ class _Ahead(_PassThrough):
             self._queue.popleft()
             raise entry.error
         if entry.copy is None:
-            self._start(entry)  # what failed ahead of time may work now; if not, the batch stays first in line
+            self._start(
+                entry
+            )  # what failed ahead of time may work now; if not, the batch stays first in line
         assert entry.copy is not None
         tensors = iter(entry.copy.tensors())
         self._queue.popleft()
@@ -184,6 +201,12 @@ class _Ahead(_PassThrough):
         while len(self._queue) <= self._prefetcher.depth and not self._exhausted:
             if self._queue and (self._queue[-1].error is not None or self._queue[-1].copy is None):
                 return  # nothing is fetched past an exception before the user has seen it
+            try:
+                if self._queue:
+                    # A loader may fill the same memory again. Costs no time: the step lies in between.
+                    self._queue[-1].copy.release_sources()  # type: ignore[union-attr]
+            except Exception:
+                return  # raised when the batch's turn comes
             try:
                 entry = _Entry(next(self._batches))  # type: ignore[arg-type]
             except StopIteration:

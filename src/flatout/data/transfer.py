@@ -20,6 +20,9 @@ from flatout import _host, _native
 class Copy(Protocol):
     """A batch's tensors on their way."""
 
+    def release_sources(self) -> None:
+        """Wait until whoever made the batch may overwrite it."""
+
     def tensors(self) -> list[Tensor]:
         """The tensors on the device; work that the caller enqueues from now on sees their values."""
 
@@ -34,11 +37,18 @@ class Copier(Protocol):
         """Wait for copies under way and end the threads."""
 
 
-def make_copier(device: torch.device, depth: int, ring: Any) -> Copier:
-    """The fastest copier that works here: native threads and CUDA streams, or torch alone."""
-    if device.type == "cuda" and ring is None:
-        return TorchCopier(device)
-    return NativeCopier(device, depth, ring) if ring is not None else DirectCopier(device)
+def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool) -> Copier:
+    """The fastest copier that works here: native threads and CUDA streams, or torch alone.
+
+    Args:
+        device: where to.
+        depth: batches ahead.
+        ring: what :func:`make_ring` gave for ``device``.
+        fresh: pinned batches are never written again by whoever made them, so they need no staging.
+    """
+    if ring is not None:
+        return NativeCopier(device, depth, ring, fresh=fresh)
+    return TorchCopier(device, fresh=fresh) if device.type == "cuda" else DirectCopier(device)
 
 
 def make_ring(device: torch.device, depth: int) -> Any:
@@ -86,8 +96,9 @@ def _dense(tensor: Tensor) -> Tensor:
 class NativeCopier:
     """Stages batches through the ring on a native thread, and copies them on the side stream."""
 
-    def __init__(self, device: torch.device, depth: int, ring: Any) -> None:
+    def __init__(self, device: torch.device, depth: int, ring: Any, *, fresh: bool = False) -> None:
         self.device = device
+        self._fresh = fresh
         self._on_cuda = device.type == "cuda"
         index = -1
         if self._on_cuda:
@@ -109,15 +120,18 @@ class NativeCopier:
             outputs.append(output)
             if source.numel():
                 held.append((source, output))
-                transfers.append((source.data_ptr(), output.data_ptr(), source.numel() * source.element_size()))
+                transfers.append(
+                    (source.data_ptr(), output.data_ptr(), source.numel() * source.element_size())
+                )
         if not transfers:
             return _Ready(outputs)
         if not self._on_cuda:
-            return _NativeCopy(self._stager.copy(transfers, 0, 0, held), outputs, None)
+            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs, None)
         fence = torch.cuda.Event()
         fence.record(torch.cuda.current_stream(self.device))
         # The owner outlives the copy, and with it whatever the copy reads and writes.
-        copied = self._stager.copy(transfers, self._side.cuda_stream, fence.cuda_event, (held, fence))
+        stream, owner = self._side.cuda_stream, (held, fence)
+        copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
         return _NativeCopy(copied, outputs, self.device)
 
     def _empty_like(self, source: Tensor) -> Tensor:
@@ -137,6 +151,9 @@ class _NativeCopy:
         self._outputs = outputs
         self._device = device
 
+    def release_sources(self) -> None:
+        self._copied.wait()
+
     def tensors(self) -> list[Tensor]:
         self._copied.wait()
         if self._device is not None:
@@ -147,8 +164,9 @@ class _NativeCopy:
 class TorchCopier:
     """The same through torch alone, for a build without CUDA or a driver that is too old for ours."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, fresh: bool = False) -> None:
         self.device = device
+        self._fresh = fresh
         self._side = _side_stream(device)
 
     def start(self, sources: list[Tensor]) -> Copy:
@@ -163,7 +181,8 @@ class TorchCopier:
                         outputs.append(source.to(self.device))
                     continue
                 # torch's host allocator keeps the pinned copy until the stream has passed it.
-                pinned = source if source.is_pinned() else source.pin_memory()
+                direct = self._fresh and source.is_pinned()
+                pinned = source if direct else torch.empty_like(source, pin_memory=True).copy_(source)
                 outputs.append(pinned.to(self.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record(self._side)
@@ -178,6 +197,9 @@ class _TorchCopy:
         self._outputs = outputs
         self._done = done
         self._device = device
+
+    def release_sources(self) -> None:
+        """Nothing to wait for: staging was done by the caller."""
 
     def tensors(self) -> list[Tensor]:
         torch.cuda.current_stream(self._device).wait_event(self._done)
@@ -201,6 +223,9 @@ class DirectCopier:
 class _Ready:
     def __init__(self, outputs: list[Tensor]) -> None:
         self._outputs = outputs
+
+    def release_sources(self) -> None:
+        """Nothing to wait for."""
 
     def tensors(self) -> list[Tensor]:
         return self._outputs
