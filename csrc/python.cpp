@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "mfu/bindings.h"
+#include "prefetch/bindings.h"
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Native, torch-free classes of flatout.";
@@ -11,4 +12,5 @@ PYBIND11_MODULE(_host, m) {
   m.attr("built_with_cuda") = false;
 #endif
   flatout::bind_mfu(m);
+  bind_prefetch(m);
 }

@@ -1,0 +1,250 @@
+// bindings.cpp: Ring, Columns and Stager for Python. The GIL is released around every wait; no thread of ours
+// takes it.
+#include "prefetch/bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "prefetch/dlpack.h"
+#include "prefetch/stager.h"
+
+namespace py = pybind11;
+
+namespace flatout::prefetch {
+namespace {
+
+const std::byte* source_pointer(std::uintptr_t address) {
+  return reinterpret_cast<const std::byte*>(address);
+}
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+// The tensors that batches are gathered from; keeps them alive.
+class Columns {
+ public:
+  struct Layout {
+    dlpack::DataType dtype;
+    std::vector<std::int64_t> row_shape;
+  };
+
+  // One tuple per tensor: (address, rows, row_bytes, row_stride in bytes, DLPack type code, bits, row shape).
+  using Spec = std::tuple<std::uintptr_t, std::int64_t, std::size_t, std::ptrdiff_t, int, int,
+                          std::vector<std::int64_t>>;
+
+  Columns(const std::vector<Spec>& specs, py::object owner) : owner_(std::move(owner)) {
+    auto columns = std::make_shared<std::vector<Column>>();
+    for (const auto& [address, rows, row_bytes, row_stride, code, bits, row_shape] : specs) {
+      columns->push_back({source_pointer(address), rows, row_bytes, row_stride});
+      layouts_.push_back({{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1}, row_shape});
+    }
+    columns_ = std::move(columns);
+  }
+
+  const std::shared_ptr<const std::vector<Column>>& columns() const { return columns_; }
+  const std::vector<Layout>& layouts() const { return layouts_; }
+
+ private:
+  std::shared_ptr<const std::vector<Column>> columns_;
+  std::vector<Layout> layouts_;
+  py::object owner_;
+};
+
+// Owns a slot for as long as a tensor lies over it.
+struct SlotTensor {
+  dlpack::ManagedTensor managed;
+  std::vector<std::int64_t> shape;  // [N, *row_shape]
+  Slot slot;
+};
+
+void delete_unused_capsule(PyObject* capsule) {
+  // torch renames a capsule that it has taken over; one that still bears this name was never used.
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
+  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  managed->deleter(managed);
+}
+
+py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t count) {
+  auto made = std::make_unique<SlotTensor>();
+  made->shape.reserve(layout.row_shape.size() + 1);
+  made->shape.push_back(static_cast<std::int64_t>(count));
+  made->shape.insert(made->shape.end(), layout.row_shape.begin(), layout.row_shape.end());
+  made->managed.tensor = {.data = slot->data(),
+                          .device = {dlpack::cpu, 0},
+                          .ndim = static_cast<std::int32_t>(made->shape.size()),
+                          .dtype = layout.dtype,
+                          .shape = made->shape.data(),
+                          .strides = nullptr,
+                          .byte_offset = 0};
+  made->slot = std::move(slot);
+  made->managed.owner = made.get();
+  made->managed.deleter = [](dlpack::ManagedTensor* managed) {
+    const std::unique_ptr<SlotTensor> ended(static_cast<SlotTensor*>(managed->owner));
+  };
+  PyObject* capsule = PyCapsule_New(&made->managed, "dltensor", delete_unused_capsule);
+  if (capsule == nullptr) throw py::error_already_set();
+  static_cast<void>(made.release());  // the capsule's, from here on
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+// A batch that is being gathered, as Python sees it.
+class PyGathered {
+ public:
+  PyGathered(std::shared_ptr<Gathered> batch, std::shared_ptr<const Columns> columns, std::size_t count)
+      : batch_(std::move(batch)), columns_(std::move(columns)), count_(count) {}
+
+  std::vector<py::object> take() {
+    {
+      const py::gil_scoped_release nogil;
+      batch_->ticket->wait();
+    }
+    std::vector<Slot> slots = std::exchange(batch_->slots, {});
+    std::vector<py::object> capsules;
+    capsules.reserve(slots.size());
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      capsules.push_back(slot_tensor(std::move(slots[i]), columns_->layouts()[i], count_));
+    }
+    return capsules;
+  }
+
+  bool done() const { return batch_->ticket->done(); }
+
+ private:
+  std::shared_ptr<Gathered> batch_;
+  std::shared_ptr<const Columns> columns_;
+  std::size_t count_;
+};
+
+// A batch on its way to the device, as Python sees it.
+class PyCopied {
+ public:
+  PyCopied(std::shared_ptr<Copied> copied, int device) : copied_(std::move(copied)), device_(device) {}
+
+  void wait() {
+    const py::gil_scoped_release nogil;
+    copied_->ticket->wait();
+  }
+
+  void block(cuda::Stream stream) const {
+    if (copied_->event) copied_->event->block(stream, device_);
+  }
+
+  bool finished() const { return copied_->finished(); }
+
+ private:
+  std::shared_ptr<Copied> copied_;
+  int device_;
+};
+
+// Stager plus what keeps the Python objects alive that its jobs read and write.
+class PyStager {
+ public:
+  PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
+      : device_(device), stager_(std::make_unique<Stager>(std::move(ring), threads, device, max_in_flight)) {}
+  ~PyStager() { close(); }
+  PyStager(const PyStager&) = delete;
+  PyStager& operator=(const PyStager&) = delete;
+
+  PyGathered gather(std::shared_ptr<const Columns> columns, std::uintptr_t indices, std::int64_t first,
+                    std::size_t count, py::object owner) {
+    forget_ended();
+    auto batch =
+        stager_->gather(columns->columns(), reinterpret_cast<const std::int64_t*>(indices), first, count);
+    gathers_.push_back({batch, columns, std::move(owner)});
+    return {std::move(batch), std::move(columns), count};
+  }
+
+  PyCopied copy(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& transfers,
+                bool pinned_direct, cuda::Stream stream, cuda::EventHandle fence, py::object owner) {
+    forget_ended();
+    std::vector<Transfer> jobs;
+    jobs.reserve(transfers.size());
+    for (const auto& [from, to, bytes] : transfers)
+      jobs.push_back({source_pointer(from), pointer(to), bytes});
+    auto copied = stager_->copy(std::move(jobs),
+                                pinned_direct ? PinnedSources::direct : PinnedSources::staged, stream, fence);
+    copies_.push_back({copied, std::move(owner)});
+    return {std::move(copied), device_};
+  }
+
+  void close() {
+    {
+      const py::gil_scoped_release nogil;
+      stager_->close();
+    }
+    gathers_.clear();
+    copies_.clear();
+  }
+
+ private:
+  struct HeldGather {
+    std::shared_ptr<Gathered> batch;
+    std::shared_ptr<const Columns> columns;
+    py::object owner;
+  };
+  struct HeldCopy {
+    std::shared_ptr<Copied> copied;
+    py::object owner;
+  };
+
+  void forget_ended() {
+    while (!gathers_.empty() && gathers_.front().batch->ticket->done()) gathers_.pop_front();
+    while (!copies_.empty() && copies_.front().copied->finished()) copies_.pop_front();
+  }
+
+  const int device_;
+  std::deque<HeldGather> gathers_;
+  std::deque<HeldCopy> copies_;
+  std::unique_ptr<Stager> stager_;  // last: its threads end before what they use
+};
+
+}  // namespace
+}  // namespace flatout::prefetch
+
+void bind_prefetch(py::module_& module) {
+  using namespace flatout::prefetch;
+  using py::arg;
+
+  module.def("cuda_usable", &cuda::usable,
+             "Whether this build's CUDA runtime works with the driver found here.");
+  module.def("create_stream", &cuda::create_stream, arg("device"),
+             "Address of a new non-blocking CUDA stream that lives as long as the process.");
+
+  py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring", "Host buffers, reused; pinned or ordinary.")
+      .def(py::init<bool, std::size_t>(), arg("pinned"), arg("max_idle"))
+      .def("clear", &Ring::clear, "Frees the idle buffers.")
+      .def_property_readonly("pinned", &Ring::pinned)
+      .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
+      .def_property_readonly("allocations", &Ring::allocations, "Buffers made so far.");
+
+  py::class_<Columns, std::shared_ptr<Columns>>(module, "Columns",
+                                                "The tensors that batches are gathered from.")
+      .def(py::init<const std::vector<Columns::Spec>&, py::object>(), arg("specs"), arg("owner"));
+
+  py::class_<PyGathered>(module, "Gathered", "A batch being gathered.")
+      .def("take", &PyGathered::take, "Waits; the batch's columns as DLPack capsules, once.")
+      .def("done", &PyGathered::done);
+
+  py::class_<PyCopied>(module, "Copied", "A batch on its way to the device.")
+      .def("wait", &PyCopied::wait,
+           "Waits until staged sources are read and the copies enqueued; raises what went wrong.")
+      .def("block", &PyCopied::block, arg("stream"), "Makes later work on `stream` wait for the copies.")
+      .def("finished", &PyCopied::finished, "Whether the copies have ended.");
+
+  py::class_<PyStager>(module, "Stager",
+                       "Threads that gather and copy batches, in the order they were asked to.")
+      .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t>(), arg("ring"), arg("threads") = 1,
+           arg("device") = host_device, arg("max_in_flight") = 4)
+      .def("gather", &PyStager::gather, arg("columns"), arg("indices"), arg("first"), arg("count"),
+           arg("owner"),
+           "Gathers rows indices[0..count), or rows from `first` on when `indices` is 0. `owner` is kept "
+           "meanwhile.")
+      .def("copy", &PyStager::copy, arg("transfers"), arg("pinned_direct"), arg("stream"), arg("fence"),
+           arg("owner"),
+           "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile. "
+           "`pinned_direct`: pinned sources are not written again, so they need no staging.")
+      .def("close", &PyStager::close, "Ends the threads. Idempotent.");
+}

@@ -1,0 +1,48 @@
+// cuda_api.h: the few CUDA runtime calls of the prefetcher; in a build without CUDA every one throws.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "prefetch/fork_guard.h"
+
+namespace flatout::prefetch::cuda {
+
+using Stream = std::uintptr_t;       // a cudaStream_t, as torch hands it out (`stream.cuda_stream`)
+using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`event.cuda_event`)
+
+// True when CUDA was compiled in, the driver is new enough for our static runtime, and a device is there.
+bool usable() noexcept;
+
+void set_device(int device);
+// A non-blocking stream that nobody else is given (torch's pool repeats after 32); it lives as long as the
+// process.
+Stream create_stream(int device);
+
+void* allocate_pinned(std::size_t bytes);
+void free_pinned(void* data) noexcept;
+bool is_pinned(const void* data);
+
+void copy_to_device_async(void* to, const void* from, std::size_t bytes, Stream stream);
+void wait_event(Stream stream, EventHandle event);
+
+// An event of our own, without timing, made on the current device of the calling thread.
+class Event {
+ public:
+  Event();
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(Stream stream);
+  bool done() const;
+  void synchronize() const;
+  // Makes later work on `stream`, a stream of `device`, wait for what was recorded.
+  void block(Stream stream, int device) const;
+
+ private:
+  EventHandle handle_ = 0;
+  ForkGuard guard_;
+};
+
+}  // namespace flatout::prefetch::cuda

@@ -1,0 +1,24 @@
+// gather.h: copies chosen rows of a table in memory side by side.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flatout::prefetch {
+
+// A tensor seen as rows: `rows` runs of `row_bytes` bytes, `row_stride` bytes apart.
+struct Column {
+  const std::byte* data;
+  std::int64_t rows;
+  std::size_t row_bytes;
+  std::ptrdiff_t row_stride;
+};
+
+// out[i] = column[indices[i]] for i in [0, count); throws std::out_of_range before it reads a row that is not
+// there.
+void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out);
+
+// out[i] = column[first + i] for i in [0, count).
+void copy_rows(const Column& column, std::int64_t first, std::size_t count, std::byte* out);
+
+}  // namespace flatout::prefetch

@@ -1,0 +1,121 @@
+// ring.cpp: best-fit reuse of returned host buffers.
+#include "prefetch/ring.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <utility>
+
+#include "prefetch/cuda_api.h"
+
+namespace flatout::prefetch {
+namespace {
+
+constexpr std::size_t cache_line = 64;
+constexpr std::size_t page = 4096;
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+// Below this, lending a larger buffer than asked for wastes nothing that matters.
+constexpr std::size_t small = std::size_t{64} << 10;
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
+
+HostBuffer::HostBuffer(std::size_t bytes, bool pinned)
+    : capacity_(round_up(std::max<std::size_t>(bytes, 1), bytes < page ? cache_line : page)),
+      pinned_(pinned) {
+  if (pinned) {
+    data_ = static_cast<std::byte*>(cuda::allocate_pinned(capacity_));
+    return;
+  }
+  const bool huge = capacity_ >= huge_page;
+  const std::size_t alignment = huge ? huge_page : cache_line;
+  data_ = static_cast<std::byte*>(std::aligned_alloc(alignment, round_up(capacity_, alignment)));
+  if (data_ == nullptr) throw std::bad_alloc();
+  if (huge) madvise(data_, round_up(capacity_, alignment), MADV_HUGEPAGE);  // a hint: refusal costs nothing
+}
+
+HostBuffer::~HostBuffer() {
+  if (!pinned_) {
+    std::free(data_);
+  } else if (!guard_.forked()) {  // a forked child must not call CUDA
+    cuda::free_pinned(data_);
+  }
+}
+
+struct Ring::State {
+  std::mutex mutex;
+  std::deque<std::unique_ptr<HostBuffer>> idle;  // most recently returned last
+  std::size_t allocations = 0;
+};
+
+Ring::Ring(bool pinned, std::size_t max_idle)
+    : pinned_(pinned), max_idle_(max_idle), state_(std::make_unique<State>()) {}
+
+Ring::~Ring() {
+  // The fork may have caught another thread inside the deque: leave it alone.
+  if (guard_.forked()) static_cast<void>(state_.release());
+}
+
+Slot Ring::acquire(std::size_t bytes) {
+  guard_.check();
+  std::unique_ptr<HostBuffer> buffer;
+  {
+    const std::lock_guard lock(state_->mutex);
+    // The smallest that fits, but none much too large: a user who keeps every batch's labels must not keep
+    // buffers of the size of its images with them. Newest first among equals: it is the warmest in the cache.
+    auto best = state_->idle.rend();
+    for (auto it = state_->idle.rbegin(); it != state_->idle.rend(); ++it) {
+      const std::size_t capacity = (*it)->capacity();
+      if (capacity < bytes || capacity > std::max(2 * bytes, small)) continue;
+      if (best == state_->idle.rend() || capacity < (*best)->capacity()) best = it;
+    }
+    if (best != state_->idle.rend()) {
+      buffer = std::move(*best);
+      state_->idle.erase(std::next(best).base());
+    } else {
+      ++state_->allocations;
+    }
+  }
+  if (!buffer) buffer = std::make_unique<HostBuffer>(bytes, pinned_);
+  return Slot(buffer.release(), [ring = shared_from_this()](HostBuffer* returned) {
+    ring->give_back(std::unique_ptr<HostBuffer>(returned));
+  });
+}
+
+void Ring::give_back(std::unique_ptr<HostBuffer> buffer) noexcept {
+  if (guard_.forked()) return;  // frees it, without the lock that the parent may have held
+  std::unique_ptr<HostBuffer> surplus;
+  const std::lock_guard lock(state_->mutex);
+  if (max_idle_ == 0) return;
+  state_->idle.push_back(std::move(buffer));
+  if (state_->idle.size() > max_idle_) {
+    surplus = std::move(state_->idle.front());
+    state_->idle.pop_front();
+  }
+}
+
+void Ring::clear() {
+  if (guard_.forked()) return;
+  std::deque<std::unique_ptr<HostBuffer>> freed;
+  const std::lock_guard lock(state_->mutex);
+  freed.swap(state_->idle);
+}
+
+std::size_t Ring::allocations() const {
+  guard_.check();
+  const std::lock_guard lock(state_->mutex);
+  return state_->allocations;
+}
+
+std::size_t Ring::idle() const {
+  guard_.check();
+  const std::lock_guard lock(state_->mutex);
+  return state_->idle.size();
+}
+
+}  // namespace flatout::prefetch

@@ -1,0 +1,58 @@
+// ring.h: host buffers that are used again and again, so that a warm loop neither allocates nor faults pages
+// in.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "prefetch/fork_guard.h"
+
+namespace flatout::prefetch {
+
+// Host memory: pinned by CUDA, or aligned to a cache line (from 2 MiB on: to a huge page, which it asks for).
+class HostBuffer {
+ public:
+  HostBuffer(std::size_t bytes, bool pinned);
+  ~HostBuffer();
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t capacity() const noexcept { return capacity_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t capacity_ = 0;
+  bool pinned_ = false;
+  ForkGuard guard_;
+};
+
+// A buffer on loan: the last copy of the pointer to go returns it to its ring.
+using Slot = std::shared_ptr<HostBuffer>;
+
+class Ring : public std::enable_shared_from_this<Ring> {
+ public:
+  // Keeps at most `max_idle` returned buffers; what comes back beyond that is freed, the oldest first.
+  Ring(bool pinned, std::size_t max_idle);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Never blocks: when every buffer is held by the user, a fresh one is made.
+  Slot acquire(std::size_t bytes);
+  void clear();                     // frees the idle buffers
+  std::size_t allocations() const;  // buffers made so far
+  std::size_t idle() const;
+  bool pinned() const noexcept { return pinned_; }
+
+ private:
+  struct State;
+  void give_back(std::unique_ptr<HostBuffer> buffer) noexcept;
+
+  const bool pinned_;
+  const std::size_t max_idle_;
+  const ForkGuard guard_;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace flatout::prefetch

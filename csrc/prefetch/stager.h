@@ -1,0 +1,84 @@
+// stager.h: gathers batches into slots, and copies batches to the device through slots, on threads of its
+// own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "prefetch/cuda_api.h"
+#include "prefetch/gather.h"
+#include "prefetch/ring.h"
+#include "prefetch/worker.h"
+
+namespace flatout::prefetch {
+
+// A batch being gathered: one slot per column, so that a user who keeps one tensor keeps that tensor's memory
+// only.
+struct Gathered {
+  std::vector<Slot> slots;  // filled when the ticket is done
+  std::shared_ptr<Ticket> ticket;
+};
+
+// A batch on its way to the device.
+struct Copied {
+  Slot slot;  // staging memory of what was not pinned; back in the ring after the copy
+  std::unique_ptr<cuda::Event> event;  // null on a host device; recorded when the ticket is done
+  std::shared_ptr<Ticket> ticket;
+
+  bool finished() const { return ticket->done() && (!event || event->done()); }
+};
+
+struct Transfer {
+  const std::byte* from;
+  std::byte* to;
+  std::size_t bytes;
+};
+
+// How sources that are pinned already reach the device. Straight from where they lie saves a copy on the
+// host, but reads them until the device has passed the copy: only for sources that nobody writes again.
+enum class PinnedSources { direct, staged };
+
+inline constexpr int host_device = -1;
+
+class Stager {
+ public:
+  // At most `max_in_flight` staged copies wait for the device at a time: a host that runs ahead of its GPU is
+  // held there, and pinned memory stays bounded.
+  Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight);
+  ~Stager();
+  Stager(const Stager&) = delete;
+  Stager& operator=(const Stager&) = delete;
+
+  // Rows `indices[0..count)`, or rows first, first + 1, ... when `indices` is null. The caller keeps columns'
+  // memory and the indices alive until the ticket is done.
+  std::shared_ptr<Gathered> gather(std::shared_ptr<const std::vector<Column>> columns,
+                                   const std::int64_t* indices, std::int64_t first, std::size_t count);
+
+  // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
+  // destinations and fence alive until the copy is finished(); when the ticket is done, staged sources may be
+  // overwritten. On a host device: plain copies.
+  std::shared_ptr<Copied> copy(std::vector<Transfer> transfers, PinnedSources pinned, cuda::Stream stream,
+                               cuda::EventHandle fence);
+
+  // Ends the threads and waits for copies under way; what has not begun fails with "closed".
+  void close() noexcept;
+
+ private:
+  void run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+                cuda::EventHandle fence, const std::shared_ptr<Copied>& copied);
+  void reap(std::size_t allowed);
+
+  const std::shared_ptr<Ring> ring_;
+  const int device_;
+  const std::size_t max_in_flight_;
+  const ForkGuard guard_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Copied>> in_flight_;
+  Worker worker_;  // last: its threads end before what they use
+};
+
+}  // namespace flatout::prefetch

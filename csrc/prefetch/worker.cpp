@@ -1,0 +1,135 @@
+// worker.cpp: the thread loop behind Worker and its end.
+#include "prefetch/worker.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <deque>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace flatout::prefetch {
+namespace {
+
+// Signals are the main thread's business (Python's handlers run there): threads made inside this scope block
+// all.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &previous_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t previous_;
+};
+
+std::runtime_error closed() { return std::runtime_error("the prefetcher was closed"); }
+
+}  // namespace
+
+void Ticket::wait() {
+  guard_.check();
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [this] { return done_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+bool Ticket::done() const {
+  if (guard_.forked()) return false;
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+void Ticket::finish(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  done_ = true;
+  ended_.notify_all();  // under the lock: the waiter may destroy the ticket as soon as it is released
+}
+
+struct Worker::State {
+  struct Task {
+    Job job;
+    std::shared_ptr<Ticket> ticket;
+  };
+
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Task> queue;
+  bool closing = false;
+  std::vector<std::thread> threads;
+
+  void run() {
+    pthread_setname_np(pthread_self(), "flatout-data");
+    for (;;) {
+      Task task;
+      {
+        std::unique_lock lock(mutex);
+        wake.wait(lock, [this] { return closing || !queue.empty(); });
+        if (closing) return;
+        task = std::move(queue.front());
+        queue.pop_front();
+      }
+      std::exception_ptr error;
+      try {
+        task.job();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      task.job = nullptr;  // what the job holds is released before its end is announced
+      task.ticket->finish(std::move(error));
+    }
+  }
+};
+
+Worker::Worker(int threads) : state_(std::make_unique<State>()) {
+  if (threads < 1) throw std::invalid_argument("threads must be >= 1, got " + std::to_string(threads));
+  const SignalsBlocked scope;
+  try {
+    for (int i = 0; i < threads; ++i) state_->threads.emplace_back([state = state_.get()] { state->run(); });
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Worker::~Worker() {
+  close();
+  if (guard_.forked()) static_cast<void>(state_.release());  // its threads do not exist here: nothing to join
+}
+
+std::shared_ptr<Ticket> Worker::submit(Job job) {
+  guard_.check();
+  auto ticket = std::make_shared<Ticket>();
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->closing) throw closed();
+    state_->queue.push_back({std::move(job), ticket});
+  }
+  state_->wake.notify_one();
+  return ticket;
+}
+
+void Worker::close() noexcept {
+  if (guard_.forked()) return;
+  std::deque<State::Task> dropped;
+  std::vector<std::thread> threads;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->closing = true;
+    dropped.swap(state_->queue);
+    threads.swap(state_->threads);  // so that a second close() has nothing left to join
+  }
+  state_->wake.notify_all();
+  for (auto& thread : threads) thread.join();
+  for (auto& task : dropped) task.ticket->finish(std::make_exception_ptr(closed()));
+}
+
+}  // namespace flatout::prefetch

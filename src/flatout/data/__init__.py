@@ -1,0 +1,21 @@
+"""The data path: loaders that keep a training loop fed."""
+
+from flatout.data.batch import batch_size_of, map_tensors, tensors_of, to_device
+from flatout.data.cache import NotCacheable, cache_in_memory
+from flatout.data.loaders import clone_loader, is_rewindable
+from flatout.data.memory import InMemoryLoader, why_not_in_memory
+from flatout.data.prefetcher import Prefetcher
+
+__all__ = [
+    "InMemoryLoader",
+    "NotCacheable",
+    "Prefetcher",
+    "batch_size_of",
+    "cache_in_memory",
+    "clone_loader",
+    "is_rewindable",
+    "map_tensors",
+    "tensors_of",
+    "to_device",
+    "why_not_in_memory",
+]

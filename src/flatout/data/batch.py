@@ -1,0 +1,146 @@
+"""Batches of any nesting: find their tensors, map over them, move them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def _keep(leaf: Any) -> Any:
+    return leaf
+
+
+def map_tensors(fn: Callable[[Tensor], Any], batch: Any, other: Callable[[Any], Any] = _keep) -> Any:
+    """Rebuild ``batch`` with ``fn`` applied to each of its tensors, in order.
+
+    Goes through mappings, sequences, named tuples and dataclasses, and keeps their types. A container that
+    cannot be rebuilt as its own type becomes a plain ``dict`` or ``list``, as in torch's collate.
+
+    Args:
+        fn: called once per tensor.
+        batch: any nesting.
+        other: applied to every leaf that is neither a tensor, a string, a number nor ``None``.
+
+    Returns:
+        A new batch; containers are never changed in place.
+    """
+    if isinstance(batch, Tensor):
+        return fn(batch)
+    if batch is None or isinstance(batch, (str, bytes, int, float, complex)):
+        return batch
+    if isinstance(batch, PackedSequence):  # a named tuple, but its parts must not be mapped one by one
+        return other(batch)
+    if isinstance(batch, Mapping):
+        return _rebuilt_mapping(batch, {key: map_tensors(fn, value, other) for key, value in batch.items()})
+    if isinstance(batch, tuple):
+        parts = [map_tensors(fn, value, other) for value in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*parts)
+        return tuple(parts) if type(batch) is tuple else _rebuilt(batch, parts)
+    if type(batch) is list:
+        return [map_tensors(fn, value, other) for value in batch]
+    if isinstance(batch, Sequence) and not isinstance(batch, (bytearray, memoryview, range)):
+        return _rebuilt_sequence(batch, [map_tensors(fn, value, other) for value in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        rebuilt = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                # Not `replace`: it runs __post_init__ again and refuses fields that are not arguments.
+                object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(batch, field.name), other))
+        return rebuilt
+    return other(batch)
+
+
+def _rebuilt(container: Any, parts: Any) -> Any:
+    try:
+        return type(container)(parts)
+    except TypeError:
+        return dict(parts) if isinstance(parts, dict) else list(parts)
+
+
+def _rebuilt_mapping(batch: Mapping, items: dict) -> Any:
+    if type(batch) is dict:
+        return items
+    if isinstance(batch, MutableMapping):
+        # A copy keeps what the type carries besides its items (a default factory, attributes).
+        try:
+            rebuilt = copy.copy(batch)
+            rebuilt.update(items)
+            return rebuilt
+        except TypeError:
+            return items
+    return _rebuilt(batch, items)
+
+
+def _rebuilt_sequence(batch: Sequence, parts: list) -> Any:
+    if isinstance(batch, MutableSequence):
+        try:
+            rebuilt = copy.copy(batch)
+            for i, part in enumerate(parts):
+                rebuilt[i] = part
+            return rebuilt
+        except TypeError:
+            return parts
+    return _rebuilt(batch, parts)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of ``batch``, in the order in which :func:`map_tensors` visits them."""
+    return list(_tensors(batch))
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif batch is None or isinstance(batch, (str, bytes, int, float, complex, PackedSequence)):
+        return
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, (bytearray, memoryview, range)):
+        for value in batch:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                yield from _tensors(getattr(batch, field.name))
+
+
+def batch_size_of(batch: Any) -> int:
+    """Number of samples in ``batch``: the leading dimension of its first tensor, 1 if that tensor is 0-dim.
+
+    Raises:
+        ValueError: there is no tensor in ``batch``.
+    """
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    for tensor in _tensors(batch):
+        return tensor.size(0) if tensor.dim() else 1
+    raise ValueError(f"batch must hold at least one tensor, got {type(batch).__name__} without any")
+
+
+def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+    """Move every tensor of ``batch`` to ``device``, and every object that has a ``to`` method of its own.
+
+    Args:
+        batch: any nesting; strings, numbers and ``None`` pass through.
+        device: where to.
+        non_blocking: as in ``Tensor.to``; a copy from pinned memory then returns before it has ended.
+    """
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking)
+
+    return map_tensors(move, batch, lambda leaf: move_object(leaf, device))
+
+
+def move_object(leaf: Any, device: torch.device | str | int) -> Any:
+    """``leaf.to(device)`` where ``leaf`` is an object with such a method, else ``leaf`` itself."""
+    move = getattr(leaf, "to", None)
+    return move(device) if callable(move) and not isinstance(leaf, type) else leaf

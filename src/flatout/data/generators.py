@@ -1,0 +1,130 @@
+"""Every random generator that a dataset can be seen to use: capture, compare, restore."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_DEPTH = 8  # attributes of attributes of ...
+_WIDTH = 64  # elements looked at in one container: transforms are few, file names many
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    state: Any
+
+
+class RandomState:
+    """States of the global generators of torch, ``random`` and NumPy, and of those reachable from an object."""
+
+    def __init__(self, tracked: list[_Tracked]) -> None:
+        self._tracked = tracked
+
+    @classmethod
+    def capture(cls, root: Any = None) -> RandomState:
+        """Read the global generators, and those found in attributes, containers and closures below ``root``."""
+        tracked = [
+            _track("torch's default generator", torch.get_rng_state, torch.set_rng_state),
+            _track("Python's random", random.getstate, random.setstate),
+            _track("NumPy's global generator", np.random.get_state, np.random.set_state),
+        ]
+        if torch.cuda.is_initialized():
+            tracked.append(
+                _track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+            )
+        tracked += [_track_found(generator) for generator in _generators(root)]
+        return cls(tracked)
+
+    def moved(self) -> str | None:
+        """Name of the first generator whose state has changed since; ``None`` if all are as they were."""
+        return next((each.name for each in self._tracked if not _same(each.read(), each.state)), None)
+
+    def restore(self) -> None:
+        """Put every generator back."""
+        for each in self._tracked:
+            each.write(each.state)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put every generator back at the end, whatever happens inside."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+def _track(name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> _Tracked:
+    return _Tracked(name, read, write, read())
+
+
+def _track_found(generator: Any) -> _Tracked:
+    name = f"a {type(generator).__module__}.{type(generator).__name__} of the dataset"
+    if isinstance(generator, torch.Generator):
+        return _track(name, generator.get_state, generator.set_state)
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return _track(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(generator, np.random.RandomState):
+        return _track(name, generator.get_state, generator.set_state)
+    return _track(name, generator.getstate, generator.setstate)
+
+
+def _generators(root: Any) -> list[Any]:
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def visit(node: Any, depth: int) -> None:
+        if id(node) in seen or depth > _DEPTH:
+            return
+        seen.add(id(node))
+        if isinstance(node, kinds):
+            found.append(node)
+        for child in _children(node):
+            visit(child, depth + 1)
+
+    visit(root, 0)
+    return found
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)):
+        return []
+    if isinstance(node, types.MethodType):
+        return [node.__self__, node.__func__]
+    if isinstance(node, types.FunctionType):
+        return [_cell_contents(cell) for cell in node.__closure__ or ()] + list(node.__defaults__ or ())
+    if isinstance(node, Mapping):
+        return [value for value, _ in zip(node.values(), range(_WIDTH), strict=False)]
+    if isinstance(node, (list, tuple)):
+        return list(node[:_WIDTH])
+    return list(getattr(node, "__dict__", {}).values())
+
+
+def _cell_contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return left == right

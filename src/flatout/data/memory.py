@@ -1,0 +1,303 @@
+"""``InMemoryLoader``: batches of a dataset in memory, gathered ahead by native threads."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from flatout import _host
+from flatout.data.loaders import set_epoch
+from flatout.data.order import EpochOrder, Span, why_not_ordered
+
+# DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
+_DLPACK: dict[torch.dtype, tuple[int, int]] = {
+    torch.bool: (6, 8),
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.uint16: (1, 16),
+    torch.uint32: (1, 32),
+    torch.uint64: (1, 64),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.bfloat16: (4, 16),
+    torch.complex32: (5, 32),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+}
+
+
+def why_not_column(tensor: Tensor) -> str | None:
+    """Why batches cannot be gathered from rows of ``tensor``; ``None`` if they can."""
+    if type(tensor) is not Tensor:
+        return f"{type(tensor).__name__}, not a plain tensor"
+    if tensor.device.type != "cpu":
+        return f"a tensor on {tensor.device}"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.dtype not in _DLPACK:
+        return f"a tensor of {tensor.dtype}"
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return "a tensor that requires grad or is a lazy view"
+    if tensor.dim() == 0:
+        return "a 0-dim tensor"
+    if tensor.size(0) > 0 and not tensor[0].is_contiguous():
+        return "a tensor whose rows are not contiguous (call .contiguous() on it)"
+    return None
+
+
+def _leaf_dataset(dataset: Any) -> Any:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _subset_indices(dataset: Any) -> Tensor | None:
+    """Row of the leaf dataset behind each index of nested subsets, int64 ``[len(dataset)]``; ``None``: the same.
+
+    Raises:
+        ValueError: indices that are not integers within range.
+    """
+    rows: Tensor | None = None
+    while type(dataset) is Subset:
+        inner = torch.as_tensor(dataset.indices)
+        if inner.dim() != 1 or inner.dtype.is_floating_point or inner.dtype in (torch.bool, torch.complex64):
+            raise ValueError("Subset.indices must be a flat sequence of ints")
+        inner, length = inner.to(torch.int64), len(dataset.dataset)  # type: ignore[arg-type]
+        if inner.numel() and not (-length <= int(inner.min()) and int(inner.max()) < length):
+            raise ValueError(f"Subset.indices must lie in [-{length}, {length})")
+        inner = torch.where(inner < 0, inner + length, inner)
+        rows = inner if rows is None else inner[rows]
+        dataset = dataset.dataset
+    return rows
+
+
+def why_not_in_memory(loader: Any) -> str | None:
+    """Why :class:`InMemoryLoader` cannot stand in for ``loader``; ``None`` if it can.
+
+    Looks at types only, exact ones: a subclass may do anything.
+    """
+    reason = why_not_collated(loader)
+    if reason is not None:
+        return reason
+    leaf = _leaf_dataset(loader.dataset)
+    if type(leaf) is not TensorDataset:
+        return f"the dataset is a {type(leaf).__name__}, not a TensorDataset (or subsets of one)"
+    for tensor in leaf.tensors:
+        reason = why_not_column(tensor)
+        if reason is not None:
+            return f"the dataset holds {reason}"
+    try:
+        _subset_indices(loader.dataset)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"Subset.indices cannot be read: {error}"
+    return why_not_ordered(loader)
+
+
+def why_not_collated(loader: Any) -> str | None:
+    """Why batches of ``loader`` are not just stacked samples; ``None`` if they are."""
+    if type(loader) is not DataLoader:
+        return f"the loader is a {type(loader).__name__}, not torch's DataLoader"
+    if loader.batch_sampler is None:
+        return "batch_size=None: samples are not batched"
+    if (
+        loader.collate_fn is not default_collate
+        or default_collate_fn_map.get(Tensor) is not collate_tensor_fn
+    ):
+        return "a custom collate_fn"
+    return None
+
+
+class InMemoryLoader:
+    """What ``loader`` yields, gathered from memory by native threads, ``depth`` batches ahead.
+
+    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the same
+    state of every generator after every batch, early breaks included. Batches are fresh memory, valid for as
+    long as they are held. A change that you make to the dataset's tensors in mid-epoch is seen ``depth`` batches
+    late; ``Subset.indices`` are read once, here.
+
+    Args:
+        loader: a ``DataLoader`` over a ``TensorDataset`` (or subsets of one) with default collate and torch's
+            sequential or random sampler. Its ``pin_memory`` is honoured when there is a GPU.
+        depth: batches gathered ahead, >= 1.
+        threads: gathering threads; default: one per four cores, at most four.
+
+    Raises:
+        ValueError: ``loader`` is none of these; the message says why (see :func:`why_not_in_memory`).
+    """
+
+    def __init__(self, loader: DataLoader, *, depth: int = 2, threads: int | None = None) -> None:
+        reason = why_not_in_memory(loader)
+        if reason is not None:
+            raise ValueError(f"InMemoryLoader cannot serve this loader: {reason}")
+        leaf = _leaf_dataset(loader.dataset)
+        # DataLoader's collate turns the tuple of a sample into a list.
+        self._set_up(loader, lambda: leaf.tensors, list, _subset_indices(loader.dataset), depth, threads)
+
+    @classmethod
+    def over(
+        cls,
+        loader: DataLoader,
+        columns: list[Tensor],
+        assemble: Callable[[list[Tensor]], Any],
+        *,
+        depth: int = 2,
+        threads: int | None = None,
+    ) -> InMemoryLoader:
+        """An ``InMemoryLoader`` in the order of ``loader`` whose batches are made of rows of ``columns``.
+
+        Args:
+            loader: gives the order, and is the source of ``dataset``, ``sampler`` and the like.
+            columns: tensors ``[len(loader.dataset), ...]``.
+            assemble: puts a batch's tensors, one per column, into the containers that the user expects.
+            depth: batches gathered ahead, >= 1.
+            threads: as in the constructor.
+        """
+        made = cls.__new__(cls)
+        made._set_up(loader, lambda: columns, assemble, None, depth, threads)
+        return made
+
+    def _set_up(
+        self,
+        loader: DataLoader,
+        columns: Callable[[], Any],
+        assemble: Callable[[list[Tensor]], Any],
+        rows: Tensor | None,
+        depth: int,
+        threads: int | None,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be >= 1, got {depth}")
+        self.loader = loader
+        self.depth = depth
+        self.threads = min(4, max(1, (os.cpu_count() or 1) // 4)) if threads is None else threads
+        self._columns = columns
+        self._assemble = assemble
+        self._rows = rows
+        self._rings: dict[tuple[int, bool], Any] = {}
+        self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate(pinned=bool(self.loader.pin_memory))
+
+    def iterate(self, *, pinned: bool) -> Iterator[Any]:
+        """One epoch; ``pinned`` puts batches into pinned memory when a GPU is there."""
+        iterator = _InMemoryIterator(self, pinned and torch.cuda.is_available() and _host.cuda_usable())
+        self._live.add(iterator)
+        return iterator
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the wrapped loader."""
+        return self.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the wrapped loader."""
+        return self.loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler of the wrapped loader."""
+        return self.loader.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size of the wrapped loader."""
+        return self.loader.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass ``epoch`` to whatever of the wrapped loader has a ``set_epoch``."""
+        set_epoch(self.loader, epoch)
+
+    def close(self) -> None:
+        """End the threads of iterators under way and free the idle buffers; the loader can be iterated again."""
+        for iterator in list(self._live):
+            iterator.close()
+        for ring in self._rings.values():
+            ring.clear()
+
+    def _ring(self, pinned: bool, columns: int) -> Any:
+        key = os.getpid(), pinned  # a forked child cannot use its parent's
+        if key not in self._rings:
+            # In use at a time: `depth` ahead, the one being taken, and two that a loop holds while it asks.
+            self._rings[key] = _host.Ring(pinned=pinned, max_idle=(self.depth + 3) * columns)
+        return self._rings[key]
+
+
+class _InMemoryIterator:
+    """One epoch of an :class:`InMemoryLoader`. Its threads end with it."""
+
+    def __init__(self, loader: InMemoryLoader, pinned: bool) -> None:
+        self._stager: Any = None
+        self._order = EpochOrder(loader.loader)
+        self._loader = loader
+        tensors = tuple(loader._columns())
+        self._columns = _host.Columns([_spec(tensor) for tensor in tensors], tensors)
+        self._ring = loader._ring(pinned, len(tensors))
+        self._pending: deque[tuple[Span, Any]] = deque()
+        self._indices: Tensor | None = None
+        self._ended = False
+
+    def __iter__(self) -> _InMemoryIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._stager is None:
+            self._begin()
+        while len(self._pending) <= self._loader.depth and (span := self._order.next_span()) is not None:
+            self._pending.append((span, self._submit(span)))
+        if not self._pending:
+            self._order.delivered(None)
+            self.close()
+            raise StopIteration
+        span, gathered = self._pending.popleft()
+        self._order.delivered(span)
+        return self._loader._assemble([torch.from_dlpack(capsule) for capsule in gathered.take()])
+
+    def _begin(self) -> None:
+        permutation, rows = self._order.draw(), self._loader._rows
+        if permutation is None:
+            self._indices = rows
+        else:
+            self._indices = permutation if rows is None else rows[permutation]
+        self._stager = _host.Stager(self._ring, threads=self._loader.threads)
+
+    def _submit(self, span: Span) -> Any:
+        address = 0 if self._indices is None else self._indices.data_ptr() + 8 * span.first
+        return self._stager.gather(self._columns, address, span.first, span.count, self._indices)
+
+    def close(self) -> None:
+        """End the threads; what was gathered ahead is dropped."""
+        self._ended = True
+        self._pending.clear()
+        if self._stager is not None:
+            self._stager.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_stager", None) is not None:
+            self._stager.close()
+
+
+def _spec(tensor: Tensor) -> tuple[int, int, int, int, int, int, list[int]]:
+    item = tensor.element_size()
+    code, bits = _DLPACK[tensor.dtype]
+    row_shape = list(tensor.shape[1:])
+    row_bytes = item * int(torch.Size(row_shape).numel())
+    return tensor.data_ptr(), tensor.size(0), row_bytes, item * tensor.stride(0), code, bits, row_shape

@@ -1,0 +1,231 @@
+"""Copies of host batches to a device, on a stream of their own.
+
+Why no ``record_stream`` is needed: device tensors are allocated under the side stream, so the allocator may hand
+a tensor's memory to the next batch as soon as the user lets go of it, while kernels that read it are still queued
+on the user's stream. Every copy therefore waits for a fence: an event recorded on the user's stream when the copy
+is asked for, behind all work that can have used memory which was free by then. The side stream is given to nobody
+else, so nothing allocates from its pool without that fence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flatout import _host, _native
+
+
+class Copy(Protocol):
+    """A batch's tensors on their way."""
+
+    def release_sources(self) -> None:
+        """Wait until whoever made the batch may overwrite it."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the device; work that the caller enqueues from now on sees their values."""
+
+
+class Copier(Protocol):
+    """Starts copies, in order."""
+
+    def start(self, sources: list[Tensor]) -> Copy:
+        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
+
+    def close(self) -> None:
+        """Wait for copies under way and end the threads."""
+
+
+def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool) -> Copier:
+    """The fastest copier that works here: native threads and CUDA streams, or torch alone.
+
+    Args:
+        device: where to.
+        depth: batches ahead.
+        ring: what :func:`make_ring` gave for ``device``.
+        fresh: pinned batches are never written again by whoever made them, so they need no staging.
+    """
+    if ring is not None:
+        return NativeCopier(device, depth, ring, fresh=fresh)
+    return TorchCopier(device, fresh=fresh) if device.type == "cuda" else DirectCopier(device)
+
+
+def make_ring(device: torch.device, depth: int) -> Any:
+    """Pinned staging memory for :class:`NativeCopier`; ``None`` where that one does not work."""
+    if device.type == "cuda" and _native.BUILT_WITH_CUDA and _host.cuda_usable():
+        return _host.Ring(pinned=True, max_idle=depth + 2)
+    return None
+
+
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Our stream on ``device``: one per process, because each stream keeps a memory pool of its own."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _side_streams:
+        device = torch.device("cuda", index)
+        if _native.BUILT_WITH_CUDA and _host.cuda_usable():
+            torch.cuda.current_stream(device)  # torch makes the device's context before we use it
+            _side_streams[index] = torch.cuda.ExternalStream(_host.create_stream(index), device=device)
+        else:
+            _side_streams[index] = torch.cuda.Stream(device)
+    return _side_streams[index]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is bytes on the host that may be copied as they are."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of it without gaps between its elements. Strides are those that ``.to`` would keep."""
+    if tensor.is_contiguous():
+        return tensor
+    like = torch.empty_like(tensor)
+    return tensor if like.stride() == tensor.stride() else like.copy_(tensor)
+
+
+class NativeCopier:
+    """Stages batches through the ring on a native thread, and copies them on the side stream."""
+
+    def __init__(self, device: torch.device, depth: int, ring: Any, *, fresh: bool = False) -> None:
+        self.device = device
+        self._fresh = fresh
+        self._on_cuda = device.type == "cuda"
+        index = -1
+        if self._on_cuda:
+            self._side = _side_stream(device)
+            index = self._side.device.index
+        self._stager = _host.Stager(ring, threads=1, device=index, max_in_flight=depth + 1)
+
+    def start(self, sources: list[Tensor]) -> Copy:
+        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
+        outputs: list[Tensor] = []
+        held: list[Any] = []
+        transfers: list[tuple[int, int, int]] = []
+        for source in sources:
+            if not _is_plain(source):
+                outputs.append(source.to(self.device))
+                continue
+            source = _dense(source)
+            output = self._empty_like(source)
+            outputs.append(output)
+            if source.numel():
+                held.append((source, output))
+                transfers.append(
+                    (source.data_ptr(), output.data_ptr(), source.numel() * source.element_size())
+                )
+        if not transfers:
+            return _Ready(outputs)
+        if not self._on_cuda:
+            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs, None)
+        fence = torch.cuda.Event()
+        fence.record(torch.cuda.current_stream(self.device))
+        # The owner outlives the copy, and with it whatever the copy reads and writes.
+        stream, owner = self._side.cuda_stream, (held, fence)
+        copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
+        return _NativeCopy(copied, outputs, self.device)
+
+    def _empty_like(self, source: Tensor) -> Tensor:
+        if not self._on_cuda:
+            return torch.empty_like(source)
+        with torch.cuda.stream(self._side):
+            return torch.empty_like(source, device=self.device)
+
+    def close(self) -> None:
+        """Wait for copies under way and end the thread."""
+        self._stager.close()
+
+
+class _NativeCopy:
+    def __init__(self, copied: Any, outputs: list[Tensor], device: torch.device | None) -> None:
+        self._copied = copied
+        self._outputs = outputs
+        self._device = device
+
+    def release_sources(self) -> None:
+        self._copied.wait()
+
+    def tensors(self) -> list[Tensor]:
+        self._copied.wait()
+        if self._device is not None:
+            self._copied.block(torch.cuda.current_stream(self._device).cuda_stream)
+        return self._outputs
+
+
+class TorchCopier:
+    """The same through torch alone, for a build without CUDA or a driver that is too old for ours."""
+
+    def __init__(self, device: torch.device, *, fresh: bool = False) -> None:
+        self.device = device
+        self._fresh = fresh
+        self._side = _side_stream(device)
+
+    def start(self, sources: list[Tensor]) -> Copy:
+        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
+        consumer = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(consumer)
+        outputs: list[Tensor] = []
+        with torch.cuda.stream(self._side):
+            for source in sources:
+                if not _is_plain(source):
+                    with torch.cuda.stream(consumer):
+                        outputs.append(source.to(self.device))
+                    continue
+                # torch's host allocator keeps the pinned copy until the stream has passed it.
+                direct = self._fresh and source.is_pinned()
+                pinned = source if direct else torch.empty_like(source, pin_memory=True).copy_(source)
+                outputs.append(pinned.to(self.device, non_blocking=True))
+            done = torch.cuda.Event()
+            done.record(self._side)
+        return _TorchCopy(outputs, done, self.device)
+
+    def close(self) -> None:
+        """Nothing to end: torch's copies have no thread."""
+
+
+class _TorchCopy:
+    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event, device: torch.device) -> None:
+        self._outputs = outputs
+        self._done = done
+        self._device = device
+
+    def release_sources(self) -> None:
+        """Nothing to wait for: staging was done by the caller."""
+
+    def tensors(self) -> list[Tensor]:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return self._outputs
+
+
+class DirectCopier:
+    """``Tensor.to`` for devices that are neither CPU nor CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, sources: list[Tensor]) -> Copy:
+        """Copy ``sources``."""
+        return _Ready([source.to(self.device) for source in sources])
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Ready:
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def release_sources(self) -> None:
+        """Nothing to wait for."""
+
+    def tensors(self) -> list[Tensor]:
+        return self._outputs

@@ -1,0 +1,327 @@
+"""InMemoryLoader equals DataLoader(num_workers=0): batches, order, and the state of every generator."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
+
+from flatout.data import InMemoryLoader, why_not_in_memory
+
+
+def make_dataset(n: int) -> TensorDataset:
+    image = torch.arange(n * 12, dtype=torch.float32).reshape(n, 3, 2, 2)
+    return TensorDataset(
+        image, torch.arange(n) - 5, torch.arange(n) % 2 == 0, torch.arange(n * 3).reshape(n, 3).half()
+    )
+
+
+def make_subset(n: int) -> Subset:
+    outer = Subset(make_dataset(n + 7), [(5 * i) % (n + 7) - (i % 2) * (n + 7) for i in range(n + 3)])
+    return Subset(outer, list(range(n + 2, 2, -1)))
+
+
+def assert_same(ours, theirs) -> None:
+    assert type(ours) is type(theirs) is list
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == their.dtype
+        assert our.shape == their.shape
+        assert our.stride() == their.stride()
+        assert torch.equal(our, their)
+
+
+def trace(make_iterable, loader: DataLoader, generators: list, epochs: int, stop_after: int | None) -> list:
+    """Batches and generator states, after ``iter``, after each batch and after each epoch."""
+    seen: list = []
+
+    def states() -> list:
+        return [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
+
+    torch.manual_seed(3)
+    iterable = make_iterable(loader)
+    for _ in range(epochs):
+        iterator = iter(iterable)
+        seen.append(states())
+        for number in itertools.count():
+            if number == stop_after:
+                break
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            torch.rand(1)  # the model draws from the default generator in between
+            seen += [batch, states()]
+        del iterator
+        seen.append(states())
+    return seen
+
+
+def assert_equal_traces(make_loader, epochs: int = 3, stop_after: int | None = None) -> None:
+    theirs_loader, theirs_generators = make_loader()
+    ours_loader, ours_generators = make_loader()
+    theirs = trace(lambda loader: loader, theirs_loader, theirs_generators, epochs, stop_after)
+    ours = trace(InMemoryLoader, ours_loader, ours_generators, epochs, stop_after)
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert_same(our, their)
+
+
+def generators_for(kind: str) -> tuple[torch.Generator | None, list]:
+    generator = None if kind == "none" else torch.Generator().manual_seed(11)
+    return generator, [] if generator is None else [generator]
+
+
+@pytest.mark.parametrize("stop_after", [None, 0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["none", "given"])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("samples", [20, 22])  # batches of 5: full and partial last batch
+@pytest.mark.parametrize("make", [make_dataset, make_subset])
+def test_matrix(make, samples, shuffle, kind, drop_last, stop_after):
+    def make_loader():
+        generator, generators = generators_for(kind)
+        dataset = make(samples)
+        return DataLoader(dataset, 5, shuffle=shuffle, drop_last=drop_last, generator=generator), generators
+
+    assert_equal_traces(make_loader, stop_after=stop_after)
+
+
+@pytest.mark.parametrize("explicit", ["sampler", "batch_sampler"])
+def test_samplers_given_by_the_user(explicit):
+    def make_loader():
+        base, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+        dataset = make_dataset(17)
+        sampler = RandomSampler(dataset, generator=own)
+        if explicit == "sampler":
+            return DataLoader(dataset, 4, sampler=sampler, generator=base), [base, own]
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, True), generator=base), [base, own]
+
+    assert_equal_traces(make_loader)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 40),
+    batch_size=st.integers(1, 45),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    kind=st.sampled_from(["none", "given"]),
+    stop_after=st.none() | st.integers(0, 6),
+    depth=st.integers(1, 5),
+    threads=st.integers(1, 3),
+)
+def test_any_size(samples, batch_size, drop_last, shuffle, kind, stop_after, depth, threads):
+    def run(make_iterable):
+        generator, generators = generators_for(kind)
+        loader = DataLoader(
+            make_dataset(samples), batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator
+        )
+        return trace(make_iterable, loader, generators, 2, stop_after)
+
+    ours = run(lambda loader: InMemoryLoader(loader, depth=depth, threads=threads))
+    theirs = run(lambda loader: loader)
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert_same(our, their)
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+    *(
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", [(), (1,), (3, 5), (0,), (2, 0), (33,)], ids=str)
+def test_dtypes_and_rows(dtype, row):
+    data = torch.randint(0, 2, (13, *row)).to(dtype)
+    loader = DataLoader(TensorDataset(data), 4)
+    for our, their in zip(InMemoryLoader(loader), loader, strict=True):
+        assert_same(our, their)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_strided_rows(shuffle):
+    wide = torch.arange(26 * 8).reshape(26, 8)
+    dataset = TensorDataset(wide[::2, 2:5], wide[1::2, 0], wide[:1].expand(13, 8))
+    loader = DataLoader(dataset, 4, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
+    theirs = list(loader)
+    loader.generator.manual_seed(0)
+    for our, their in zip(InMemoryLoader(loader), theirs, strict=True):
+        assert_same(our, their)
+
+
+def test_random_split():
+    first, _ = random_split(make_dataset(50), [0.7, 0.3], generator=torch.Generator().manual_seed(4))
+    loader = DataLoader(first, 8)
+    for our, their in zip(InMemoryLoader(loader), loader, strict=True):
+        assert_same(our, their)
+
+
+def test_held_batches_stay_valid():
+    loader = DataLoader(make_dataset(503), 2)
+    ours = InMemoryLoader(loader)
+    for _ in range(2):
+        held = list(ours)
+        for our, their in zip(held, loader, strict=True):
+            assert_same(our, their)
+    # A tensor may outlive its batch, its loader and its iterator.
+    label = held[7][1]
+    expected = label.clone()
+    del held, ours
+    gc.collect()
+    assert torch.equal(label, expected)
+
+
+def test_batches_are_the_users_own():
+    dataset = make_dataset(12)
+    before = dataset.tensors[0].clone()
+    for image, *_ in InMemoryLoader(DataLoader(dataset, 4)):
+        image.zero_()
+    assert torch.equal(dataset.tensors[0], before)
+
+
+def test_slots_are_reused():
+    ours = InMemoryLoader(DataLoader(make_dataset(400), 4))
+    for _ in range(3):
+        for _batch in ours:
+            pass
+    assert next(iter(ours._rings.values())).allocations <= (ours.depth + 3) * 4
+
+
+def test_keeping_one_tensor_keeps_only_its_memory():
+    images, labels = torch.zeros(64, 1 << 20, dtype=torch.uint8), torch.arange(64)
+    ours = InMemoryLoader(DataLoader(TensorDataset(images, labels), 1))
+    held = [label for _, label in ours]
+    assert torch.equal(torch.cat(held), labels)
+    assert next(iter(ours._rings.values())).allocations <= 64 + 2 * (ours.depth + 3)
+
+
+def test_two_iterators_at_once():
+    loader = DataLoader(make_dataset(30), 4)
+    ours = InMemoryLoader(loader)
+    for one, two, their in zip(ours, ours, loader, strict=True):
+        assert_same(one, their)
+        assert_same(two, their)
+
+
+def test_ends_like_an_iterator():
+    iterator = iter(InMemoryLoader(DataLoader(make_dataset(4), 4)))
+    next(iterator)
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_attributes():
+    loader = DataLoader(make_dataset(10), 3)
+    ours = InMemoryLoader(loader)
+    assert len(ours) == len(loader) == 4
+    assert ours.dataset is loader.dataset
+    assert ours.sampler is loader.sampler
+    assert ours.batch_sampler is loader.batch_sampler
+    assert ours.batch_size == 3
+    ours.set_epoch(1)  # nothing there to be told: no error
+
+
+def test_changes_of_the_data_are_seen():
+    dataset = make_dataset(8)
+    ours = InMemoryLoader(DataLoader(dataset, 8))
+    next(iter(ours))
+    dataset.tensors[1].fill_(7)
+    assert next(iter(ours))[1].tolist() == [7] * 8
+    dataset.tensors = tuple(tensor.clone() for tensor in dataset.tensors)
+    dataset.tensors[1].fill_(9)
+    gc.collect()
+    assert next(iter(ours))[1].tolist() == [9] * 8
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor(index**2)
+
+
+class MyTensors(TensorDataset):
+    pass
+
+
+class MyLoader(DataLoader):
+    pass
+
+
+DATA = TensorDataset(torch.zeros(10, 2))
+REFUSED = {
+    "type of the loader": (lambda: MyLoader(DATA), "MyLoader"),
+    "type of the dataset": (lambda: DataLoader(Squares()), "Squares"),
+    "subclass of TensorDataset": (lambda: DataLoader(MyTensors(torch.zeros(3))), "MyTensors"),
+    "collate": (lambda: DataLoader(DATA, collate_fn=lambda samples: samples), "collate_fn"),
+    "unbatched": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
+    "replacement": (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "replacement"),
+    "num_samples": (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4)), "num_samples"),
+    "sampler": (lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandom"),
+    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler is a list"),
+    "sampler too long": (lambda: DataLoader(DATA, sampler=SequentialSampler(range(11))), "11 samples"),
+    "gradients": (lambda: DataLoader(TensorDataset(torch.zeros(3, requires_grad=True))), "requires grad"),
+    "parameter": (lambda: DataLoader(TensorDataset(torch.nn.Parameter(torch.zeros(3)))), "Parameter"),
+    "permuted": (
+        lambda: DataLoader(TensorDataset(torch.zeros(3, 4, 4, 2).permute(0, 3, 1, 2))),
+        "contiguous",
+    ),
+    "indices too large": (lambda: DataLoader(Subset(DATA, [10])), "Subset.indices"),
+    "float indices": (lambda: DataLoader(Subset(DATA, [0.5])), "Subset.indices"),
+    "worker init": (
+        lambda: DataLoader(DATA, num_workers=1, worker_init_fn=lambda worker: None),
+        "worker_init_fn",
+    ),
+    "float8": (lambda: DataLoader(TensorDataset(torch.zeros(3).to(torch.float8_e5m2))), "float8"),
+    "not a loader": (lambda: [1, 2], "list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name):
+    make_loader, words = REFUSED[name]
+    loader = make_loader()
+    assert words in why_not_in_memory(loader)
+    with pytest.raises(ValueError, match="cannot serve this loader"):
+        InMemoryLoader(loader)
+
+
+def test_refused_when_collate_of_tensors_was_replaced(monkeypatch):
+    from torch.utils.data._utils import collate
+
+    assert why_not_in_memory(DataLoader(DATA)) is None
+    monkeypatch.setitem(collate.default_collate_fn_map, torch.Tensor, lambda batch, **_: batch)
+    assert "collate_fn" in why_not_in_memory(DataLoader(DATA, collate_fn=default_collate))
+
+
+def test_depth_is_checked():
+    with pytest.raises(ValueError, match="depth must be >= 1, got 0"):
+        InMemoryLoader(DataLoader(DATA), depth=0)

@@ -1,0 +1,203 @@
+"""Threads, file descriptors and memory end with what uses them: breaks, errors, forks, interpreter exit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout import _host
+from flatout.data import InMemoryLoader, Prefetcher
+
+LOADER = DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4), torch.arange(1000)), 8, shuffle=True)
+
+
+def threads() -> list[str]:
+    """Names of our threads in this process."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith("flatout")]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def break_after(loader, batches: int) -> None:
+    for number, _ in enumerate(loader):
+        if number == batches:
+            break
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: Prefetcher(loader, "cpu")])
+def test_breaks_leave_nothing_behind(wrap):
+    loader = wrap(InMemoryLoader(LOADER))
+    break_after(loader, 3)
+    before = descriptors()
+    for number in range(200):
+        break_after(loader, number % 5)
+    gc.collect()
+    assert threads() == []
+    assert descriptors() == before
+
+
+def test_a_thread_is_there_while_iterating():
+    """Guards the tests above: `threads` sees what it looks for."""
+    iterator = iter(InMemoryLoader(LOADER, threads=3))
+    next(iterator)
+    assert len(threads()) == 3
+    del iterator
+    assert threads() == []
+
+
+def test_end_of_an_epoch_ends_the_threads():
+    iterator = iter(InMemoryLoader(LOADER))
+    for _ in iterator:
+        pass
+    assert threads() == []
+
+
+def test_close_ends_iterators_and_the_loader_goes_on():
+    loader = InMemoryLoader(LOADER)
+    first, second = iter(loader), iter(loader)
+    next(first), next(second)
+    loader.close()
+    loader.close()
+    assert threads() == []
+    assert list(first) == []
+    assert len(list(loader)) == len(LOADER)
+
+
+def test_closed_stager_says_so():
+    stager = _host.Stager(_host.Ring(pinned=False, max_idle=4))
+    stager.close()
+    data = torch.zeros(4, 2)
+    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
+    with pytest.raises(RuntimeError, match="closed"):
+        stager.gather(columns, 0, 0, 2, None)
+
+
+@pytest.mark.parametrize("index", [-1, 4, 2**40])
+def test_index_out_of_range_is_an_error(index):
+    """The last defence: never a read outside the tensor."""
+    data, indices = torch.zeros(4, 2), torch.tensor([0, index])
+    stager = _host.Stager(_host.Ring(pinned=False, max_idle=4))
+    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
+    with pytest.raises(IndexError, match=f"index {index} is out of range for a tensor of 4 rows"):
+        stager.gather(columns, indices.data_ptr(), 0, 2, indices).take()
+    with pytest.raises(IndexError, match="out of range"):
+        stager.gather(columns, 0, 3, 2, None).take()
+    stager.close()
+
+
+def test_unused_capsules_return_their_slot():
+    data = torch.arange(8.0).reshape(4, 2)
+    ring = _host.Ring(pinned=False, max_idle=4)
+    stager = _host.Stager(ring)
+    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
+    capsules = stager.gather(columns, 0, 0, 2, None).take()
+    assert ring.idle == 0
+    tensor = torch.from_dlpack(capsules[0])
+    del capsules
+    assert ring.idle == 0
+    assert torch.equal(tensor, data[:2])
+    del tensor
+    assert ring.idle == 1
+    del columns
+    stager.close()
+
+
+def test_ring_keeps_no_more_than_asked():
+    loader = InMemoryLoader(LOADER)
+    held = list(loader)
+    ring = next(iter(loader._rings.values()))
+    del held
+    assert ring.idle == (loader.depth + 3) * 2
+    loader.close()
+    assert ring.idle == 0
+
+
+def in_child(work) -> int:
+    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_in_mid_epoch():
+    loader = InMemoryLoader(LOADER)
+    iterator = iter(loader)
+    batch = next(iterator)
+
+    def work():
+        nonlocal iterator, batch
+        with pytest.raises(RuntimeError, match=r"after fork\(\)"):
+            list(iterator)
+        batch = None  # the slot's ring may be locked for ever here: it is not asked
+        iterator.close()
+        iterator = None
+        gc.collect()
+        assert len(list(InMemoryLoader(LOADER))) == len(LOADER)
+
+    assert in_child(work) == 0
+    assert len(list(iterator)) == len(LOADER) - 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_same_loader_in_a_fork():
+    """What a user does who forks workers in mid-epoch: the child's copy of the loader is to work, too."""
+    loader = InMemoryLoader(LOADER)
+    iterator = iter(loader)
+    next(iterator)
+
+    def work():
+        assert len(list(loader)) == len(LOADER)
+
+    assert in_child(work) == 0
+    del iterator
+
+
+def test_interpreter_exit_in_mid_epoch():
+    # One process pays for importing torch; each ending is a fork of it that ends as an interpreter does.
+    program = """
+        import gc, os, signal, sys, torch
+        from torch.utils.data import DataLoader, TensorDataset
+        from flatout.data import InMemoryLoader, Prefetcher
+        endings = ["", "sys.exit(0)", "raise SystemExit", "os._exit(0)", "del loader; gc.collect()"]
+        for ending in endings:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                loader = Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(4000, 3000)), 500)), "cpu")
+                iterator = iter(loader)
+                held = [next(iterator)]
+                cycle = [iterator]; cycle.append(cycle)
+                exec(ending)
+                break
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == 0, (ending, status)
+        else:
+            print("all ended")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], timeout=120, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")

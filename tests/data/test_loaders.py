@@ -1,0 +1,141 @@
+"""clone_loader and is_rewindable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from flatout.data import InMemoryLoader, clone_loader, is_rewindable
+
+DATA = TensorDataset(torch.arange(10))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class MyLoader(DataLoader):
+    pass
+
+
+class MySampler(SequentialSampler):
+    pass
+
+
+def collate(samples):
+    return torch.stack([sample[0] for sample in samples])
+
+
+def test_clone_shares_everything():
+    loader = DataLoader(
+        DATA, 3, shuffle=True, generator=torch.Generator(), collate_fn=collate, drop_last=True
+    )
+    loader.note = "the user's"
+    clone = clone_loader(loader)
+    assert clone is not loader
+    for name in (
+        "dataset",
+        "batch_size",
+        "sampler",
+        "batch_sampler",
+        "generator",
+        "collate_fn",
+        "drop_last",
+        "note",
+    ):
+        assert getattr(clone, name) is getattr(loader, name), name
+
+
+def test_clone_gives_the_same_batches():
+    loader = DataLoader(DATA, 3, shuffle=True, generator=torch.Generator().manual_seed(1), collate_fn=collate)
+    theirs = [batch.tolist() for batch in loader]
+    loader.generator.manual_seed(1)
+    assert [batch.tolist() for batch in clone_loader(loader, num_workers=1)] == theirs
+
+
+def test_workers_come_and_go():
+    loader = DataLoader(DATA, 2, num_workers=2, prefetch_factor=3, persistent_workers=True, timeout=9)
+    more = clone_loader(loader, num_workers=4)
+    assert (more.num_workers, more.prefetch_factor, more.persistent_workers, more.timeout) == (4, 3, True, 9)
+    none = clone_loader(loader, num_workers=0)
+    assert (none.num_workers, none.prefetch_factor, none.persistent_workers, none.timeout) == (
+        0,
+        None,
+        False,
+        0,
+    )
+    back = clone_loader(none, num_workers=2, prefetch_factor=4, persistent_workers=True, pin_memory=True)
+    assert (back.num_workers, back.prefetch_factor, back.persistent_workers) == (2, 4, True)
+    assert back.pin_memory
+
+
+@pytest.mark.parametrize("kind", ["unbatched", "batch_sampler", "list", "iterable", "unbatched iterable"])
+def test_ways_of_batching(kind):
+    loader = {
+        "unbatched": lambda: DataLoader(DATA, batch_size=None),
+        "batch_sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(MySampler(DATA), 4, True)),
+        "list": lambda: DataLoader(DATA, batch_sampler=[[1], [0, 2]]),
+        "iterable": lambda: DataLoader(Stream(), 4, drop_last=True),
+        "unbatched iterable": lambda: DataLoader(Stream(), batch_size=None),
+    }[kind]()
+    clone = clone_loader(loader, pin_memory=False)
+    assert (clone.batch_size, clone.drop_last) == (loader.batch_size, loader.drop_last)
+    assert clone.batch_sampler is loader.batch_sampler
+    assert str(list(clone)) == str(list(loader))
+
+
+def test_batch_size_can_be_changed():
+    loader = DataLoader(DATA, 2, shuffle=True, drop_last=True)
+    clone = clone_loader(loader, batch_size=4)
+    assert clone.sampler is loader.sampler
+    assert (clone.batch_size, clone.batch_sampler.batch_size, clone.drop_last) == (4, 4, True)
+    assert type(clone_loader(loader, shuffle=False).sampler) is SequentialSampler
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="exactly a torch DataLoader, got MyLoader"):
+        clone_loader(MyLoader(DATA))
+    with pytest.raises(ValueError, match=r"\['batch_size'\] cannot be changed"):
+        clone_loader(DataLoader(DATA, batch_sampler=[[1]]), batch_size=2)
+
+
+REWINDABLE = {
+    "sequential": (lambda: DataLoader(DATA), True),
+    "random": (lambda: DataLoader(DATA, 2, shuffle=True), True),
+    "subset random": (lambda: DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), True),
+    "weighted": (lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 5)), True),
+    "batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, True)),
+        True,
+    ),
+    "index lists": (lambda: DataLoader(DATA, batch_sampler=[[1], [2]]), True),
+    "unbatched": (lambda: DataLoader(DATA, batch_size=None), True),
+    "list": (lambda: [1, 2], True),
+    "in memory": (lambda: InMemoryLoader(DataLoader(DATA)), True),
+    "own sampler": (lambda: DataLoader(DATA, sampler=MySampler(DATA)), False),
+    "own sampler, batched": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(MySampler(DATA), 2, True)),
+        False,
+    ),
+    "iterator of batches": (lambda: DataLoader(DATA, batch_sampler=iter([[1], [2]])), False),
+    "iterable": (lambda: DataLoader(Stream()), False),
+    "own loader": (lambda: MyLoader(DATA), False),
+    "generator": (lambda: (number for number in range(3)), False),
+}
+
+
+@pytest.mark.parametrize("name", REWINDABLE)
+def test_is_rewindable(name):
+    make, expected = REWINDABLE[name]
+    assert is_rewindable(make()) is expected

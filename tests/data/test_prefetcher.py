@@ -1,0 +1,287 @@
+"""Prefetcher: the loader's batches, order and errors. Copies are played on the CPU here, see tests/gpu for the GPU."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from flatout import _host
+from flatout.data import InMemoryLoader, Prefetcher, is_rewindable
+from flatout.data.prefetcher import _Ahead
+from flatout.data.transfer import NativeCopier
+
+
+class CopyingPrefetcher(Prefetcher):
+    """The road that batches take to a GPU, with the host standing in for it."""
+
+    def __iter__(self):
+        if self._ring is None:
+            self._ring = _host.Ring(pinned=False, max_idle=self.depth + 2)
+        iterator = _Ahead(self, iter(self.loader), NativeCopier(self.device, self.depth, self._ring))
+        self._live.add(iterator)
+        return iterator
+
+
+KINDS = [Prefetcher, CopyingPrefetcher]
+
+
+def threads() -> int:
+    return sum(
+        (task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir()
+    )
+
+
+def make_loader(**options) -> DataLoader:
+    data = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
+    return DataLoader(data, 3, shuffle=True, generator=torch.Generator().manual_seed(0), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 2, 5, 50])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, InMemoryLoader])
+def test_same_batches_for_many_epochs(kind, depth, wrap):
+    prefetcher, plain = kind(wrap(make_loader()), "cpu", depth), make_loader()
+    for _ in range(3):
+        ours, theirs = list(prefetcher), list(plain)
+        assert len(ours) == len(theirs) == len(prefetcher)
+        for our, their in zip(ours, theirs, strict=True):
+            assert type(our) is list
+            assert all(map(torch.equal, our, their))
+    assert prefetcher.batches == 21
+    assert threads() == 0
+
+
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "channels_last", "transposed", "gaps", "broadcast", "empty", "0-dim"]
+)
+def test_layouts(layout):
+    tensor = {
+        "contiguous": torch.randn(2, 3, 4, 5),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(4, 6).t(),
+        "gaps": torch.randn(4, 6)[:, ::2],
+        "broadcast": torch.randn(1, 6).expand(4, 6),
+        "empty": torch.randn(0, 6),
+        "0-dim": torch.tensor(3),
+    }[layout]
+    (ours,) = CopyingPrefetcher([tensor], "cpu")
+    assert ours.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    assert torch.equal(ours, tensor)
+    assert ours.stride() == torch.empty_like(tensor).stride()
+
+
+def test_special_tensors_take_torchs_road():
+    leaf = torch.ones(2, requires_grad=True)
+    batch = {
+        "grad": leaf * 2,
+        "sparse": torch.eye(3).to_sparse(),
+        "conj": torch.ones(2, dtype=torch.cfloat).conj(),
+    }
+    (ours,) = CopyingPrefetcher([batch], "cpu")
+    assert ours["grad"].grad_fn is not None
+    assert ours["sparse"].is_sparse
+    assert torch.equal(ours["conj"], batch["conj"])
+
+
+def test_nested_batches():
+    batch = {"x": [torch.ones(2), ("s", torch.zeros(1))], "n": 3, "none": None}
+    (ours,) = CopyingPrefetcher([batch], "cpu")
+    assert torch.equal(ours["x"][0], torch.ones(2))
+    assert ours["x"][1][0] == "s"
+    assert (ours["n"], ours["none"]) == (3, None)
+    assert (ours is not batch) and (ours["x"] is not batch["x"])
+
+
+def test_a_loader_may_fill_the_same_memory_again():
+    class Reusing:
+        def __iter__(self):
+            buffer = torch.empty(1 << 18)
+            for number in range(50):
+                yield buffer.fill_(number)
+
+    for number, batch in enumerate(CopyingPrefetcher(Reusing(), "cpu", 4)):
+        assert bool((batch == number).all())
+
+
+class Fails(IterableDataset):
+    def __init__(self, after: int):
+        self.after = after
+
+    def __iter__(self):
+        for number in range(self.after):
+            yield torch.tensor(number)
+        try:
+            {}["inner"]
+        except KeyError as cause:
+            raise OSError(5, "no such disc") from cause
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_exceptions_arrive_whole_and_in_their_place(kind, after):
+    iterator = iter(kind(DataLoader(Fails(after), batch_size=None), "cpu", 3))
+    assert [int(next(iterator)) for _ in range(after)] == list(range(after))
+    with pytest.raises(OSError, match="no such disc") as raised:
+        next(iterator)
+    assert raised.value.args == (5, "no such disc")
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert any("raise OSError" in line for line in traceback.format_exception(raised.value))
+
+
+class FailsOnce:
+    """Like DataLoader: the batch after an exception can still be had."""
+
+    def __iter__(self):
+        self.next = -1
+        return self
+
+    def __next__(self):
+        self.next += 1
+        if self.next == 2:
+            raise RuntimeError("once")
+        if self.next == 5:
+            raise StopIteration
+        return torch.tensor(self.next)
+
+
+class Restartable:
+    def __iter__(self):
+        return iter(FailsOnce())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_iteration_goes_on_after_an_exception(kind):
+    iterator, seen = iter(kind(Restartable(), "cpu", 4)), []
+    while True:
+        try:
+            seen.append(int(next(iterator)))
+        except RuntimeError:
+            seen.append("error")
+        except StopIteration:
+            break
+    assert seen == [0, 1, "error", 3, 4]
+
+
+def test_out_of_memory_waits_for_the_batchs_turn(monkeypatch):
+    """A batch that finds no room ahead of time is neither lost nor reordered."""
+    refused: list = []
+    start = NativeCopier.start
+
+    def tight(copier, sources):
+        if int(sources[0]) == 2 and len(refused) < 2:
+            refused.append(sources)
+            raise torch.OutOfMemoryError("full")
+        return start(copier, sources)
+
+    monkeypatch.setattr(NativeCopier, "start", tight)
+    iterator = iter(CopyingPrefetcher([torch.tensor(number) for number in range(5)], "cpu", 2))
+    assert [int(next(iterator)), int(next(iterator))] == [0, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        next(iterator)
+    assert [int(batch) for batch in iterator] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_breaks_and_close_leave_no_thread(kind):
+    prefetcher = kind(InMemoryLoader(make_loader()), "cpu")
+    for _ in range(50):
+        for _batch in prefetcher:
+            break
+    gc.collect()
+    assert threads() == 0
+    held = iter(prefetcher)
+    next(held)
+    assert threads() > 0
+    prefetcher.close()
+    assert threads() == 0
+    assert list(held) == []
+    assert len(list(prefetcher)) == 7
+
+
+def test_generators_behind_the_loader_are_closed():
+    closed: list = []
+
+    class Source:
+        def __iter__(self):
+            try:
+                yield from range(10)
+            finally:
+                closed.append(True)
+
+    for kind in KINDS:
+        for _ in kind(Source(), "cpu"):
+            break
+        gc.collect()
+    assert closed == [True, True]
+
+
+def test_worker_processes():
+    loader = make_loader(num_workers=1)
+    plain = list(make_loader())
+    for our, their in zip(CopyingPrefetcher(loader, "cpu"), plain, strict=True):
+        assert all(map(torch.equal, our, their))
+
+
+def test_other_devices():
+    x, y = next(iter(Prefetcher(make_loader(), "meta")))
+    assert x.is_meta
+    assert y.is_meta
+
+
+def test_attributes_pass_through():
+    loader = make_loader()
+    prefetcher = Prefetcher(loader, "cpu")
+    assert prefetcher.dataset is loader.dataset
+    assert prefetcher.sampler is loader.sampler
+    assert prefetcher.batch_sampler is loader.batch_sampler
+    assert prefetcher.batch_size == 3
+    assert is_rewindable(prefetcher)
+    plain = Prefetcher([1, 2], "cpu")
+    assert len(plain) == 2
+    assert not hasattr(plain, "dataset")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        prefetcher.nonsense  # noqa: B018
+
+
+def test_set_epoch_reaches_the_sampler():
+    data = torch.arange(20)
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    prefetcher = Prefetcher(DataLoader(data, 5, sampler=sampler), "cpu")
+    prefetcher.set_epoch(3)
+    assert sampler.epoch == 3
+
+
+def test_iter_is_the_loaders_iter():
+    """RNG: DataLoader draws its base seed in iter(), not at the first batch."""
+    for kind in KINDS:
+        torch.manual_seed(0)
+        iter(DataLoader(torch.arange(4)))
+        theirs = torch.get_rng_state()
+        torch.manual_seed(0)
+        iter(kind(DataLoader(torch.arange(4)), "cpu"))
+        assert torch.equal(torch.get_rng_state(), theirs)
+
+
+def test_stall_is_counted(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("flatout.data.prefetcher.time.perf_counter", lambda: float(next(clock)))
+    prefetcher = Prefetcher([torch.zeros(1)] * 4, "cpu")
+    assert prefetcher.stall_fraction == 0.0
+    list(prefetcher)
+    # Asked at 0, 2, 4, 6; given at 1, 3, 5, 7.
+    assert prefetcher.stall_seconds == 4.0
+    assert prefetcher.stall_fraction == pytest.approx(4 / 7)
+    prefetcher.reset_stall()
+    assert (prefetcher.stall_seconds, prefetcher.stall_fraction, prefetcher.batches) == (0.0, 0.0, 0)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="depth must be >= 1, got 0"):
+        Prefetcher([], "cpu", 0)
+    with pytest.raises(TypeError, match="more than once"):
+        Prefetcher(iter([]), "cpu")

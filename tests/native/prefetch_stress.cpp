@@ -1,0 +1,83 @@
+// prefetch_stress.cpp: many threads over one ring and several stagers, for ThreadSanitizer (tools/tsan.sh).
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "prefetch/stager.h"
+
+namespace {
+
+using namespace flatout::prefetch;  // a program, not a header
+
+void require(bool condition, const char* what) {
+  if (!condition) {
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+  }
+}
+
+// One consumer: gathers random rows through its own stager, holds some batches, drops others on another
+// thread.
+void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>& table, int rounds,
+             unsigned seed) {
+  const std::int64_t rows = static_cast<std::int64_t>(table.size()) / 4;
+  const auto columns = std::make_shared<const std::vector<Column>>(std::vector<Column>{
+      {reinterpret_cast<const std::byte*>(table.data()), rows, 32, 32},
+      {reinterpret_cast<const std::byte*>(table.data()), rows, 8, 32},
+  });
+  std::mt19937 random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<std::int64_t> indices(64);
+    for (auto& index : indices) index = static_cast<std::int64_t>(random() % static_cast<unsigned>(rows));
+    Stager stager(ring, 1 + static_cast<int>(random() % 3), host_device, 2);
+    std::vector<std::shared_ptr<Gathered>> pending;
+    for (int batch = 0; batch < 8; ++batch) pending.push_back(stager.gather(columns, indices.data(), 0, 64));
+    std::vector<Slot> held;
+    for (int batch = 0; batch < 4; ++batch) {  // the other half is dropped under way
+      pending[batch]->ticket->wait();
+      const auto* wide = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[0]->data());
+      for (std::size_t i = 0; i < 64; ++i) require(wide[4 * i] == 4 * indices[i], "gathered row");
+      held.push_back(pending[batch]->slots[1]);
+    }
+    std::thread([slots = std::move(held)]() mutable { slots.clear(); }).join();
+
+    std::vector<std::int64_t> copy(table.size());
+    const auto* from = reinterpret_cast<const std::byte*>(table.data());
+    auto copied = stager.copy({{from, reinterpret_cast<std::byte*>(copy.data()), table.size() * 8}},
+                              PinnedSources::staged, 0, 0);
+    copied->ticket->wait();
+    require(copy == table, "copied table");
+
+    const std::vector<std::int64_t> bad{rows};
+    auto failing = stager.gather(columns, bad.data(), 0, 1);
+    bool thrown = false;
+    try {
+      failing->ticket->wait();
+    } catch (const std::out_of_range&) {
+      thrown = true;
+    }
+    require(thrown, "out_of_range");
+    if (round % 2 == 0) stager.close();
+    if (round % 16 == 0) ring->clear();
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::vector<std::int64_t> table(4 * 1000);
+  std::iota(table.begin(), table.end(), 0);
+  const auto ring = std::make_shared<Ring>(false, 6);
+  std::vector<std::thread> consumers;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    consumers.emplace_back([&, seed] { consume(ring, table, 100, seed); });
+  }
+  for (auto& consumer : consumers) consumer.join();
+  require(ring->idle() <= 6, "ring bound");
+  std::puts("ok");
+}
