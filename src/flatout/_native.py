@@ -33,7 +33,7 @@ def _operators() -> Path:
 
 torch.ops.load_library(str(_operators()))
 
-from flatout import _host  # noqa: E402  (after torch, so that its libraries are loaded first)
+from flatout import _fakes, _host  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""

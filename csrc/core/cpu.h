@@ -1,0 +1,95 @@
+// cpu.h: runs a loop over the chunks of many tensors on all cores, compiled for the widest vectors of this
+// CPU.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "core/chunks.h"
+
+namespace flatout {
+
+// Explicit calls rather than target_clones: works on templates, needs no ifunc, and each name holds one ISA's
+// code. What `body` calls is always_inline, so nothing compiled for AVX leaks into functions shared with
+// other files.
+#if defined(__x86_64__) && defined(__GNUC__)
+template <class Body>
+[[gnu::target("arch=x86-64-v4,prefer-vector-width=512"), gnu::noinline]] void run_v4(const Body& body) {
+  body();
+}
+template <class Body>
+[[gnu::target("arch=x86-64-v3"), gnu::noinline]] void run_v3(const Body& body) {
+  body();
+}
+#endif
+template <class Body>
+[[gnu::noinline]] void run_baseline(const Body& body) {
+  body();
+}
+
+enum class Isa { kBaseline, kV3, kV4 };
+
+inline Isa detect_isa() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) return Isa::kV4;
+  if (__builtin_cpu_supports("x86-64-v3")) return Isa::kV3;
+#endif
+  return Isa::kBaseline;
+}
+
+template <class Body>
+void run_vectorised(const Body& body) {
+  static const Isa isa = detect_isa();
+  switch (isa) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    case Isa::kV4:
+      return run_v4(body);
+    case Isa::kV3:
+      return run_v3(body);
+#endif
+    default:
+      return run_baseline(body);
+  }
+}
+
+// Where each tensor's chunks begin; the last entry is their number.
+inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
+  std::vector<uint32_t> first(list.size() + 1);
+  for (size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
+  return first;
+}
+
+// Calls body(tensor, begin, count, chunk) for every chunk, in one parallel region for all tensors. Chunks are
+// claimed a few at a time: 2,000 small tensors beside one large one, or a busy core, leave no thread waiting.
+template <class Body>
+void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint32_t>& first,
+                    const Body& body) {
+  constexpr int64_t kWorthAThread =
+      2 * kChunk;  // elements; below that, waking a thread costs more than it saves
+  const uint32_t chunks = first.back();
+  int64_t elements = 0;
+  for (const FlatTensor& tensor : list) elements += tensor.numel;
+  const int64_t threads = std::clamp<int64_t>(elements / kWorthAThread, 1, torch::stable::get_num_threads());
+  const uint32_t batch = std::clamp<uint32_t>(chunks / (16 * static_cast<uint32_t>(threads)), 1, 64);
+  std::atomic<uint32_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (uint32_t begin; (begin = next.fetch_add(batch, std::memory_order_relaxed)) < chunks;) {
+      uint32_t tensor = tensor_of(first.data(), static_cast<uint32_t>(list.size()), begin);
+      for (uint32_t chunk = begin; chunk < std::min(begin + batch, chunks); ++chunk) {
+        while (first[tensor + 1] <= chunk) ++tensor;
+        const int64_t offset = static_cast<int64_t>(chunk - first[tensor]) * kChunk;
+        body(tensor, offset, static_cast<uint32_t>(std::min<int64_t>(kChunk, list[tensor].numel - offset)),
+             chunk);
+      }
+    }
+  };
+  if (threads == 1) return work(0, 1);
+  torch::stable::parallel_for(0, threads, 1, work);
+}
+
+}  // namespace flatout

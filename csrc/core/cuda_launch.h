@@ -1,0 +1,21 @@
+// cuda_launch.h: what all kernels share on the CUDA side of the fence: no torch headers here.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace flatout {
+
+inline constexpr int kThreads = 512;
+
+// Element types as a number, so that glue and kernels agree without sharing torch's enumeration.
+enum class Element { kFloat, kDouble, kHalf, kBfloat };
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("flatout: ") + what + " failed: " + cudaGetErrorString(error));
+}
+
+}  // namespace flatout

@@ -1,0 +1,154 @@
+// tensors.h: checks lists of tensors before anything is changed, and turns them into flat arrays.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/chunks.h"
+
+namespace flatout {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using TensorList = std::vector<Tensor>;
+
+// True when the elements fill [data, data + numel) in some order, so that the tensor can be taken as flat.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != 1) dims.emplace_back(strides[d], sizes[d]);
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+// Same shape, and the same place in memory for every index (dimensions of size 1 have no say).
+inline bool same_layout(const Tensor& a, const Tensor& b) {
+  const auto sizes = a.sizes();
+  const auto others = b.sizes();
+  if (sizes.size() != others.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != others[d]) return false;
+  if (a.numel() == 0) return true;
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
+}
+
+inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
+  const ScalarType dtype = tensor.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
+                      dtype == ScalarType::BFloat16,
+                  name, " must be float32, float64, float16 or bfloat16, got dtype number ",
+                  static_cast<int>(dtype));
+  return dtype;
+}
+
+// The first list leads: its tensors are dense, on one device, of one dtype.
+inline void check_leader(const TensorList& list, const char* name) {
+  STD_TORCH_CHECK(!list.empty(), name, " must hold at least one tensor");
+  const ScalarType dtype = check_dtype(list[0], name);
+  const int32_t device = list[0].get_device_index();
+  const bool cuda = list[0].is_cuda();
+  for (size_t i = 0; i < list.size(); ++i) {
+    STD_TORCH_CHECK(list[i].scalar_type() == dtype, name, "[", i, "] must have the dtype of ", name, "[0]");
+    STD_TORCH_CHECK(list[i].get_device_index() == device && list[i].is_cuda() == cuda, name, "[", i,
+                    "] must be on the device of ", name, "[0]");
+    STD_TORCH_CHECK(is_dense(list[i]), name, "[", i,
+                    "] must be dense (contiguous in some order of its dimensions)");
+  }
+}
+
+// Every other list follows: tensor by tensor the dtype, device, shape and strides of the leader.
+inline void check_follower(const TensorList& list, const char* name, const TensorList& leader,
+                           const char* leader_name) {
+  STD_TORCH_CHECK(list.size() == leader.size(), name, " must hold as many tensors as ", leader_name, " (",
+                  leader.size(), "), got ", list.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    STD_TORCH_CHECK(list[i].scalar_type() == leader[i].scalar_type(), name, "[", i,
+                    "] must have the dtype of ", leader_name, "[", i, "]");
+    STD_TORCH_CHECK(list[i].get_device_index() == leader[i].get_device_index() &&
+                        list[i].is_cuda() == leader[i].is_cuda(),
+                    name, "[", i, "] must be on the device of ", leader_name, "[", i, "]");
+    STD_TORCH_CHECK(same_layout(list[i], leader[i]), name, "[", i, "] must have the shape and strides of ",
+                    leader_name, "[", i, "]");
+  }
+}
+
+inline void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
+  STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as params (",
+                  leader.size(), "), got ", steps.size());
+  for (size_t i = 0; i < steps.size(); ++i)
+    STD_TORCH_CHECK(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1 &&
+                        steps[i].is_cuda() == leader[i].is_cuda() &&
+                        steps[i].get_device_index() == leader[i].get_device_index(),
+                    name, "[", i, "] must be one float32 number on the device of params[", i, "]");
+}
+
+// A number on the tensors' device, or `otherwise` when none is given.
+inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Tensor& leader,
+                                  double otherwise) {
+  DeviceScalar scalar;
+  scalar.value = otherwise;
+  if (!tensor.has_value()) return scalar;
+  const ScalarType dtype = tensor->scalar_type();
+  STD_TORCH_CHECK((dtype == ScalarType::Float || dtype == ScalarType::Double) && tensor->numel() == 1, name,
+                  " must be one float32 or float64 number, got ", tensor->numel(),
+                  " elements of dtype number ", static_cast<int>(dtype));
+  STD_TORCH_CHECK(
+      tensor->is_cuda() == leader.is_cuda() && tensor->get_device_index() == leader.get_device_index(), name,
+      " must be on the device of the parameters");
+  scalar.address = tensor->const_data_ptr();
+  scalar.is_double = dtype == ScalarType::Double;
+  return scalar;
+}
+
+inline const float* device_flag(const std::optional<Tensor>& tensor, const char* name, const Tensor& leader) {
+  if (!tensor.has_value()) return nullptr;
+  STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Float, name, " must be float32");
+  return static_cast<const float*>(device_scalar(tensor, name, leader, 0).address);
+}
+
+// Checked lists as flat arrays; lists that are empty (no amsgrad, no step counts) leave their stream null.
+inline std::vector<FlatTensor> flatten(const std::vector<const TensorList*>& streams,
+                                       const TensorList* steps) {
+  std::vector<FlatTensor> flat(streams[0]->size());
+  for (size_t i = 0; i < flat.size(); ++i) {
+    flat[i].numel = (*streams[0])[i].numel();
+    for (size_t s = 0; s < streams.size(); ++s) flat[i].address[s] = (*streams[s])[i].data_ptr();
+    if (steps != nullptr && !steps->empty()) flat[i].step = static_cast<float*>((*steps)[i].data_ptr());
+  }
+  return flat;
+}
+
+// Calls body with a null pointer of the C++ type of a dtype that check_dtype let through.
+template <class Body>
+void with_dtype(ScalarType dtype, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(static_cast<float*>(nullptr));
+    case ScalarType::Double:
+      return body(static_cast<double*>(nullptr));
+    case ScalarType::Half:
+      return body(static_cast<f16*>(nullptr));
+    default:
+      return body(static_cast<bf16*>(nullptr));
+  }
+}
+
+}  // namespace flatout

@@ -1,0 +1,40 @@
+// step_chunk.h: what one thread does with one chunk in an optimizer step. The CUDA kernel is this and a prologue.
+#pragma once
+
+#include "core/chunks.h"
+
+namespace flatout {
+
+// Every stream is read, all but the gradient (stream 1) are written.
+template <class T, class Rule>
+FLATOUT_HD void step_chunk(const ChunkView<T, Rule::kStreams>& view, const Rule& rule, uint32_t thread,
+                           uint32_t threads) {
+  constexpr int kStreams = Rule::kStreams;
+  using Acc = typename Rule::acc;
+  using Vector = Pack<T>;
+  const Split split = split_chunk<T, kStreams>(view.stream, view.count);
+  walk<Vector::kWidth>(
+      split, thread, threads,
+      [&](uint32_t i) {
+        Acc x[kStreams];
+        for (int s = 0; s < kStreams; ++s) x[s] = load(view.stream[s][i]);
+        rule(x);
+        for (int s = 0; s < kStreams; ++s)
+          if (s != 1) store(view.stream[s][i], x[s]);
+      },
+      [&](uint32_t i) {
+        Vector pack[kStreams];
+        for (int s = 0; s < kStreams; ++s) pack[s] = *reinterpret_cast<const Vector*>(view.stream[s] + i);
+        for (int l = 0; l < Vector::kWidth; ++l) {
+          Acc x[kStreams];
+          for (int s = 0; s < kStreams; ++s) x[s] = load(pack[s].lane[l]);
+          rule(x);
+          for (int s = 0; s < kStreams; ++s)
+            if (s != 1) store(pack[s].lane[l], x[s]);
+        }
+        for (int s = 0; s < kStreams; ++s)
+          if (s != 1) *reinterpret_cast<Vector*>(view.stream[s] + i) = pack[s];
+      });
+}
+
+}  // namespace flatout

@@ -1,0 +1,6 @@
+"""Mixed-precision helpers: torch's API, one pass over the gradients, nothing that waits for the device."""
+
+from flatout.amp.clip import clip_grad_norm_, unscale_and_check_
+from flatout.amp.scaler import GradScaler
+
+__all__ = ["GradScaler", "clip_grad_norm_", "unscale_and_check_"]

@@ -1,0 +1,9 @@
+"""Optimizers that move the least memory an update can: drop-in subclasses of torch's, and one-call updates."""
+
+from flatout import _native  # noqa: F401  (loads the operators)
+from flatout.optim.adam import Adam, AdamW
+from flatout.optim.fuse import fuse, unfuse, why_not_fusable
+from flatout.optim.sgd import SGD
+from flatout.optim.update import UpdateResult, update
+
+__all__ = ["SGD", "Adam", "AdamW", "UpdateResult", "fuse", "unfuse", "update", "why_not_fusable"]

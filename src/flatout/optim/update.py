@@ -1,0 +1,91 @@
+"""One optimizer update: unscale, check, clip and step, with nothing in it that waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout import _gradients
+from flatout.optim.base import NativeStep
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update found out; 0-dim tensors on the device, or None where nothing was measured."""
+
+    found_inf: Tensor | None
+    """float32: 1 when a gradient was inf or NaN, else 0."""
+    grad_norm: Tensor | None
+    """2-norm of the unscaled gradients before clipping."""
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    *,
+    inv_scale: Tensor | float | None = None,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool | None = None,
+) -> UpdateResult:
+    """Steps ``optimizer`` with its gradients times ``inv_scale``, clipped to a global norm.
+
+    With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and once by
+    the step, and **never rewritten**: ``p.grad`` stays scaled and unclipped (32 bytes per fp32 parameter for AdamW,
+    against 48). Any other optimizer gets its gradients rewritten in place first, with the same meaning.
+
+    Args:
+        optimizer: the optimizer; all gradients of all its groups share one norm, as in
+            ``torch.nn.utils.clip_grad_norm_``.
+        inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 / accumulated
+            micro-batches, or their product. A 0-dim tensor stays on its device.
+        max_grad_norm: clip to this norm.
+        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN. Default:
+            when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
+
+    Returns:
+        What the check found. Both are None when there was no need to look: no gradients at all, or only a float
+        ``inv_scale``.
+
+    Raises:
+        ValueError: ``max_grad_norm`` is negative or NaN.
+    """
+    if skip_nonfinite is None:
+        skip_nonfinite = isinstance(inv_scale, Tensor)
+    grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
+    look = None
+    factor: Tensor | None = None
+    if grads and (skip_nonfinite or max_grad_norm is not None):
+        look = _gradients.check(grads, inv_scale, max_grad_norm)
+        factor = look.grad_factor
+    elif grads and inv_scale is not None:
+        factor = _gradients.on_device(inv_scale, grads[0].device)
+    apply(optimizer, factor, look.found_inf if look is not None and skip_nonfinite else None)
+    return UpdateResult(None, None) if look is None else UpdateResult(look.found_inf, look.grad_norm)
+
+
+def apply(optimizer: torch.optim.Optimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
+    """``optimizer.step()`` with gradients times ``factor``; nothing happens where ``found_inf`` is set."""
+    if isinstance(optimizer, NativeStep):
+        _step_with(optimizer, _grad_factor=factor, found_inf=found_inf)
+        return
+    # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask instead.
+    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+    if found_inf is not None and not asks and found_inf.item():
+        return
+    if factor is not None:
+        grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
+        _gradients.scale_(grads, factor)
+    _step_with(optimizer, found_inf=found_inf if asks else None)
+
+
+def _step_with(optimizer: torch.optim.Optimizer, **handed: Any) -> None:
+    """Steps with tensors handed over as attributes, the way torch.amp.GradScaler does it."""
+    handed = {name: value for name, value in handed.items() if value is not None}
+    optimizer.__dict__.update(handed)
+    try:
+        optimizer.step()
+    finally:
+        for name in handed:
+            optimizer.__dict__.pop(name, None)
