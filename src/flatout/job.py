@@ -99,7 +99,7 @@ class Job:
         if self._pending == 0:
             self._zero_grad()
         loss = self.loss(batch)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
         self._pending += 1
         if self._pending == self.accumulate:
             self.flush()
@@ -120,14 +120,14 @@ class Job:
         if batches == 0 or self.optimizer is None:
             return False
         if self.scaler is not None:
-            self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm, averaged_over=batches)
+            if batches < self.accumulate:  # an epoch's leftover: these few share the whole weight
+                grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+                torch._foreach_mul_(grads, self.accumulate / batches)
+            self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm)
             self.scaler.update()
         else:
-            update(
-                self.optimizer,
-                inv_scale=None if batches == 1 else 1.0 / batches,
-                max_grad_norm=self.max_grad_norm,
-            )
+            inv_scale = None if batches == 1 else 1.0 / batches
+            update(self.optimizer, inv_scale=inv_scale, max_grad_norm=self.max_grad_norm)
         return True
 
     def discard(self) -> None:
