@@ -1,0 +1,132 @@
+"""Job 1: scikit-learn's 1,797 handwritten digits, 8x8 pixels, and a small convolutional network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flatout.demo.job import Job, Sample, Training
+
+HELD_OUT = 360
+"""Images kept for the final accuracy; the other 1,437 are trained on."""
+
+MEAN, STD = 0.3053, 0.3760
+"""Of the training pixels scaled to [0, 1]."""
+
+
+@dataclass(frozen=True)
+class DigitsSize:
+    """How large the job is.
+
+    Attributes:
+        width: channels of the first convolution; the others are multiples of it.
+        training: hyper-parameters.
+        images: training images used; None takes all 1,437.
+    """
+
+    width: int
+    training: Training
+    images: int | None = None
+
+
+SIZES = {
+    "cpu": DigitsSize(width=16, training=Training(epochs=60, batch_size=32, lr=1e-3)),
+    "cuda": DigitsSize(width=128, training=Training(epochs=60, batch_size=128, lr=1e-3)),
+    "quick": DigitsSize(width=8, training=Training(epochs=4, batch_size=32, lr=3e-3), images=320),
+}
+
+
+class DigitImages(Dataset[Sample]):
+    """Images as stored, turned into tensors one by one, as torchvision's ``ToTensor`` + ``Normalize`` do."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self.images = images  # [N, 8, 8], float64 holding 0..16
+        self.labels = labels  # [N], int64
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns the normalised image ([1, 8, 8], float32) and its label (0-dim, int64)."""
+        image = self.images[index].astype(np.float32) / 16.0
+        tensor = torch.from_numpy(image).unsqueeze(0)
+        tensor = (tensor - MEAN) / STD
+        return tensor, torch.tensor(int(self.labels[index]))
+
+
+def load(limit: int | None = None) -> tuple[DigitImages, DigitImages]:
+    """Reads the digits and splits them the same way every time.
+
+    Args:
+        limit: keep only so many training images.
+
+    Returns:
+        Training and held-out images; no image is in both.
+
+    Raises:
+        ImportError: scikit-learn, which carries the images, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "the digits job needs scikit-learn, which carries the images: pip install 'flatout[demo]'"
+        ) from error
+
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    held_out, train = order[:HELD_OUT], order[HELD_OUT:][:limit]
+    images, labels = digits.images, digits.target.astype(np.int64)
+    return DigitImages(images[train], labels[train]), DigitImages(images[held_out], labels[held_out])
+
+
+def build_model(width: int) -> nn.Sequential:
+    """Three convolutions with batch normalisation, dropout, two linear layers.
+
+    Args:
+        width: channels of the first convolution.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2 * width, 4 * width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4 * width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 8 * width),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(8 * width, 10),
+    )
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Share of samples whose highest score is the right class; 0-dim float32."""
+    return (outputs.argmax(dim=-1) == targets).float().mean()
+
+
+def build(size: DigitsSize) -> Job:
+    """The job at one of ``SIZES``."""
+    train, held_out = load(size.images)
+    return Job(
+        name="digits",
+        title=f"handwritten digits: a small CNN on {len(train):,} images of 8x8 pixels",
+        unit="images",
+        train=train,
+        held_out=held_out,
+        build_model=lambda: build_model(size.width),
+        loss_fn=F.cross_entropy,
+        training=size.training,
+        metrics={"accuracy": accuracy},
+    )
