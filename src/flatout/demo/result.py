@@ -1,0 +1,135 @@
+"""What the demo found, as data, as text and as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flatout.demo.training import Outcome
+from flatout.report import Report, html, words
+
+SCHEMA_VERSION = 1
+"""Version of the demo's JSON form."""
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """One job, trained twice.
+
+    Attributes:
+        job: its name.
+        title: one line for people.
+        unit: what a sample is, in the plural.
+        epochs: passes over the training data, the same for both trainings.
+        parameters: number of trainable numbers in the model.
+        naive: the training as people first write it.
+        optimized: the training through ``flatout.optimize``.
+        tuning_seconds: what ``flatout.optimize`` took.
+        report: what it found.
+    """
+
+    job: str
+    title: str
+    unit: str
+    epochs: int
+    parameters: int
+    naive: Outcome
+    optimized: Outcome
+    tuning_seconds: float
+    report: Report
+
+    @property
+    def speedup(self) -> float:
+        """Training throughput, optimized / naive, data loading included, tuning not."""
+        return self.optimized.samples_per_second / self.naive.samples_per_second
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the report is nested with its own schema version."""
+        return {
+            "job": self.job,
+            "title": self.title,
+            "unit": self.unit,
+            "epochs": self.epochs,
+            "parameters": self.parameters,
+            "naive": asdict(self.naive),
+            "optimized": asdict(self.optimized),
+            "speedup": self.speedup,
+            "tuning_seconds": self.tuning_seconds,
+            "report": self.report.to_dict(),
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+        for index, heading in enumerate(self._headings()):
+            table.add_column(heading, justify="left" if index == 0 else "right")
+        for cells, style in zip(self._cells(), ("", "bold green"), strict=True):
+            table.add_row(Text(cells[0]), *(Text(cell, style=style) for cell in cells[1:]))
+        yield table
+        yield Text.assemble(
+            (f"{self.speedup:.2f}× the training throughput", "bold green" if self.speedup > 1.01 else "bold"),
+            f", data loading included; tuning took {words.seconds(self.tuning_seconds)} on top.",
+        )
+
+    def to_html(self) -> str:
+        """A fragment: this job's comparison, then its report."""
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in self._headings())
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._cells())
+        return (
+            f'<div class="job"><h1>{escape(self.title)}</h1>'
+            f'<p class="lead"><b>{self.speedup:.2f}×</b> the training throughput, data loading included; tuning took '
+            f"{words.seconds(self.tuning_seconds)} on top. {self.parameters:,} parameters, {self.epochs} epochs, "
+            "same seed, weights and hyper-parameters.</p>"
+            f'<table class="versus"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+            f"{html.fragment(self.report.summary)}</div>"
+        )
+
+    def _headings(self) -> list[str]:
+        metrics = [f"held-out {name}" for name in self.naive.metrics]
+        return ["training", "time", f"{self.unit}/s", *metrics]
+
+    def _cells(self) -> list[list[str]]:
+        rows = []
+        for name, outcome in (("as first written", self.naive), ("through flatout", self.optimized)):
+            rate = words.count(outcome.samples_per_second)
+            held_out = [_metric(key, outcome.metrics.get(key, math.nan)) for key in self.naive.metrics]
+            rows.append([name, words.seconds(outcome.seconds), rate, *held_out])
+        return rows
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All jobs of one run of the demo.
+
+    Attributes:
+        jobs: in the order they ran.
+        seconds: the whole run, tuning and evaluation included.
+        command: what gives these figures again.
+    """
+
+    jobs: tuple[JobResult, ...]
+    seconds: float
+    command: str
+
+    def to_json(self) -> str:
+        """Everything shown, as JSON text."""
+        jobs = [job.to_dict() for job in self.jobs]
+        data = {"schema": SCHEMA_VERSION, "command": self.command, "seconds": self.seconds, "jobs": jobs}
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        foot = f'<footer class="quiet">{escape(self.command)}: {words.seconds(self.seconds)} in all</footer>'
+        return html.page("flatout demo", "".join(job.to_html() for job in self.jobs) + foot)
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}"

@@ -1,0 +1,101 @@
+"""The report: what was tried on a model and its data, what it brought, what was kept, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+
+from flatout.report import html, serialize, terminal
+from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
+
+__all__ = ["SCHEMA_VERSION", "Gain", "Pace", "Report", "Row", "Status", "Summary", "Trial"]
+
+
+class Report:
+    """Shows a ``Summary`` wherever it is looked at.
+
+    ``print(report)`` gives text, ``rich.print(report)`` colour, a Jupyter cell a rendered table with charts;
+    ``to_json`` and ``to_html`` write files.
+
+    Attributes:
+        summary: the data shown.
+    """
+
+    def __init__(self, summary: Summary) -> None:
+        self.summary = summary
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The checklist in its order, then its neighbours."""
+        return self.summary.rows
+
+    def row(self, technique: str) -> Row:
+        """The row of one technique.
+
+        Args:
+            technique: the name that ``optimize(techniques={...})`` knows it by.
+
+        Raises:
+            KeyError: the report has no such row.
+        """
+        for row in self.rows:
+            if row.technique == technique:
+                return row
+        raise KeyError(f"no row {technique!r}; there are: {', '.join(row.technique for row in self.rows)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything shown, as plain data with the key ``schema``."""
+        return serialize.to_dict(self.summary)
+
+    def to_json(self, path: str | PathLike[str] | None = None) -> str:
+        """Everything shown, as JSON text.
+
+        Args:
+            path: written there too, when given.
+        """
+        text = serialize.to_json(self.summary)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | PathLike[str]) -> Report:
+        """Reads what ``to_json`` gave.
+
+        Args:
+            source: the text, or the path of a file that holds it.
+
+        Raises:
+            ValueError: not a report, or of another schema version.
+            OSError: the file cannot be read.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))
+        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+        return cls(serialize.from_json(text))
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes one self-contained page: charts inside, nothing fetched, light and dark.
+
+        Args:
+            path: the file.
+        """
+        page = html.page("flatout report", html.fragment(self.summary))
+        Path(path).write_text(page, encoding="utf-8")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from terminal.render(self.summary, options)
+
+    def __str__(self) -> str:
+        return terminal.to_text(self.summary)
+
+    def __repr__(self) -> str:
+        from flatout.report.words import headline
+
+        return f"<flatout.Report: {len(self.rows)} rows, {headline(self.summary)}>"
+
+    def _repr_html_(self) -> str:
+        return html.embedded(self.summary)

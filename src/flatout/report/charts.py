@@ -1,0 +1,118 @@
+"""The report's two charts, as inline SVG that takes its colours from the page's style sheet."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from flatout.report import words
+from flatout.report.model import Gain, Pace, Row
+
+WIDTH = 760
+_LABEL = 250  # room for names, left of the bars
+_VALUE = 150  # room for numbers, right of them
+_LINE = 26
+
+
+def gains(rows: tuple[Row, ...]) -> str:
+    """One horizontal bar per trial that was timed, with the whisker of its 95 % interval.
+
+    Args:
+        rows: of the report.
+
+    Returns:
+        An ``<svg>`` element; empty when nothing was timed.
+    """
+    bars: list[tuple[str, Gain, str]] = []
+    for row in rows:
+        for trial in row.trials:
+            if trial.gain is None or not all(map(math.isfinite, (trial.gain.ratio, trial.gain.low, trial.gain.high))):
+                continue
+            kept = row.status == "kept" and trial.candidate == row.chosen
+            title = words.clean(row.title)
+            name = title if trial.candidate in ("", row.title) else f"{title}: {words.clean(trial.candidate)}"
+            bars.append((name, trial.gain, "kept" if kept else "rejected"))
+    if not bars:
+        return ""
+
+    low = min(0.0, *(gain.low - 1 for _, gain, _ in bars))
+    high = max(0.05, *(gain.high - 1 for _, gain, _ in bars))
+    plot = WIDTH - _LABEL - _VALUE
+    height = len(bars) * _LINE + 30
+
+    def x(change: float) -> float:
+        return _LABEL + (change - low) / (high - low) * plot
+
+    parts = []
+    for tick in _ticks(low, high):
+        css = "zero" if tick == 0 else "tick"
+        label = "as before" if tick == 0 else words.percent(1 + tick, 0)
+        parts.append(f'<line class="{css}" x1="{x(tick):.1f}" y1="0" x2="{x(tick):.1f}" y2="{height - 22}"/>')
+        parts.append(f'<text class="axis" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{label}</text>')
+    for index, (name, gain, css) in enumerate(bars):
+        top, middle = index * _LINE + 5, index * _LINE + _LINE / 2
+        start, end = sorted((x(0), x(gain.ratio - 1)))
+        value = f"{words.percent(gain.ratio)} ({words.interval(gain)})"
+        parts.append(
+            f'<g><title>{escape(f"{name}: {value}")}</title>'
+            f'<text class="name" x="{_LABEL - 10}" y="{middle + 4}" text-anchor="end">{escape(_short(name))}</text>'
+            f'<rect class="{css}" x="{start:.1f}" y="{top}" width="{max(1.5, end - start):.1f}" '
+            f'height="{_LINE - 10}" rx="2"/>'
+            f'<path class="whisker" d="M{x(gain.low - 1):.1f} {middle}H{x(gain.high - 1):.1f}'
+            f'M{x(gain.low - 1):.1f} {middle - 4}v8M{x(gain.high - 1):.1f} {middle - 4}v8"/>'
+            f'<text class="value" x="{WIDTH}" y="{middle + 4}" text-anchor="end">{escape(value)}</text></g>'
+        )
+    return _svg(height, "speed gained by every candidate that was timed, with 95 % intervals", parts)
+
+
+def paces(before: Pace, after: Pace) -> str:
+    """Milliseconds per batch before and after, each split into loading and computing.
+
+    Args:
+        before: the loop as it came.
+        after: the loop with everything kept.
+    """
+    label, line = 70, 38
+    longest = max(before.load_ms + before.step_ms, after.load_ms + after.step_ms)
+    if not (math.isfinite(longest) and longest > 0):
+        return ""
+    plot = WIDTH - label - 110
+    parts = []
+    for index, (name, pace) in enumerate((("before", before), ("after", after))):
+        top = index * line
+        load, step = pace.load_ms / longest * plot, pace.step_ms / longest * plot
+        parts.append(
+            f'<text class="name" x="{label - 10}" y="{top + 20}" text-anchor="end">{name}</text>'
+            f'<rect class="load" x="{label}" y="{top + 2}" width="{load:.1f}" height="28" rx="2">'
+            f"<title>loading: {words.milliseconds(pace.load_ms)}</title></rect>"
+            f'<rect class="step" x="{label + load:.1f}" y="{top + 2}" width="{step:.1f}" height="28" rx="2">'
+            f"<title>computing: {words.milliseconds(pace.step_ms)}</title></rect>"
+        )
+        for text, start, width in ((pace.load_ms, label, load), (pace.step_ms, label + load, step)):
+            if width > 62:
+                parts.append(
+                    f'<text class="inside" x="{start + width / 2:.1f}" y="{top + 20}" text-anchor="middle">'
+                    f"{words.milliseconds(text)}</text>"
+                )
+        total = words.milliseconds(pace.load_ms + pace.step_ms)
+        parts.append(f'<text class="value" x="{label + load + step + 8:.1f}" y="{top + 20}">{total}</text>')
+    return _svg(2 * line, "milliseconds per batch, loading and computing, before and after", parts)
+
+
+def _short(name: str, limit: int = 38) -> str:
+    return name if len(name) <= limit else name[: limit - 1] + "…"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round positions, zero among them, four to eight of them."""
+    span = high - low
+    step = 10 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 7)
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _svg(height: int, label: str, parts: list[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    )

@@ -1,0 +1,125 @@
+"""The report as HTML: a self-contained page, or a fragment for a notebook's cell."""
+
+from __future__ import annotations
+
+from html import escape
+
+from flatout.report import charts, words
+from flatout.report.model import Gain, Row, Summary, Trial
+from flatout.report.style import STYLE
+
+
+def page(title: str, body: str) -> str:
+    """A whole document around fragments; it is well-formed XML too.
+
+    Args:
+        title: plain text.
+        body: HTML.
+    """
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f'<title>{_text(title)}</title><style>{STYLE}</style></head><body class="flatout-page">'
+        f'<div class="flatout">{body}</div></body></html>\n'
+    )
+
+
+def embedded(summary: Summary) -> str:
+    """A fragment with its style, for a page that is not ours (Jupyter)."""
+    return f'<div class="flatout"><style>{STYLE}</style>{fragment(summary)}</div>'
+
+
+def fragment(summary: Summary) -> str:
+    """The report's parts, top to bottom, without document and style."""
+    parts = [_header(summary), _pace(summary), _gains(summary), _checklist(summary), _notes(summary)]
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _text(value: str) -> str:
+    return escape(words.clean(value))
+
+
+def _header(summary: Summary) -> str:
+    factor = words.speedup(summary)
+    pills = " ".join(_pill(status, f"{number} {status}") for status, number in words.tally(summary.rows))
+    if factor is not None and factor >= 1.01:
+        assert summary.before is not None
+        assert summary.after is not None
+        rates = f"{words.count(summary.before.samples_per_second)} → {words.count(summary.after.samples_per_second)}"
+        title = f'<span class="factor">{factor:.2f}×</span> the training speed it came with'
+        return f'<header><h1>{title}</h1><p class="lead">{rates} samples per second</p><p>{pills}</p></header>'
+    return f"<header><h1>{_text(words.headline(summary))}</h1><p>{pills}</p></header>"
+
+
+def _pace(summary: Summary) -> str:
+    if summary.before is None or summary.after is None:
+        return ""
+    tuned = ""
+    if summary.tuning_seconds > 0:
+        tuned = f'<p class="quiet">Finding this out took {words.seconds(summary.tuning_seconds)}, once.</p>'
+    legend = '<p class="quiet"><i class="key load"></i> waiting for data <i class="key step"></i> computing</p>'
+    return f"<h2>One batch, before and after</h2>{charts.paces(summary.before, summary.after)}{legend}{tuned}"
+
+
+def _gains(summary: Summary) -> str:
+    chart = charts.gains(summary.rows)
+    if not chart:
+        return ""
+    legend = '<p class="quiet"><i class="key kept"></i> kept <i class="key rejected"></i> tried, undone'
+    return (
+        f"<h2>What each candidate brought</h2>{chart}{legend} &#160; whisker: 95 % interval. Each was timed against "
+        "the loop as it stood then, turn by turn, on this model and data.</p>"
+    )
+
+
+def _checklist(summary: Summary) -> str:
+    if not summary.rows:
+        return ""
+    body = "".join(map(_row, summary.rows))
+    head = "<tr><th>#</th><th>technique</th><th>result</th><th>speed</th><th>why</th></tr>"
+    return f"<h2>The checklist</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+def _row(row: Row) -> str:
+    css = words.LOOKS[row.status].css
+    chosen = f'<div class="chosen">{_text(row.chosen)}</div>' if row.chosen and row.chosen != row.title else ""
+    number = "+" if row.number is None else row.number
+    return (
+        f'<tr class="{css}"><td class="number">{number}</td>'
+        f'<td class="technique">{_text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
+        f'<td class="gain">{_gain(row.gain)}</td><td>{_text(row.why)}{_trials(row)}</td></tr>'
+    )
+
+
+def _gain(gain: Gain | None) -> str:
+    if gain is None:
+        return ""
+    return f"<b>{words.percent(gain.ratio)}</b><br/><span>{words.interval(gain)}</span>"
+
+
+def _trials(row: Row) -> str:
+    if not row.trials:
+        return ""
+    number = "1 trial" if len(row.trials) == 1 else f"{len(row.trials)} trials"
+    return f"<details><summary>{number}</summary><ul>{''.join(map(_trial, row.trials))}</ul></details>"
+
+
+def _trial(trial: Trial) -> str:
+    told = []
+    if trial.gain is not None:
+        times = f"{words.milliseconds(trial.baseline_ms)} → {words.milliseconds(trial.candidate_ms)}"
+        told.append(f"{times}, {words.percent(trial.gain.ratio)} ({words.interval(trial.gain)}), {trial.pairs} pairs")
+    told += words.trial_notes(trial)
+    return f"<li><b>{_text(trial.candidate)}</b>: {_text('; '.join(told) or 'not timed')}</li>"
+
+
+def _pill(status: str, text: str) -> str:
+    look = words.LOOKS[status]  # type: ignore[index]
+    return f'<span class="pill {look.css}" title="{escape(look.meaning)}">{look.mark} {_text(text)}</span>'
+
+
+def _notes(summary: Summary) -> str:
+    notes = "".join(f"<li>{_text(note)}</li>" for note in summary.notes)
+    facts = " · ".join(f"{_text(key)} {_text(value)}" for key, value in summary.environment.items())
+    listed = f"<h2>Notes</h2><ul>{notes}</ul>" if notes else ""
+    return f'{listed}<footer class="quiet">{facts}</footer>'

@@ -1,0 +1,169 @@
+"""The report in a terminal: a table where there is room, two lines per technique where there is not."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from flatout.report import words
+from flatout.report.model import Row, Summary
+
+WIDE = 112
+"""Columns from which the reason has a column of its own."""
+
+_ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "…": "..", "→": "->", "·": "|", "\u00a0": " "})
+
+
+def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType]:
+    """The parts of the report, top to bottom, for a console of ``options.max_width`` columns."""
+    plain = options.ascii_only
+    wide = options.max_width >= WIDE
+    yield from _header(summary, plain)
+    yield Text("")
+    yield _table(summary.rows, plain) if wide else _stack(summary.rows, plain)
+    yield Text("")
+    yield from _footer(summary, plain)
+
+
+def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None = None) -> str:
+    """The report as plain text.
+
+    Args:
+        summary: what to show.
+        width: columns; None takes the terminal's, 100 where there is none.
+        ascii_only: avoid every other character; None asks what standard output can show.
+    """
+    if width is None:
+        width = shutil.get_terminal_size((100, 24)).columns
+    if ascii_only is None:
+        ascii_only = not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    buffer = io.BytesIO()
+    sink = io.TextIOWrapper(buffer, encoding="ascii" if ascii_only else "utf-8", errors="replace")
+    console = Console(file=sink, width=max(40, width), color_system=None, legacy_windows=False)
+    console.print(Group(*render(summary, console.options)))
+    sink.flush()
+    return "\n".join(line.rstrip() for line in buffer.getvalue().decode().replace("\u00a0", " ").splitlines())
+
+
+def _say(text: str, plain: bool, style: str = "") -> Text:
+    return Text(text.translate(_ASCII) if plain else text, style=style)
+
+
+def _status(row: Row, plain: bool) -> Text:
+    look = words.LOOKS[row.status]
+    return Text(f"{look.ascii_mark if plain else look.mark} {row.status}", style=look.style)
+
+
+def _gain(row: Row, plain: bool) -> Text:
+    if row.gain is None:
+        return Text("")
+    text = _say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
+    text.append_text(_say(f"  ({words.interval(row.gain)})", plain, "dim not bold"))
+    return text
+
+
+def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
+    faded = "dim" if words.LOOKS[row.status].style == "dim" else "bold"
+    text = _say(words.clean(row.title), plain, faded)
+    if row.chosen and row.chosen != row.title:
+        text.append_text(_say(f"{joint}{words.clean(row.chosen)}", plain, "green not bold"))
+    return text
+
+
+def _why(row: Row, plain: bool) -> Text:
+    text = _say(words.clean(row.why), plain, "dim" if words.LOOKS[row.status].style == "dim" else "")
+    several = len(row.trials) > 1
+    if several or any(words.trial_notes(trial) for trial in row.trials):
+        tried = []
+        for trial in row.trials:
+            told = [words.percent(trial.gain.ratio)] if trial.gain and several else []
+            told += words.trial_notes(trial)
+            tried.append(f"{words.clean(trial.candidate)}: {', '.join(told) or 'not timed'}")
+        text.append_text(_say("\ntried " + "; ".join(tried), plain, "dim italic"))
+    return text
+
+
+def _number(row: Row) -> Text:
+    return Text("+" if row.number is None else str(row.number), style="dim")
+
+
+def _split(rows: tuple[Row, ...]) -> tuple[list[Row], list[Row]]:
+    return [r for r in rows if r.number is not None], [r for r in rows if r.number is None]
+
+
+def _table(rows: tuple[Row, ...], plain: bool) -> Table:
+    table = Table(
+        box=box.ASCII if plain else box.SIMPLE_HEAD,
+        expand=True,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        header_style="bold",
+    )
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("technique", max_width=28)
+    table.add_column("result", no_wrap=True)
+    table.add_column("speed (95 % interval)", no_wrap=True)
+    table.add_column("why", ratio=1)
+    listed, neighbours = _split(rows)
+    for group in (listed, neighbours):
+        for row in group:
+            cells = (_number(row), _name(row, plain, "\n"), _status(row, plain), _gain(row, plain), _why(row, plain))
+            table.add_row(*cells, end_section=row is listed[-1] if listed else False)
+    return table
+
+
+def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
+    lines: list[RenderableType] = []
+    listed, neighbours = _split(rows)
+    for row in listed + neighbours:
+        if listed and neighbours and row is neighbours[0]:
+            lines.append(Rule(style="dim", characters="-" if plain else "─"))
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(width=2, justify="right")
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        result = _status(row, plain)
+        if row.gain is not None:
+            result.append("  ").append_text(_gain(row, plain))
+        head.add_row(_number(row), _name(row, plain), result)
+        lines += [head, Padding(_why(row, plain), (0, 0, 0, 3))]
+    return Group(*lines)
+
+
+def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
+    yield Text.assemble(("flatout", "bold magenta"), "  ", _say(words.headline(summary), plain, "bold"))
+    told = Text("")
+    for status, number in words.tally(summary.rows):
+        told.append(f"{number} {status}".replace(" ", "\u00a0"), style=words.LOOKS[status].style).append("   ")
+    told.rstrip()
+    yield told
+
+
+def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
+    before, after = summary.before, summary.after
+    if before is not None and after is not None:
+        grid = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            grid.add_column(justify="right")
+        grid.add_row("", *(Text(t, style="dim") for t in ("step", "load", "samples/s")))
+        for label, pace, style in (("before", before, ""), ("after", after, "bold green")):
+            cells = (words.milliseconds(pace.step_ms), words.milliseconds(pace.load_ms), words.count(pace.samples_per_second))
+            grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))
+        yield grid
+    if summary.tuning_seconds > 0:
+        yield Text(f"measuring took {words.seconds(summary.tuning_seconds)}, once", style="dim")
+    for note in summary.notes:
+        yield _say(f"note: {words.clean(note)}", plain)
+    if summary.environment:
+        facts = (f"{words.clean(key)} {words.clean(value)}" for key, value in summary.environment.items())
+        yield _say(" · ".join(facts), plain, "dim")
