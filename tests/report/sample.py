@@ -17,7 +17,13 @@ def compile_row() -> Row:
 
 def sample() -> Summary:
     rows = (
-        Row("pinned", 1, "Pinned memory", "not applicable", "Page-locked memory speeds up copies to a GPU; here is none."),
+        Row(
+            "pinned",
+            1,
+            "Pinned memory",
+            "not applicable",
+            "Page-locked memory speeds up copies to a GPU; here is none.",
+        ),
         Row(
             "workers",
             2,
@@ -30,12 +36,32 @@ def sample() -> Summary:
                 Trial("2 workers", 4.1, 7.9, Gain(0.52, 0.47, 0.55), 20),
             ),
         ),
-        Row("batch_size", 3, "Batch size", "not built yet", "Searching for the fastest batch size comes in a later version."),
-        Row("cudnn_benchmark", 4, "cudnn.benchmark", "not applicable", "Chooses GPU convolution kernels; there is no GPU here."),
+        Row(
+            "batch_size",
+            3,
+            "Batch size",
+            "not built yet",
+            "Searching for the fastest batch size comes in a later version.",
+        ),
+        Row(
+            "cudnn_benchmark",
+            4,
+            "cudnn.benchmark",
+            "not applicable",
+            "Chooses GPU convolution kernels; there is no GPU here.",
+        ),
         Row("criterion", 5, "Loss on the device", "kept", "The model, its buffers and the loss live on one device."),
-        Row("no_grad", 6, "No gradients in evaluation", "kept", "run.evaluate does not record what only training needs."),
+        Row(
+            "no_grad", 6, "No gradients in evaluation", "kept", "run.evaluate does not record what only training needs."
+        ),
         Row("profiler", 7, "Profiler", "not built yet", "run.profile() comes in a later version."),
-        Row("prefetch", 8, "Prefetch", "not applicable", "The data sits in memory already; there is nothing to fetch ahead."),
+        Row(
+            "prefetch",
+            8,
+            "Prefetch",
+            "not applicable",
+            "The data sits in memory already; there is nothing to fetch ahead.",
+        ),
         compile_row(),
         Row(
             "precision",
@@ -71,6 +97,4 @@ def sample() -> Summary:
         Row("advice", None, "Synchronisation", "advice", f"train.py:12 waits for the device each step. {HOSTILE}"),
     )
     environment = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "torch": "2.14.1", "python": "3.11.7"}
-    return Summary(
-        rows, environment, Pace(4.1, 2.1, 5161.3), Pace(1.9, 0.08, 16161.6), 44.6, (f"one note {HOSTILE}",)
-    )
+    return Summary(rows, environment, Pace(4.1, 2.1, 5161.3), Pace(1.9, 0.08, 16161.6), 44.6, (f"one note {HOSTILE}",))

@@ -10,6 +10,10 @@ from torch.utils.data import Dataset
 
 Sample = tuple[Tensor, Tensor]
 
+LONG_TRAINING = 50_000
+"""Steps that ``optimize`` is told to expect. The demo trains for seconds, where half a minute of compilation can
+never pay; it decides as for a training worth optimizing, and shows what the tuning cost beside what it brought."""
+
 
 @dataclass(frozen=True)
 class Training:

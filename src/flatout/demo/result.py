@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flatout.demo.job import LONG_TRAINING
 from flatout.demo.training import Outcome
 from flatout.report import Report, html, words
 
@@ -76,7 +77,8 @@ class JobResult:
         yield table
         yield Text.assemble(
             (f"{self.speedup:.2f}× the training throughput", "bold green" if self.speedup > 1.01 else "bold"),
-            f", data loading included; tuning took {words.seconds(self.tuning_seconds)} on top.",
+            f", data loading included; tuning took {words.seconds(self.tuning_seconds)} on top"
+            f" and decided as for {LONG_TRAINING:,} steps.",
         )
 
     def to_html(self) -> str:
@@ -86,7 +88,8 @@ class JobResult:
         return (
             f'<div class="job"><h1>{escape(self.title)}</h1>'
             f'<p class="lead"><b>{self.speedup:.2f}×</b> the training throughput, data loading included; tuning took '
-            f"{words.seconds(self.tuning_seconds)} on top. {self.parameters:,} parameters, {self.epochs} epochs, "
+            f"{words.seconds(self.tuning_seconds)} on top and decided as for {LONG_TRAINING:,} steps. "
+            f"{self.parameters:,} parameters, {self.epochs} epochs, "
             "same seed, weights and hyper-parameters.</p>"
             f'<table class="versus"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
             f"{html.fragment(self.report.summary)}</div>"

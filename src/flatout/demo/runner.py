@@ -55,14 +55,10 @@ def run_demo(
 
 def run_job(job: Job, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
     """Trains one job twice and prints the comparison and the report."""
-    console.print(Rule(f"[bold]{job.title}", align="left"))
-    steps = epochs * -(-len(job.train) // job.training.batch_size)  # type: ignore[arg-type]
-    with _progress(console, "as first written", job, epochs) as tick:
+    console.print(Rule(f"[bold]{job.title}", align="left", style="dim"))
+    with _bar(console, "as first written", job, epochs) as tick:
         first = naive(job, device, epochs, tick)
-    with (
-        console.status(f"flatout.optimize: measuring what pays, {budget:.0f} s at most"),
-        _progress(console, "through flatout", job, epochs) as tick,
-    ):
+    with _bar(console, "through flatout ", job, epochs) as tick:
         second = optimized(job, device, epochs, budget, tick)
     result = JobResult(
         job=job.name,
@@ -77,3 +73,40 @@ def run_job(job: Job, device: torch.device, epochs: int, budget: float, console:
     )
     console.print(result, "", second.report, "")
     return result
+
+
+@contextmanager
+def _bar(console: Console, label: str, job: Job, epochs: int) -> Iterator[Tick]:
+    """A progress bar over the training's steps; it appears with the first of them."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]:>8} " + job.unit + "/s", style="cyan"),
+        TextColumn("{task.fields[loss]}", style="dim"),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+    )
+    total = epochs * len(job.train)  # type: ignore[arg-type]
+    task = progress.add_task(label, total=total, start=False, rate="", loss="")
+    done, start, shown = 0, 0.0, 0.0
+
+    def tick(samples: int, loss: float | None) -> None:
+        nonlocal done, start, shown
+        now = time.perf_counter()
+        if not done:
+            progress.start()
+            progress.start_task(task)
+            start = shown = now
+        done += samples
+        if now - shown > _REFRESH_SECONDS or done >= total:
+            shown = now
+            rate = f"{done / max(now - start, 1e-9):,.0f}"
+            seen = "" if loss is None else f"loss {loss:.3f}"
+            progress.update(task, completed=done, rate=rate, loss=seen, refresh=True)
+
+    try:
+        yield tick
+    finally:
+        progress.stop()

@@ -54,7 +54,7 @@ def gains(rows: tuple[Row, ...]) -> str:
         start, end = sorted((x(0), x(gain.ratio - 1)))
         value = f"{words.percent(gain.ratio)} ({words.interval(gain)})"
         parts.append(
-            f'<g><title>{escape(f"{name}: {value}")}</title>'
+            f"<g><title>{escape(f'{name}: {value}')}</title>"
             f'<text class="name" x="{_LABEL - 10}" y="{middle + 4}" text-anchor="end">{escape(_short(name))}</text>'
             f'<rect class="{css}" x="{start:.1f}" y="{top}" width="{max(1.5, end - start):.1f}" '
             f'height="{_LINE - 10}" rx="2"/>'

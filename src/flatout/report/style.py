@@ -9,7 +9,8 @@ _DARK = (
     "--advice:#58a6ff;--untried:#a999f5;--load:#e39a4d;--step:#6f97ea;--inside:#0d1014;--whisker:#e6e9ed"
 )
 
-STYLE = f"""
+STYLE = (
+    f"""
 .flatout{{{_LIGHT};color:var(--ink);background:var(--paper);text-align:left;
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;max-width:1040px;padding:8px 20px}}
 @media (prefers-color-scheme:dark){{.flatout-page,.flatout-page .flatout{{{_DARK}}}}}
@@ -17,7 +18,8 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
 .flatout-page{{margin:0;{_LIGHT};background:var(--paper)}}
 @media (prefers-color-scheme:dark){{.flatout-page{{{_DARK}}}}}
 .flatout-page>.flatout{{margin:0 auto;padding:28px 24px 60px}}
-"""  + """
+"""
+    + """
 .flatout section+section,.flatout .job+.job{margin-top:56px;padding-top:24px;border-top:2px solid var(--line)}
 .flatout h1{font-size:26px;line-height:1.25;font-weight:600;margin:8px 0;color:inherit}
 .flatout h2{font-size:17px;font-weight:600;margin:34px 0 10px;color:inherit}
@@ -37,7 +39,8 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
 .flatout .key.load{background:var(--load)}.flatout .key.step{background:var(--step)}
 .flatout .key.kept{background:var(--kept)}.flatout .key.rejected{background:var(--rejected);opacity:.6}
 .flatout table{border-collapse:collapse;width:100%;font-size:14px;color:inherit;table-layout:auto}
-.flatout thead th{font-weight:600;font-size:12.5px;color:var(--soft);text-align:left;border-bottom:1px solid var(--line)}
+.flatout thead th{font-weight:600;font-size:12.5px;color:var(--soft);text-align:left;
+border-bottom:1px solid var(--line)}
 .flatout th,.flatout td{padding:9px 12px 9px 0;vertical-align:top;text-align:left;background:none;white-space:normal}
 .flatout tbody tr{border-top:1px solid var(--line);background:none}
 .flatout td.number{color:var(--soft);width:22px;text-align:right;font-variant-numeric:tabular-nums}
@@ -56,3 +59,4 @@ border:1px solid var(--line);color:var(--soft);background:var(--lift)}
 .flatout footer{margin-top:28px;padding-top:12px;border-top:1px solid var(--line)}
 .flatout .versus{max-width:760px}.flatout .versus td{font-variant-numeric:tabular-nums}
 """
+)

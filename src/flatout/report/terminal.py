@@ -157,7 +157,11 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
             grid.add_column(justify="right")
         grid.add_row("", *(Text(t, style="dim") for t in ("step", "load", "samples/s")))
         for label, pace, style in (("before", before, ""), ("after", after, "bold green")):
-            cells = (words.milliseconds(pace.step_ms), words.milliseconds(pace.load_ms), words.count(pace.samples_per_second))
+            cells = (
+                words.milliseconds(pace.step_ms),
+                words.milliseconds(pace.load_ms),
+                words.count(pace.samples_per_second),
+            )
             grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))
         yield grid
     if summary.tuning_seconds > 0:

@@ -1,0 +1,59 @@
+"""The command ``flatout``: one file per subcommand, one line each in ``COMMANDS``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import flatout
+from flatout.cli import demo
+from flatout.cli.command import Command, CommandError
+
+COMMANDS: tuple[Command, ...] = (demo.COMMAND,)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="flatout",
+        description="Makes PyTorch training loops run flat out: every technique is measured on your model and your "
+        "data, what pays is kept, what does not is undone, and both are reported.",
+    )
+    version = f"flatout {flatout.__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})"
+    parser.add_argument("--version", action="version", version=version)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0 done, 1 could not be done (one line on standard error says why), 130 interrupted.
+        argparse itself exits with 2 on arguments that it cannot read.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except CommandError as error:
+        print(f"flatout: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("flatout: interrupted", file=sys.stderr)
+        return 130
