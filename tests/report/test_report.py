@@ -219,3 +219,10 @@ def test_every_status_has_a_look() -> None:
     statuses = {row.status for row in sample().rows}
     assert statuses == set(words.LOOKS)
     assert isinstance(sample().rows[0], Row)
+
+
+def test_a_run_of_rows_with_one_reason_tells_it_once() -> None:
+    rows = tuple(Row(f"t{i}", i, f"Technique {i}", "not built yet", "Comes later.") for i in range(5))
+    text = terminal.to_text(Summary(rows, {}), 80, False)
+    assert text.count("Comes later.") == 1
+    assert all(row.title in text for row in rows)

@@ -35,7 +35,7 @@ class DigitsSize:
 
 
 SIZES = {
-    "cpu": DigitsSize(width=16, training=Training(epochs=60, batch_size=32, lr=1e-3)),
+    "cpu": DigitsSize(width=16, training=Training(epochs=30, batch_size=32, lr=1e-3)),
     "cuda": DigitsSize(width=128, training=Training(epochs=60, batch_size=128, lr=1e-3)),
     "quick": DigitsSize(width=8, training=Training(epochs=4, batch_size=32, lr=3e-3), images=320),
 }

@@ -39,7 +39,7 @@ class GptSize:
 
 
 SIZES = {
-    "cpu": GptSize(3, 4, 96, 64, 64, Training(epochs=2, batch_size=32, lr=1e-3)),
+    "cpu": GptSize(2, 4, 64, 64, 64, Training(epochs=2, batch_size=32, lr=1e-3)),
     "cuda": GptSize(8, 8, 512, 256, 128, Training(epochs=4, batch_size=64, lr=5e-4)),
     "quick": GptSize(1, 2, 32, 32, 32, Training(epochs=2, batch_size=32, lr=3e-3), text=20_000),
 }

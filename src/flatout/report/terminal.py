@@ -124,6 +124,7 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
 
 def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
     lines: list[RenderableType] = []
+    told: tuple[str, str] | None = None
     listed, neighbours = _split(rows)
     for row in listed + neighbours:
         if listed and neighbours and row is neighbours[0]:
@@ -136,7 +137,10 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
         if row.gain is not None:
             result.append("  ").append_text(_gain(row, plain))
         head.add_row(_number(row), _name(row, plain), result)
-        lines += [head, Padding(_why(row, plain), (0, 0, 0, 3))]
+        lines.append(head)
+        if (row.status, row.why) != told:  # a run of rows with one reason tells it once
+            lines.append(Padding(_why(row, plain), (0, 0, 0, 3)))
+        told = (row.status, row.why)
     return Group(*lines)
 
 
