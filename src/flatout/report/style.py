@@ -22,8 +22,10 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
     + """
 .flatout section+section,.flatout .job+.job{margin-top:56px;padding-top:24px;border-top:2px solid var(--line)}
 .flatout h1{font-size:26px;line-height:1.25;font-weight:600;margin:8px 0;color:inherit}
+.flatout .job section{margin-top:30px}.flatout .job section h1{font-size:19px}
+.flatout .job section .factor{font-size:26px}
 .flatout h2{font-size:17px;font-weight:600;margin:34px 0 10px;color:inherit}
-.flatout .factor{color:var(--kept);font-size:40px;font-variant-numeric:tabular-nums}
+.flatout .factor{font-weight:600;color:var(--kept);font-size:40px;font-variant-numeric:tabular-nums}
 .flatout .lead{margin:0 0 12px;color:var(--soft);font-size:16px}
 .flatout .quiet{color:var(--soft);font-size:13px}
 .flatout svg{width:100%;max-width:860px;height:auto;display:block;font-family:inherit}
