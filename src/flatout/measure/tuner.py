@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from flatout.data import InMemoryLoader, batch_size_of, clone_loader
+from flatout.data import InMemoryLoader, batch_size_of, clone_loader, tensors_of
 from flatout.job import Job
 from flatout.measure.budget import Budget
 from flatout.measure.equivalence import loss_difference, loss_trajectory
@@ -25,6 +25,9 @@ from flatout.techniques import LoaderTechnique, Measured, NotApplicable, Source,
 
 TRIAL_SECONDS = 4.0
 """Longest that the pairs of one trial take; setting up comes on top."""
+
+HOPELESS = 3.0
+"""A candidate this many times slower on its first pair is not tried further."""
 
 STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
@@ -110,6 +113,8 @@ class Tuner:
             assert isinstance(technique, StepTechnique)
             saving = pace.step_ms * (1 - 1 / technique.optimistic_gain)
         estimate = technique.setup_estimate(job, pace)
+        if self._budget.left == 0:
+            return f"the budget of {self._budget.seconds:.0f} s was spent before it came to this"
         if not self._budget.fits(estimate):
             return (
                 f"a trial takes about {estimate:.0f} s, and {self._budget.left:.0f} s of the budget of "
@@ -153,12 +158,16 @@ class Tuner:
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
         job, batches = self._job, self._batches
-        self._rewind()
-        baseline_losses = loss_trajectory(job, batches)
-        difference = None
+        difference: float | None = None
+        baseline_losses: list[float] = []
         try:
             setup = self._warm_up(candidate)
+            hopeless = self._is_hopeless(candidate)
+            if hopeless is not None:
+                return replace(hopeless, setup_seconds=setup)
             if technique.tolerance is not None:
+                self._rewind()
+                baseline_losses = loss_trajectory(job, batches)
                 self._rewind()
                 with _on(candidate):
                     difference = loss_difference(baseline_losses, loss_trajectory(job, batches))
@@ -190,12 +199,22 @@ class Tuner:
         return trial
 
     def _warm_up(self, candidate: Switch) -> float:
-        """Run every batch once with the candidate; the seconds that took beyond ordinary steps."""
+        """Run every batch shape once with the candidate; the seconds that took beyond ordinary steps."""
         self._rewind()
+        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._batches}
         with _on(candidate):
-            took = seconds(lambda: [self._job.step(b) for b in self._batches], self._job.device)
+            took = seconds(lambda: [self._job.step(batch) for batch in shapes.values()], self._job.device)
             candidate.freeze()
-        return max(0.0, took - len(self._batches) * self.pace.step_ms / 1e3)
+        return max(0.0, took - len(shapes) * self.pace.step_ms / 1e3)
+
+    def _is_hopeless(self, candidate: Switch) -> Trial | None:
+        """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
+        batch, device = self._batches[0], self._job.device
+        self._rewind()
+        old = seconds(lambda: self._job.step(batch), device)
+        with _on(candidate):
+            new = seconds(lambda: self._job.step(batch), device)
+        return _trial(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
     def _loss_noise(self, losses: Sequence[float]) -> float:
         """How far the baseline's own losses move when dropout and its like draw other numbers."""
