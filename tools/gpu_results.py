@@ -32,18 +32,7 @@ def environment(archs: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or "",
-        "nvcc": next(
-            (
-                line
-                for line in subprocess.run(
-                    [nvcc, "--version"], capture_output=True, text=True
-                ).stdout.splitlines()
-                if "release" in line
-            ),
-            "",
-        )
-        if shutil.which(nvcc)
-        else "",
+        "nvcc": output_of(nvcc, "--version", having="release"),
         "architectures": archs,
         "commit": output_of("git", "rev-parse", "HEAD"),
         "command": "make gpu-check",
