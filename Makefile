@@ -1,5 +1,5 @@
-# make demo, make test: everything from an empty machine to the result. What is set up leaves a stamp in .venv, so
-# that a second call is quick: changed C++ runs ninja alone, changed pyproject or constraints runs pip.
+# make demo, make test: everything from an empty machine to the result. What is set up leaves a stamp in .venv,
+# so that a second call is quick: changed C++ runs ninja alone, changed pyproject or constraints runs pip.
 #
 #   PYTHON  interpreter that .venv is made from (3.10 or newer)
 #   TORCH   version of torch in .venv
@@ -19,7 +19,8 @@ BUILD := build/venv
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONFIGURE := -C cmake.define.FLATOUT_CUDA_ARCHS='$(ARCHS)' -C cmake.define.FLATOUT_WERROR=ON
 print_site := import sysconfig; print(sysconfig.get_path("platlib"))
-print_flatout := import torch, flatout; print("torch", torch.__version__, "flatout", flatout.__file__)
+print_flatout := import torch, flatout; print("torch", torch.__version__, "flatout", flatout.__file__); \
+  assert "site-packages" in flatout.__file__
 TOOLS := cmake ninja scikit-build-core pybind11
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
@@ -127,7 +128,7 @@ build/wheel/.done: pyproject.toml $(native) $(python) $(VENV)/.torch
 .PHONY: $(TORCHES:%=test-torch-%)
 $(TORCHES:%=test-torch-%): test-torch-%: .venvs/torch-%/.ready
 	mkdir -p build/torch-$*
-	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -c '$(print_flatout); assert "site-packages" in flatout.__file__'
+	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -c '$(print_flatout)'
 	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 	  -p no:cacheprovider $(ARGS) $(CURDIR)/tests
 
