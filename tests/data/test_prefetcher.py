@@ -80,7 +80,7 @@ def test_special_tensors_take_torchs_road():
     batch = {
         "grad": leaf * 2,
         "sparse": torch.eye(3).to_sparse(),
-        "conj": torch.ones(2, dtype=torch.cfloat).conj(),
+        "conj": torch.tensor([1 + 2j]).conj(),
     }
     (ours,) = CopyingPrefetcher([batch], "cpu")
     assert ours["grad"].grad_fn is not None
