@@ -186,7 +186,8 @@ def test_interpreter_exit_in_mid_epoch():
             child = os.fork()
             if child == 0:
                 signal.alarm(20)
-                loader = Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(4000, 3000)), 500)), "cpu")
+                data = TensorDataset(torch.zeros(4000, 3000))
+                loader = Prefetcher(InMemoryLoader(DataLoader(data, 500)), "cpu")
                 iterator = iter(loader)
                 held = [next(iterator)]
                 cycle = [iterator]; cycle.append(cycle)

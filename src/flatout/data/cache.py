@@ -31,11 +31,12 @@ def cache_in_memory(
 ) -> InMemoryLoader:
     """Evaluate every sample of a deterministic map-style dataset once, and serve batches from memory.
 
-    The batches equal those of ``loader`` with ``num_workers=0``, in its order: what default collate makes of the
-    samples (ints to int64, floats to float64, tuples to lists, NumPy arrays to tensors). Samples are evaluated
-    in order on the calling thread. A dataset is taken for random, and refused, when evaluating it moves a global
-    generator of torch, ``random`` or NumPy, or a generator found in its attributes, or when a second evaluation
-    of 16 samples spread over it gives other bits; randomness that hides from all of these is not noticed.
+    The batches equal those of ``loader`` with ``num_workers=0``, in its order: what default collate makes of
+    the samples (ints to int64, floats to float64, tuples to lists, NumPy arrays to tensors). Samples are
+    evaluated in order on the calling thread. A dataset is taken for random, and refused, when evaluating it
+    moves a global generator of torch, ``random`` or NumPy, or a generator found in its attributes, or when a
+    second evaluation of 16 samples spread over it gives other bits; randomness that hides from all of these
+    is not noticed.
 
     Args:
         loader: default collate, torch's random or sequential sampler, any map-style dataset.

@@ -20,19 +20,19 @@ _WIDTH = 64  # elements looked at in one container: transforms are few, file nam
 class _Tracked:
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], Any]
     state: Any
 
 
 class RandomState:
-    """States of the global generators of torch, ``random`` and NumPy, and of those reachable from an object."""
+    """States of the generators of torch, ``random`` and NumPy, and of those reachable from an object."""
 
     def __init__(self, tracked: list[_Tracked]) -> None:
         self._tracked = tracked
 
     @classmethod
     def capture(cls, root: Any = None) -> RandomState:
-        """Read the global generators, and those found in attributes, containers and closures below ``root``."""
+        """Read the global generators, and those in attributes, containers and closures below ``root``."""
         tracked = [
             _track("torch's default generator", torch.get_rng_state, torch.set_rng_state),
             _track("Python's random", random.getstate, random.setstate),
@@ -63,7 +63,7 @@ class RandomState:
             self.restore()
 
 
-def _track(name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> _Tracked:
+def _track(name: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> _Tracked:
     return _Tracked(name, read, write, read())
 
 

@@ -66,7 +66,8 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
         changes: any argument of ``DataLoader``, such as ``num_workers=4, persistent_workers=True``.
 
     Raises:
-        ValueError: ``loader`` is a subclass or is made of data pipes, or a change contradicts its batch sampler.
+        ValueError: ``loader`` is a subclass or is made of data pipes, or a change contradicts its batch
+        sampler.
     """
     if type(loader) is not DataLoader:
         raise ValueError(f"loader must be exactly a torch DataLoader, got {type(loader).__name__}")
@@ -96,7 +97,8 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
                 del arguments[name]
     clone = DataLoader(**arguments)
     if not changes.keys() & set(_BATCHING):
-        # The very same object: DataLoader would wrap the sampler anew, losing what the user did to its wrapper.
+        # The very same object: DataLoader would wrap the sampler anew, losing what the user did to its
+        # wrapper.
         vars(clone)["batch_sampler"] = loader.batch_sampler
     for name, value in vars(loader).items():  # what the user attached
         vars(clone).setdefault(name, value)
@@ -126,8 +128,8 @@ def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell ``loader``, or failing that its samplers and dataset, which epoch begins.
 
-    Calls ``loader.set_epoch`` if there is one; else that of the batch sampler, its sampler, the sampler and the
-    dataset, each object once. Without any of them it does nothing.
+    Calls ``loader.set_epoch`` if there is one; else that of the batch sampler, its sampler, the sampler and
+    the dataset, each object once. Without any of them it does nothing.
     """
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)
@@ -140,6 +142,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         getattr(loader, "sampler", None),
         getattr(loader, "dataset", None),
     ):
-        if hasattr(part, "set_epoch") and not any(part is other for other in seen):
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell) and not any(part is other for other in seen):
             seen.append(part)
-            part.set_epoch(epoch)
+            tell(epoch)

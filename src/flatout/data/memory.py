@@ -64,7 +64,7 @@ def _leaf_dataset(dataset: Any) -> Any:
 
 
 def _subset_indices(dataset: Any) -> Tensor | None:
-    """Row of the leaf dataset behind each index of nested subsets, int64 ``[len(dataset)]``; ``None``: the same.
+    """Leaf row behind each index of nested subsets, int64 ``[len(dataset)]``; ``None``: the same.
 
     Raises:
         ValueError: indices that are not integers within range.
@@ -122,10 +122,10 @@ def why_not_collated(loader: Any) -> str | None:
 class InMemoryLoader:
     """What ``loader`` yields, gathered from memory by native threads, ``depth`` batches ahead.
 
-    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the same
-    state of every generator after every batch, early breaks included. Batches are fresh memory, valid for as
-    long as they are held. A change that you make to the dataset's tensors in mid-epoch is seen ``depth`` batches
-    late; ``Subset.indices`` are read once, here.
+    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the
+    same state of every generator after every batch, early breaks included. Batches are fresh memory, valid
+    for as long as they are held. A change that you make to the dataset's tensors in mid-epoch is seen
+    ``depth`` batches late; ``Subset.indices`` are read once, here.
 
     Args:
         loader: a ``DataLoader`` over a ``TensorDataset`` (or subsets of one) with default collate and torch's
@@ -225,7 +225,7 @@ class InMemoryLoader:
         set_epoch(self.loader, epoch)
 
     def close(self) -> None:
-        """End the threads of iterators under way and free the idle buffers; the loader can be iterated again."""
+        """End the iterators under way and free the idle buffers; the loader can be iterated again."""
         for iterator in list(self._live):
             iterator.close()
         for ring in self._rings.values():

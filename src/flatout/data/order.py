@@ -1,13 +1,13 @@
-"""The order of samples and the use of random numbers of a plain ``DataLoader(num_workers=0)``, without its lists.
+"""The order and the random numbers of a plain ``DataLoader(num_workers=0)``, without its lists of indices.
 
-torch draws random numbers at three moments, and a loader that is to leave every generator in the same state has
-to draw at the same ones (torch/utils/data/dataloader.py, sampler.py):
+torch draws random numbers at three moments, and a loader that is to leave every generator in the same state
+has to draw at the same ones (torch/utils/data/dataloader.py, sampler.py):
 
 1. ``iter(loader)``: one int64, the base seed, from ``loader.generator`` (default generator if ``None``);
-2. first batch, when shuffled: one int64 from the default generator, which seeds a private one, or nothing if the
-   sampler has its own; then ``randperm(n)``;
-3. exhaustion, when shuffled: one more ``randperm(n)``, thrown away. A partial last batch exhausts the sampler as
-   it is made; a full one only when the batch after it is asked for.
+2. first batch, when shuffled: one int64 from the default generator, which seeds a private one, or nothing if
+   the sampler has its own; then ``randperm(n)``;
+3. exhaustion, when shuffled: one more ``randperm(n)``, thrown away. A partial last batch exhausts the sampler
+   as it is made; a full one only when the batch after it is asked for.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EpochOrder:
         self._exhausted = False
 
     def draw(self) -> Tensor | None:
-        """The permutation of this epoch, int64 ``[samples]``; ``None`` for 0, 1, 2, ... Call at the first batch."""
+        """At the first batch: this epoch's permutation, int64 ``[samples]``; ``None`` for 0, 1, 2, ..."""
         if not self._shuffled:
             return None
         generator = self._sampler.generator

@@ -31,15 +31,16 @@ _PASSED_THROUGH = (
 class Prefetcher:
     """Same batches, in the same order, as ``loader``; on ``device``, and ``depth`` of them ahead.
 
-    On a CUDA device host batches are copied into reused pinned memory by a native thread and from there to the
-    device on a stream of their own, while the current step computes. ``iter`` and ``next`` of ``loader`` are
-    called on the thread that iterates the prefetcher, in order, up to ``depth`` batches early: with
+    On a CUDA device host batches are copied into reused pinned memory by a native thread and from there to
+    the device on a stream of their own, while the current step computes. ``iter`` and ``next`` of ``loader``
+    are called on the thread that iterates the prefetcher, in order, up to ``depth`` batches early: with
     ``num_workers=0`` the dataset's code runs where it always did. On a CPU device batches pass as they are:
     :class:`InMemoryLoader` gathers ahead by itself, and so do worker processes.
 
     An exception of ``loader`` reaches the user where it would without the prefetcher, behind the batches that
     precede it, as the same object. A batch is the user's: it stays valid for as long as it is held. It may be
-    used on the stream that is current when it is taken; use on a further stream needs ``record_stream``, as ever.
+    used on the stream that is current when it is taken; use on a further stream needs ``record_stream``, as
+    ever.
 
     Args:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
@@ -197,7 +198,7 @@ class _Ahead(_PassThrough):
         return batch
 
     def _top_up(self) -> None:
-        """Fetch and start copies until ``depth`` batches are ahead of the one that is about to be handed out."""
+        """Start copies until ``depth`` batches are ahead of the one that is about to be handed out."""
         while len(self._queue) <= self._prefetcher.depth and not self._exhausted:
             if self._queue and (self._queue[-1].error is not None or self._queue[-1].copy is None):
                 return  # nothing is fetched past an exception before the user has seen it

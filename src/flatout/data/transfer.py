@@ -1,10 +1,10 @@
 """Copies of host batches to a device, on a stream of their own.
 
-Why no ``record_stream`` is needed: device tensors are allocated under the side stream, so the allocator may hand
-a tensor's memory to the next batch as soon as the user lets go of it, while kernels that read it are still queued
-on the user's stream. Every copy therefore waits for a fence: an event recorded on the user's stream when the copy
-is asked for, behind all work that can have used memory which was free by then. The side stream is given to nobody
-else, so nothing allocates from its pool without that fence.
+Why no ``record_stream`` is needed: device tensors are allocated under the side stream, so the allocator may
+hand a tensor's memory to the next batch as soon as the user lets go of it, while kernels that read it are
+still queued on the user's stream. Every copy therefore waits for a fence: an event recorded on the user's
+stream when the copy is asked for, behind all work that can have used memory which was free by then. The side
+stream is given to nobody else, so nothing allocates from its pool without that fence.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of it without gaps between its elements. Strides are those that ``.to`` would keep."""
+    """``tensor``, or a copy of it without gaps, in the strides that ``.to`` would give it."""
     if tensor.is_contiguous():
         return tensor
     like = torch.empty_like(tensor)

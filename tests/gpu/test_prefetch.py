@@ -1,0 +1,170 @@
+"""Prefetcher on a real GPU: values under a delayed consumer, pinned memory, no growth, no leftovers."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from flatout import _host, _native
+from flatout.data import InMemoryLoader, Prefetcher
+from flatout.data.transfer import TorchCopier, make_copier
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none found")
+
+DEVICE = torch.device("cuda")
+NATIVE = _native.BUILT_WITH_CUDA and _host.cuda_usable()
+ROWS = 64
+SHAPE = (ROWS, 64, 1024)  # 16 MiB of float32 per batch: a copy takes long enough to be caught half done
+
+
+@pytest.fixture(params=["native", "torch"])
+def copier(request, monkeypatch):
+    """Both roads to the GPU: ours, and the one through torch alone."""
+    if request.param == "native":
+        if not NATIVE:
+            pytest.skip("needs a build with CUDA kernels and a driver that is new enough for them")
+    else:
+        monkeypatch.setattr("flatout.data.prefetcher.make_ring", lambda device, depth: None)
+    return request.param
+
+
+class Numbered:
+    """Batches filled with their own number; one buffer, filled again and again."""
+
+    def __init__(self, batches: int, pinned: bool = False) -> None:
+        self.batches = batches
+        self.buffer = torch.empty(SHAPE, pin_memory=pinned)
+
+    def __len__(self):
+        return self.batches
+
+    def __iter__(self):
+        for number in range(self.batches):
+            yield {"x": self.buffer.fill_(number), "number": number, "y": torch.tensor([number])}
+
+
+def delay(cycles: int = 20_000_000) -> None:
+    """Hold the current stream up for about ten milliseconds."""
+    torch.cuda._sleep(cycles)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_values_under_a_delayed_consumer(copier, depth, pinned):
+    """Each batch is dropped before the kernels that read it have run: its memory must not be written yet."""
+    stream = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    with torch.cuda.stream(stream):
+        for batch in Prefetcher(Numbered(20, pinned), DEVICE, depth):
+            assert batch["x"].is_cuda
+            delay()
+            wrong += (batch["x"] != batch["number"]).sum() + (batch["y"] != batch["number"]).sum()
+            del batch
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+def test_consumer_waits_for_a_delayed_copy(copier):
+    """The side stream is behind: what is read at once must still be the new values."""
+    prefetcher = Prefetcher(Numbered(6), DEVICE, 2)
+    iterator = iter(prefetcher)
+    for number in range(6):
+        side = iterator._copier._side
+        with torch.cuda.stream(side):
+            delay()
+        batch = next(iterator)
+        assert int((batch["x"] != number).sum()) == 0
+
+
+def test_held_batches_stay_valid(copier):
+    held = list(Prefetcher(Numbered(12), DEVICE))
+    torch.cuda.synchronize()
+    for number, batch in enumerate(held):
+        assert int((batch["x"] != number).sum()) == 0
+
+
+def test_in_memory_batches_take_the_direct_road(copier):
+    data = TensorDataset(torch.randn(1000, 3, 32, 32), torch.arange(1000))
+    generator = torch.Generator().manual_seed(5)
+    prefetcher = Prefetcher(InMemoryLoader(DataLoader(data, 64, shuffle=True, generator=generator)), DEVICE)
+    ours = [[tensor.cpu() for tensor in batch] for _ in range(2) for batch in prefetcher]
+    generator.manual_seed(5)
+    plain = DataLoader(data, 64, shuffle=True, generator=generator)
+    theirs = [batch for _ in range(2) for batch in plain]
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, our, their))
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
+def test_in_memory_batches_are_pinned():
+    loader = InMemoryLoader(DataLoader(TensorDataset(torch.zeros(64, 1000)), 8, pin_memory=True))
+    (batch,) = next(iter(loader))
+    assert batch.is_pinned()
+    assert batch.device.type == "cpu"
+
+
+def test_channels_last_is_kept(copier):
+    image = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    (ours,) = Prefetcher([image], DEVICE)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ours.cpu(), image)
+
+
+def test_memory_does_not_grow_with_epochs(copier):
+    prefetcher = Prefetcher(Numbered(5), DEVICE)
+
+    def epoch() -> int:
+        for batch in prefetcher:
+            batch["x"].sum()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved()
+
+    epoch()
+    first = epoch()
+    assert all(epoch() == first for _ in range(10))
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
+def test_pinned_memory_is_bounded_when_the_host_runs_ahead():
+    prefetcher = Prefetcher(Numbered(60), DEVICE, 2)
+    for _batch in prefetcher:
+        delay(2_000_000)
+    assert prefetcher._ring.allocations <= prefetcher.depth + 2
+    torch.cuda.synchronize()
+
+
+def test_breaks_leave_no_thread_and_no_descriptor(copier):
+    prefetcher = Prefetcher(Numbered(50), DEVICE)
+
+    def leftovers() -> tuple[int, int]:
+        gc.collect()
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum(name.startswith("flatout") for name in names), len(os.listdir("/proc/self/fd"))
+
+    for _batch in prefetcher:
+        break
+    before = leftovers()
+    for _ in range(50):
+        for _batch in prefetcher:
+            break
+    assert leftovers() == before
+    assert before[0] == 0
+
+
+def test_batches_may_be_dropped_while_their_copies_run(copier):
+    for _ in range(20):
+        iterator = iter(Prefetcher(Numbered(8), DEVICE, 4))
+        next(iterator)
+        iterator.close()
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def test_torch_road_is_chosen_without_a_ring():
+    assert type(make_copier(DEVICE, 2, None, fresh=True)) is TorchCopier
