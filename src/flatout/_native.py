@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -38,9 +39,12 @@ BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""
 
 
+@functools.cache
 def has_cuda_kernels() -> bool:
-    """True when this build's CUDA kernels can run here: compiled in, and a device that torch sees."""
-    return BUILT_WITH_CUDA and torch.cuda.is_available()
+    """True when the CUDA kernels can run here: compiled in, for this device and a driver as old as this one."""
+    if not (BUILT_WITH_CUDA and torch.cuda.is_available()):
+        return False
+    return bool(torch.ops.flatout.cuda_kernels_run(torch.cuda.current_device()))
 
 
 __all__ = ["BUILT_WITH_CUDA", "has_cuda_kernels"]
