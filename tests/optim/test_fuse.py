@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from tests.optim.helpers import assert_same, set_grads, parameters
+from tests.optim.helpers import assert_same, parameters, set_grads
 
 ALL = [("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9, "dampening": 0.1})]
 

@@ -18,7 +18,10 @@ def tensors(dtype, n=3):
 def adamw(dtype, **kw):
     lists = [tensors(dtype) for _ in range(4)]
     options = dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decoupled=True, **STEP)
-    return (*lists, [], [torch.zeros(()) for _ in range(3)]), options | {"grad_factor": None, "found_inf": None} | kw
+    return (*lists, [], [torch.zeros(()) for _ in range(3)]), options | {
+        "grad_factor": None,
+        "found_inf": None,
+    } | kw
 
 
 def sgd(dtype, **kw):

@@ -70,9 +70,7 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, types.GeneratorType)
     listed = _as_list(parameters)
     if is_generator and not listed:
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
-        )
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = _gradients.gradients_of(listed)
     if not grads:
         return torch.tensor(0.0)
@@ -96,7 +94,9 @@ def _other_norm(grads: list[Tensor], order: float) -> Tensor:
     device = grads[0].device
     dtype = _gradients._norm_dtype(grads)
     norms = [
-        torch.linalg.vector_norm(g, order, dtype=_gradients._wide(g, dtype)).to(device, dtype) for g in grads if g.numel()
+        torch.linalg.vector_norm(g, order, dtype=_gradients._wide(g, dtype)).to(device, dtype)
+        for g in grads
+        if g.numel()
     ]
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
