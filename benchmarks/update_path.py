@@ -1,8 +1,8 @@
 """Unscale + check + clip + AdamW: torch at its best flags against flatout's lazy update.
 
-Run ``pytest benchmarks/update_path.py -s`` (the file names no test of the suite, so it must be named). Both sides are
-timed alternately in one process, so that a busy machine slows both; beside them stands the copy bandwidth of the
-same run, and the ratio is the median of the ratios of neighbouring rounds.
+Run ``pytest benchmarks/update_path.py -s`` (the file names no test of the suite, so it must be named). Both
+sides are timed alternately in one process, so that a busy machine slows both; beside them stands the copy
+bandwidth of the same run, and the ratio is the median of the ratios of neighbouring rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make(
 
 
 def torch_update(optimizer: torch.optim.Optimizer, params: list, scale: torch.Tensor) -> Callable[[], None]:
-    """What torch.amp.GradScaler, clip_grad_norm_ and the fused optimizer do between backward and zero_grad."""
+    """What GradScaler, clip_grad_norm_ and the fused optimizer do between backward and zero_grad."""
     grads = [p.grad for p in params]
     found_inf, inv_scale = torch.zeros_like(scale), scale.reciprocal()
 

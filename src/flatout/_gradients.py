@@ -1,6 +1,6 @@
-"""Gradients of any mix of devices and dtypes: checked, measured and scaled by the native operators where they can.
+"""Gradients of any mix of devices and dtypes: checked, measured and scaled, natively where possible.
 
-Where they cannot (a device without kernels, sparse or complex gradients, tensor subclasses such as DTensor),
+Elsewhere (a device without kernels, sparse or complex gradients, tensor subclasses such as DTensor),
 torch's own operations do the same, so callers need not care.
 """
 
@@ -62,8 +62,9 @@ def is_dense(tensor: Tensor) -> bool:
 def is_about_layout(error: RuntimeError) -> bool:
     """True when a native operator refused a tensor's strides.
 
-    Operators look at every layout anyway, before they change anything, and almost all are right: so callers try, and
-    look themselves only when one was refused. Asking first costs more than a step over small tensors.
+    Operators look at every layout anyway, before they change anything, and almost all are right: so callers
+    try, and look themselves only when one was refused. Asking first costs more than a step over small
+    tensors.
     """
     return "must be dense" in str(error) or "the shape and strides of" in str(error)
 

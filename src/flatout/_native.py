@@ -33,7 +33,7 @@ def _operators() -> Path:
 
 torch.ops.load_library(str(_operators()))
 
-from flatout import _fakes, _host  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
+from flatout import _fakes, _host  # type: ignore[attr-defined]  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""
@@ -41,7 +41,7 @@ BUILT_WITH_CUDA: bool = _host.built_with_cuda
 
 @functools.cache
 def has_cuda_kernels() -> bool:
-    """True when the CUDA kernels can run here: compiled in, for this device and a driver as old as this one."""
+    """True when the CUDA kernels can run here: compiled in, for this device, with a driver new enough."""
     if not (BUILT_WITH_CUDA and torch.cuda.is_available()):
         return False
     return bool(torch.ops.flatout.cuda_kernels_run(torch.cuda.current_device()))

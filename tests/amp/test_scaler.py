@@ -60,7 +60,7 @@ def test_any_pairing_equals_torch(form, module, scaler, name):
 
 
 def test_a_step_asks_the_device_nothing(monkeypatch):
-    """No .item(), no bool(), no float() of a tensor between scale and update (the CPU stand-in for a sync check)."""
+    """No .item(), no bool(), no float() of a tensor: the CPU stand-in for a check of synchronisations."""
     p = torch.nn.Parameter(torch.ones(10))
     optimizer, scaler = fo.AdamW([p]), fa.GradScaler("cpu")
     scaler.scale(p.sum()).backward()

@@ -38,8 +38,9 @@ def twins(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any, list
 def step_both(reference: Any, optimizer: Any, seed: int) -> None:
     """Steps both with the same gradients.
 
-    torch's loop rounds every intermediate of 16-bit dtypes (and divides by an eps of 0 in float16). Ours computes in
-    float32 and rounds what it stores: so the reference is a float64 step whose results are rounded.
+    torch's loop rounds every intermediate of 16-bit dtypes (and divides by an eps of 0 in float16). Ours
+    computes in float32 and rounds what it stores: so the reference is a float64 step whose results are
+    rounded.
     """
     theirs, ours = reference.param_groups[0]["params"], optimizer.param_groups[0]["params"]
     set_grads(ours, seed)

@@ -1,4 +1,4 @@
-"""Blocks and threads of the CUDA kernels, played on the host over the very functions that the kernels call."""
+"""Blocks and threads of the CUDA kernels, played on the host over the functions that the kernels call."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_sparse_gradients_take_torchs_step():
 
 def test_differentiable_is_refused():
     p = parameters(torch.float32, [(3,)])
-    with pytest.raises(ValueError, match="differentiable must be False for flatout.optim.AdamW, got True"):
+    with pytest.raises(ValueError, match=r"differentiable must be False for flatout.optim.AdamW, got True"):
         fo.AdamW(p, differentiable=True)
 
 

@@ -72,18 +72,18 @@ class _NativeAdam(NativeStep):
 
 
 class Adam(_NativeAdam, torch.optim.Adam):
-    """Equals ``torch.optim.Adam`` with the same arguments, in one pass over memory (28 bytes per fp32 parameter).
+    """Equals ``torch.optim.Adam`` with the same arguments, in one pass over memory.
 
-    Arithmetic is in float32 (float64 for float64 parameters), rounded once when parameters and moments are stored.
-    ``capturable``, ``foreach`` and ``fused`` are accepted and make no difference; ``differentiable`` must be False.
-    State keys and ``state_dict`` are torch's; ``step`` counts lie on the parameters' device.
+    Arithmetic is in float32 (float64 for float64 parameters), rounded once when parameters and moments are
+    stored. ``capturable``, ``foreach`` and ``fused`` are accepted and make no difference; ``differentiable``
+    must be False. State keys and ``state_dict`` are torch's; ``step`` counts lie on the parameters' device.
     """
 
     _torch_class = torch.optim.Adam
 
 
 class AdamW(_NativeAdam, torch.optim.AdamW):
-    """Equals ``torch.optim.AdamW`` with the same arguments, in one pass over memory (28 bytes per fp32 parameter).
+    """Equals ``torch.optim.AdamW`` with the same arguments, in one pass over memory.
 
     See :class:`Adam` for what is computed how.
     """

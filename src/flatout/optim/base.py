@@ -26,7 +26,8 @@ class NativeStep(torch.optim.Optimizer):
     """
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
-    # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with .item().
+    # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with
+    # .item().
     _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -82,7 +83,7 @@ class NativeStep(torch.optim.Optimizer):
                 torch.autograd.graph.increment_version(params)
 
     def _collect(self) -> list[tuple[dict[str, Any], dict[Any, tuple[list[Tensor], list[Tensor]]]]] | None:
-        """Per group, parameters and gradients by (device, dtype); None when one of them is not for our kernels."""
+        """Per group, parameters and gradients by (device, dtype); None when one is not for our kernels."""
         work = []
         for group in self.param_groups:
             buckets: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -130,8 +131,8 @@ class NativeStep(torch.optim.Optimizer):
     ) -> None:
         """The same where strides differ: the flat kernels need parameter, gradient and state laid out alike.
 
-        A gradient or a moment laid out differently is copied; a parameter that is no dense block (a strided view) is
-        computed in a copy and written back.
+        A gradient or a moment laid out differently is copied; a parameter that is no dense block (a strided
+        view) is computed in a copy and written back.
         """
         memory = [p if _gradients.is_dense(p) else p.contiguous() for p in params]
         like_params = [like(g, p) for g, p in zip(grads, memory, strict=True)]
@@ -148,7 +149,7 @@ class NativeStep(torch.optim.Optimizer):
             grads = _gradients.gradients_of(p for group in self.param_groups for p in group["params"])
             if grads:
                 _gradients.scale_(grads, factor)
-        handed = {
+        handed: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
         }
         try:
@@ -174,7 +175,7 @@ def learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tens
 
 
 def step_count(state: dict[str, Any], device: torch.device) -> Tensor:
-    """``state["step"]`` as the kernels read it: float32 on the parameter's device; moved there when it is not."""
+    """``state["step"]`` as the kernels read it: float32, moved to the parameter's device when elsewhere."""
     step = state["step"]
     if step.dtype != torch.float32 or step.device != device:
         state["step"] = step = step.to(device=device, dtype=torch.float32)

@@ -13,12 +13,13 @@ _sgd = torch.ops.flatout.sgd_
 
 
 class SGD(NativeStep, torch.optim.SGD):
-    """Equals ``torch.optim.SGD`` with the same arguments, in one pass over memory (20 bytes per fp32 parameter).
+    """Equals ``torch.optim.SGD`` with the same arguments, in one pass over memory.
 
     Momentum buffers start as zeros, so a first step that found infinities leaves nothing undefined behind (in
-    torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with ``dampening`` that
-    differs from the rule of later steps, and only the device knows which step is the first one *taken*: a count per
-    parameter is kept there. ``state_dict`` shows torch's state only: a buffer that waits for its first step is None.
+    torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with
+    ``dampening`` that differs from the rule of later steps, and only the device knows which step is the first
+    one *taken*: a count per parameter is kept there. ``state_dict`` shows torch's state only: a buffer that
+    waits for its first step is None.
     """
 
     _torch_class = torch.optim.SGD
