@@ -1,5 +1,5 @@
-// play_cpu.cpp: test-only. The host plays the blocks and threads of the CUDA kernels over the same tables, views,
-// splits and thread functions, so that their index arithmetic is proved where there is no GPU.
+// play_cpu.cpp: test-only. The host plays the blocks and threads of the CUDA kernels over the same tables,
+// views, splits and thread functions, so that their index arithmetic is proved where there is no GPU.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -13,14 +13,14 @@ namespace {
 
 constexpr int kSmallCapacity = 3;  // tensors per table: a handful of tensors needs several "launches"
 
-// adamw_ as step.cu runs it; returns the number of launches. `piece` (a multiple of kChunk) is where the tables split
-// large tensors.
+// adamw_ as step.cu runs it; returns the number of launches. `piece` (a multiple of kChunk) is where the
+// tables split large tensors.
 int64_t play_adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
                     TensorList max_exp_avg_sqs, TensorList state_steps, double lr, double weight_decay,
                     int64_t threads, int64_t piece) {
-  const AdamStep step =
-      prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, std::nullopt, 0.9, 0.999,
-                    1e-8, weight_decay, /*decoupled=*/true, /*maximize=*/false, std::nullopt, std::nullopt);
+  const AdamStep step = prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr,
+                                      std::nullopt, 0.9, 0.999, 1e-8, weight_decay, /*decoupled=*/true,
+                                      /*maximize=*/false, std::nullopt, std::nullopt);
   int64_t launches = 0;
   with_rule(step, [&]<class T, class Rule>(T*, Rule*) {
     using Table = TensorTable<Rule::kStreams, kSmallCapacity>;
@@ -52,7 +52,8 @@ std::tuple<double, double> play_check_(TensorList grads, double inv_scale, int64
         [&](const Table& table, uint32_t chunks) {
           for (uint32_t block = 0; block < chunks; ++block)
             for (uint32_t thread = 0; thread < threads; ++thread)
-              total.add(check_chunk<true, T>(view_chunk<T>(table, block), static_cast<compute_t<T>>(inv_scale), thread,
+              total.add(check_chunk<true, T>(view_chunk<T>(table, block),
+                                             static_cast<compute_t<T>>(inv_scale), thread,
                                              static_cast<uint32_t>(threads)));
         },
         piece);

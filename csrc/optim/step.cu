@@ -74,8 +74,8 @@ void launch_adamw_as(const AdamConfig& config, const std::vector<FlatTensor>& te
 }
 
 template <class T>
-void launch_sgd_as(const SgdConfig& config, const std::vector<FlatTensor>& tensors, bool momentum, bool nesterov,
-                   cudaStream_t stream) {
+void launch_sgd_as(const SgdConfig& config, const std::vector<FlatTensor>& tensors, bool momentum,
+                   bool nesterov, cudaStream_t stream) {
   using Acc = compute_t<T>;
   if (!momentum) return launch_steps<T, SgdRule<Acc, false, false>>(config, tensors, stream);
   if (nesterov) return launch_steps<T, SgdRule<Acc, true, true>>(config, tensors, stream);
@@ -84,8 +84,8 @@ void launch_sgd_as(const SgdConfig& config, const std::vector<FlatTensor>& tenso
 
 }  // namespace
 
-void launch_adamw(const AdamConfig& config, const std::vector<FlatTensor>& tensors, Element element, bool amsgrad,
-                  cudaStream_t stream) {
+void launch_adamw(const AdamConfig& config, const std::vector<FlatTensor>& tensors, Element element,
+                  bool amsgrad, cudaStream_t stream) {
   switch (element) {
     case Element::kFloat:
       return launch_adamw_as<float>(config, tensors, amsgrad, stream);
@@ -98,8 +98,8 @@ void launch_adamw(const AdamConfig& config, const std::vector<FlatTensor>& tenso
   }
 }
 
-void launch_sgd(const SgdConfig& config, const std::vector<FlatTensor>& tensors, Element element, bool momentum,
-                bool nesterov, cudaStream_t stream) {
+void launch_sgd(const SgdConfig& config, const std::vector<FlatTensor>& tensors, Element element,
+                bool momentum, bool nesterov, cudaStream_t stream) {
   switch (element) {
     case Element::kFloat:
       return launch_sgd_as<float>(config, tensors, momentum, nesterov, stream);

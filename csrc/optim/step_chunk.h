@@ -1,4 +1,5 @@
-// step_chunk.h: what one thread does with one chunk in an optimizer step. The CUDA kernel is this and a prologue.
+// step_chunk.h: what one thread does with one chunk in an optimizer step. The CUDA kernel is this and a
+// prologue.
 #pragma once
 
 #include "core/chunks.h"

@@ -1,5 +1,5 @@
-// check.cu: unscale + check + norm on CUDA. Partial sums per chunk, then one block adds them in a fixed order, so the
-// norm is the same in every run.
+// check.cu: unscale + check + norm on CUDA. Partial sums per chunk, then one block adds them in a fixed
+// order, so the norm is the same in every run.
 #include "scaling/check_chunk.h"
 #include "scaling/check_launch.h"
 
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 using GradTable = TensorTable<1, kTableCapacity<1>>;
-static_assert(sizeof(GradTable) + sizeof(DeviceScalar) + 64 <= 32764, "kernel arguments are limited to 32,764 bytes");
+static_assert(sizeof(GradTable) + sizeof(DeviceScalar) + 64 <= 32764,
+              "kernel arguments are limited to 32,764 bytes");
 
 // Launches one check_kernel per table: the next one's partial sums follow.
 template <class T>
@@ -109,8 +110,9 @@ void with_element(Element element, const Body& body) {
 
 }  // namespace
 
-void launch_check(const std::vector<FlatTensor>& tensors, Element element, bool rewrite, const DeviceScalar& inv_scale,
-                  double max_norm, Partial* partials, const VerdictAddress& verdict, cudaStream_t stream) {
+void launch_check(const std::vector<FlatTensor>& tensors, Element element, bool rewrite,
+                  const DeviceScalar& inv_scale, double max_norm, Partial* partials,
+                  const VerdictAddress& verdict, cudaStream_t stream) {
   with_element(element, [&](auto value) {
     launch_checks<decltype(value)>(tensors, rewrite, inv_scale, partials, stream);
   });
@@ -128,7 +130,8 @@ void launch_scale(const std::vector<FlatTensor>& tensors, Element element, const
 
 bool kernels_run() {
   int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || cudaRuntimeGetVersion(&runtime) != cudaSuccess) return false;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || cudaRuntimeGetVersion(&runtime) != cudaSuccess)
+    return false;
   // Minor versions are compatible within a major one; the table-sized kernel arguments need 12.1.
   if (driver / 1000 < runtime / 1000 || driver < 12010) return false;
   cudaFuncAttributes attributes;

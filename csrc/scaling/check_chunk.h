@@ -6,7 +6,8 @@
 
 namespace flatout {
 
-// The thread's share of the chunk's sum of squares and finiteness; with Rewrite gradients come back times inv_scale.
+// The thread's share of the chunk's sum of squares and finiteness; with Rewrite gradients come back times
+// inv_scale.
 template <bool Rewrite, class T>
 FLATOUT_HD Partial check_chunk(const ChunkView<T, 1>& view, compute_t<T> inv_scale, uint32_t thread,
                                uint32_t threads) {
@@ -37,7 +38,8 @@ FLATOUT_HD Partial check_chunk(const ChunkView<T, 1>& view, compute_t<T> inv_sca
 }
 
 template <class T>
-FLATOUT_HD void scale_chunk(const ChunkView<T, 1>& view, compute_t<T> factor, uint32_t thread, uint32_t threads) {
+FLATOUT_HD void scale_chunk(const ChunkView<T, 1>& view, compute_t<T> factor, uint32_t thread,
+                            uint32_t threads) {
   using Vector = Pack<T>;
   T* x = view.stream[0];
   walk<Vector::kWidth>(

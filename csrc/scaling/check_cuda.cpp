@@ -8,14 +8,16 @@
 namespace flatout {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> check_on_device(const TensorList& grads, const std::optional<Tensor>& inv_scale,
+std::tuple<Tensor, Tensor, Tensor> check_on_device(const TensorList& grads,
+                                                   const std::optional<Tensor>& inv_scale,
                                                    std::optional<double> max_norm, bool rewrite) {
   const GradCheck check = prepare_check(grads, inv_scale, max_norm);
   const CudaScope scope(grads[0]);
   int64_t chunks = 0;
   for (const FlatTensor& tensor : check.tensors) chunks += chunks_of(tensor.numel);
   static_assert(sizeof(Partial) == 2 * sizeof(double));
-  // Freed on return while kernels still use it: torch's allocator gives it out again only behind them in the stream.
+  // Freed on return while kernels still use it: torch's allocator gives it out again only behind them in the
+  // stream.
   const int64_t size[] = {2 * chunks};
   const Tensor partials = torch::stable::new_empty(grads[0], {size, 1}, ScalarType::Double);
   auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
@@ -32,7 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> unscale_and_check_cuda(TensorList grads, std:
 }
 
 std::tuple<Tensor, Tensor> unscale_and_check_cuda_(TensorList grads, std::optional<Tensor> inv_scale) {
-  auto [found_inf, grad_norm, grad_factor] = check_on_device(grads, inv_scale, std::nullopt, /*rewrite=*/true);
+  auto [found_inf, grad_norm, grad_factor] =
+      check_on_device(grads, inv_scale, std::nullopt, /*rewrite=*/true);
   return {found_inf, grad_norm};
 }
 

@@ -1,6 +1,6 @@
-"""Gradients of any mix of devices and dtypes: checked, measured and scaled by the native operators where they can.
+"""Gradients of any mix of devices and dtypes: checked, measured and scaled, natively where possible.
 
-Where they cannot (a device without kernels, sparse or complex gradients, tensor subclasses such as DTensor),
+Elsewhere (a device without kernels, sparse or complex gradients, tensor subclasses such as DTensor),
 torch's own operations do the same, so callers need not care.
 """
 
@@ -16,6 +16,8 @@ from flatout import _native
 
 _ops = torch.ops.flatout
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Tensor types the native operators take; any other (DTensor) has its own idea of what its memory is."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def is_native(tensor: Tensor) -> bool:
     return (
         tensor.dtype in _DTYPES
         and tensor.layout == torch.strided
-        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and type(tensor) in PLAIN
         and has_kernels(tensor.device)
     )
 
@@ -55,6 +57,25 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def is_about_layout(error: RuntimeError) -> bool:
+    """True when a native operator refused a tensor's strides.
+
+    Operators look at every layout anyway, before they change anything, and almost all are right: so callers
+    try, and look themselves only when one was refused. Asking first costs more than a step over small
+    tensors.
+    """
+    return "must be dense" in str(error) or "the shape and strides of" in str(error)
+
+
+def _all_native(group: Sequence[Tensor]) -> bool:
+    """``all(map(is_native, group))`` for tensors of one device and dtype."""
+    return (
+        is_native(group[0])
+        and PLAIN.issuperset(map(type, group))
+        and not any(g.layout != torch.strided for g in group)
+    )
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -89,13 +110,21 @@ def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | No
 
 
 def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
+    return (
+        torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
+    )
 
 
 def _look(grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None) -> GradCheck:
     """One group: the native operator, or torch's operations with the same meaning."""
-    if all(map(is_native, grads)):
-        return GradCheck(*_ops.unscale_and_check([g if is_dense(g) else g.contiguous() for g in grads], inv_scale, max_norm))
+    if _all_native(grads):
+        try:
+            return GradCheck(*_ops.unscale_and_check(grads, inv_scale, max_norm))
+        except RuntimeError as error:
+            if not is_about_layout(error):
+                raise
+        dense = [g if is_dense(g) else g.contiguous() for g in grads]
+        return GradCheck(*_ops.unscale_and_check(dense, inv_scale, max_norm))
     dtype = _norm_dtype(grads)
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=_wide(grads[0], dtype))))
     norm = norm.to(dtype) * (1 if inv_scale is None else inv_scale)
@@ -149,7 +178,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> tuple
     norms: list[Tensor] = []
     for group in _groups(grads):
         inverse = on_device(inv_scale, group[0].device)
-        if all(is_native(g) and is_dense(g) for g in group):
+        if _all_native(group) and all(map(is_dense, group)):
             found_inf, norm = _ops.unscale_and_check_(group, inverse)
             torch.autograd.graph.increment_version(group)
         else:
@@ -171,7 +200,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     for group in _groups(grads):
         local = on_device(factor, group[0].device)
         assert local is not None
-        if all(is_native(g) and is_dense(g) for g in group):
+        if _all_native(group) and all(map(is_dense, group)):
             _ops.scale_(group, local)
             torch.autograd.graph.increment_version(group)
         else:

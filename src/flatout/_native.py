@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import warnings
 from pathlib import Path
@@ -33,7 +34,7 @@ def _operators() -> Path:
 
 torch.ops.load_library(str(_operators()))
 
-from flatout import _fakes, _host  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
+from flatout import _fakes, _host  # type: ignore[attr-defined]  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""
@@ -50,9 +51,12 @@ if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_avai
     )
 
 
+@functools.cache
 def has_cuda_kernels() -> bool:
-    """True when this build's CUDA kernels can run here: compiled in, and a device that torch sees."""
-    return BUILT_WITH_CUDA and torch.cuda.is_available()
+    """True when the CUDA kernels can run here: compiled in, for this device, with a driver new enough."""
+    if not (BUILT_WITH_CUDA and torch.cuda.is_available()):
+        return False
+    return bool(torch.ops.flatout.cuda_kernels_run(torch.cuda.current_device()))
 
 
 __all__ = ["BUILT_WITH_CUDA", "has_cuda_kernels"]

@@ -22,13 +22,14 @@ def unscale_and_check_(
     """Multiplies gradients with ``inv_scale`` in place, and looks at them, in one pass.
 
     Args:
-        tensors: parameters (those that require grad: their ``.grad`` is meant, where there is one) or gradients.
+        tensors: parameters (those that require grad: their ``.grad`` is meant, where there is one) or
+            gradients.
         inv_scale: 1 / loss scale; None rewrites nothing.
 
     Returns:
-        ``(found_inf, grad_norm)``, 0-dim on the first gradient's device, not synchronised: ``found_inf`` is 1.0 when
-        one of the gradients as given is inf or NaN, ``grad_norm`` the 2-norm of all gradients after unscaling, in
-        float32 whatever their dtype (float64 for float64).
+        ``(found_inf, grad_norm)``, 0-dim on the first gradient's device, not synchronised: ``found_inf`` is
+        1.0 when one of the gradients as given is inf or NaN, ``grad_norm`` the 2-norm of all gradients after
+        unscaling, in float32 whatever their dtype (float64 for float64).
     """
     grads: list[Tensor] = []
     for tensor in _as_list(tensors):
@@ -49,10 +50,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` with a norm that neither overflows nor loses digits in 16-bit dtypes.
+    """``torch.nn.utils.clip_grad_norm_``, its norm safe from overflow and rounding in 16-bit dtypes.
 
-    The norm is computed in float32 (float64 for float64 gradients) and accumulated in double. Where it is already
-    small enough the gradients are not written at all, which only the device decides.
+    The norm is computed in float32 (float64 for float64 gradients) and accumulated in double. Where it is
+    already small enough the gradients are not written at all, which only the device decides.
 
     Args:
         parameters: whose gradients to clip, in place.
@@ -70,9 +71,7 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, types.GeneratorType)
     listed = _as_list(parameters)
     if is_generator and not listed:
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
-        )
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = _gradients.gradients_of(listed)
     if not grads:
         return torch.tensor(0.0)
@@ -84,9 +83,9 @@ def clip_grad_norm_(
         norm = _other_norm(grads, float(norm_type))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+            "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
         )
     _gradients.scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
@@ -96,7 +95,9 @@ def _other_norm(grads: list[Tensor], order: float) -> Tensor:
     device = grads[0].device
     dtype = _gradients._norm_dtype(grads)
     norms = [
-        torch.linalg.vector_norm(g, order, dtype=_gradients._wide(g, dtype)).to(device, dtype) for g in grads if g.numel()
+        torch.linalg.vector_norm(g, order, dtype=_gradients._wide(g, dtype)).to(device, dtype)
+        for g in grads
+        if g.numel()
     ]
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)

@@ -18,10 +18,11 @@ class GradScaler(torch.amp.GradScaler):
 
     What it adds:
 
-    - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim`` that is
-      the *lazy* form: gradients are read, never rewritten (``p.grad`` stays scaled and unclipped), and whether to skip
-      is decided on the device.
-    - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled once.
+    - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim``
+      that is the *lazy* form: gradients are read, never rewritten (``p.grad`` stays scaled and unclipped),
+      and whether to skip is decided on the device.
+    - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled
+      once.
     """
 
     def step(
@@ -75,7 +76,9 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded for this optimizer.")
         record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
 
-    def _unscaled_step(self, optimizer: NativeStep, max_grad_norm: float | None, record: dict[str, Any]) -> None:
+    def _unscaled_step(
+        self, optimizer: NativeStep, max_grad_norm: float | None, record: dict[str, Any]
+    ) -> None:
         found = list(record["found_inf_per_device"].values())
         if not found:
             raise AssertionError("No inf checks were recorded for this optimizer.")

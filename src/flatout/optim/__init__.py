@@ -1,4 +1,4 @@
-"""Optimizers that move the least memory an update can: drop-in subclasses of torch's, and one-call updates."""
+"""Optimizers that move the least memory an update can: subclasses of torch's, and one-call updates."""
 
 from flatout import _native  # noqa: F401  (loads the operators)
 from flatout.optim.adam import Adam, AdamW

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,8 @@ class NativeStep(torch.optim.Optimizer):
     """
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
-    # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with .item().
+    # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with
+    # .item().
     _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -71,13 +71,19 @@ class NativeStep(torch.optim.Optimizer):
         for group, buckets in work:
             for (device, _), (params, grads) in buckets.items():
                 local_factor = _gradients.on_device(factor, device)
-                local_inf = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
-                with _dense(params, grads) as (flat_params, flat_grads):
-                    self._native_step(group, params, flat_params, flat_grads, local_factor, local_inf)
+                local_inf = (
+                    None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
+                )
+                try:
+                    self._native_step(group, params, grads, local_factor, local_inf)
+                except RuntimeError as error:
+                    if not _gradients.is_about_layout(error):
+                        raise
+                    self._step_in_other_layouts(group, params, grads, local_factor, local_inf)
                 torch.autograd.graph.increment_version(params)
 
     def _collect(self) -> list[tuple[dict[str, Any], dict[Any, tuple[list[Tensor], list[Tensor]]]]] | None:
-        """Per group, parameters and gradients by (device, dtype); None when one of them is not for our kernels."""
+        """Per group, parameters and gradients by (device, dtype); None when one is not for our kernels."""
         work = []
         for group in self.param_groups:
             buckets: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -93,7 +99,7 @@ class NativeStep(torch.optim.Optimizer):
                     bucket = buckets[key] = ([], [])
                 if g.dtype != p.dtype or g.layout != torch.strided or g.device != key[0]:
                     return None
-                if type(p) not in _PLAIN or type(g) not in _PLAIN:
+                if type(p) not in _gradients.PLAIN or type(g) not in _gradients.PLAIN:
                     return None
                 bucket[0].append(p)
                 bucket[1].append(g)
@@ -104,13 +110,36 @@ class NativeStep(torch.optim.Optimizer):
         self,
         group: dict[str, Any],
         params: list[Tensor],
-        flat_params: list[Tensor],
+        grads: list[Tensor],
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        memory: list[Tensor] | None = None,
+    ) -> None:
+        """One group's parameters of one device and dtype.
+
+        State belongs to ``params``; ``memory``, where given, stands in for them and lays out their state.
+        """
+        raise NotImplementedError
+
+    def _step_in_other_layouts(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
         grads: list[Tensor],
         factor: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """One group's parameters of one device and dtype; state belongs to ``params``, memory is ``flat_params``'."""
-        raise NotImplementedError
+        """The same where strides differ: the flat kernels need parameter, gradient and state laid out alike.
+
+        A gradient or a moment laid out differently is copied; a parameter that is no dense block (a strided
+        view) is computed in a copy and written back.
+        """
+        memory = [p if _gradients.is_dense(p) else p.contiguous() for p in params]
+        like_params = [like(g, p) for g, p in zip(grads, memory, strict=True)]
+        self._native_step(group, params, like_params, factor, found_inf, memory)
+        for p, stand_in in zip(params, memory, strict=True):
+            if stand_in is not p:
+                p.copy_(stand_in)
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The same update by torch's class; it must ask the device whether to skip."""
@@ -120,32 +149,13 @@ class NativeStep(torch.optim.Optimizer):
             grads = _gradients.gradients_of(p for group in self.param_groups for p in group["params"])
             if grads:
                 _gradients.scale_(grads, factor)
-        handed = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        handed: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
         try:
             unhooked_step(self._torch_class)(self)
         finally:
             self.__dict__.update(handed)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-@contextlib.contextmanager
-def _dense(params: list[Tensor], grads: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters and gradients as the flat kernels need them: dense, and of equal strides.
-
-    Almost always they are already. A gradient laid out differently is copied; a parameter that is no dense block
-    (a strided view) is computed in a copy and written back.
-    """
-    if all(p.is_contiguous() and g.is_contiguous() for p, g in zip(params, grads, strict=True)):
-        yield params, grads
-        return
-    flat_params = [p if _gradients.is_dense(p) else p.contiguous() for p in params]
-    flat_grads = [like(g, p) for g, p in zip(grads, flat_params, strict=True)]
-    yield flat_params, flat_grads
-    for p, flat in zip(params, flat_params, strict=True):
-        if flat is not p:
-            p.copy_(flat)
 
 
 def like(tensor: Tensor, leader: Tensor) -> Tensor:
@@ -165,7 +175,7 @@ def learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tens
 
 
 def step_count(state: dict[str, Any], device: torch.device) -> Tensor:
-    """``state["step"]`` as the kernels read it: float32 on the parameter's device; moved there when it is not."""
+    """``state["step"]`` as the kernels read it: float32, moved to the parameter's device when elsewhere."""
     step = state["step"]
     if step.dtype != torch.float32 or step.device != device:
         state["step"] = step = step.to(device=device, dtype=torch.float32)

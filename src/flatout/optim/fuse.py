@@ -42,18 +42,20 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
             if not _gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
             if not _gradients.is_native(p):
-                return f"param_groups[{i}] has a {type(p).__name__} of {p.dtype}: only plain float tensors are native."
+                kind = f"{type(p).__name__} of {p.dtype}"
+                return f"param_groups[{i}] has a {kind}: only plain float tensors are native."
     return None
 
 
 def fuse(optimizer: _Optimizer) -> _Optimizer:
     """Gives a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` its native step, in place and at any time.
 
-    The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) stay what they are; only its
-    class changes, to the subclass of the same name in ``flatout.optim``. :func:`unfuse` undoes it.
+    The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) stay what they are;
+    only its class changes, to the subclass of the same name in ``flatout.optim``. :func:`unfuse` undoes it.
 
     Args:
-        optimizer: any optimizer. One that cannot be converted is left alone; :func:`why_not_fusable` says why.
+        optimizer: any optimizer. One that cannot be converted is left alone; :func:`why_not_fusable` says
+            why.
 
     Returns:
         ``optimizer`` itself.
@@ -92,14 +94,14 @@ def unfuse(optimizer: _Optimizer) -> _Optimizer:
 
 
 def _become(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> None:
-    optimizer.__class__ = cls  # type: ignore[assignment]
+    optimizer.__class__ = cls
     optimizer._patch_step_function()
     if "step" in optimizer.__dict__:
         optimizer.__dict__["step"] = _as_scheduler_wraps(optimizer)
 
 
 def _as_scheduler_wraps(optimizer: torch.optim.Optimizer) -> Any:
-    """The class's step as ``LRScheduler`` puts it on an instance: it notes the call, and holds no reference."""
+    """The class's step as ``LRScheduler`` puts it on an instance: notes the call, holds no reference."""
     function: Any = type(optimizer).step
     reference = weakref.ref(optimizer)
 

@@ -13,12 +13,13 @@ _sgd = torch.ops.flatout.sgd_
 
 
 class SGD(NativeStep, torch.optim.SGD):
-    """Equals ``torch.optim.SGD`` with the same arguments, in one pass over memory (20 bytes per fp32 parameter).
+    """Equals ``torch.optim.SGD`` with the same arguments, in one pass over memory.
 
     Momentum buffers start as zeros, so a first step that found infinities leaves nothing undefined behind (in
-    torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with ``dampening`` that
-    differs from the rule of later steps, and only the device knows which step is the first one *taken*: a count per
-    parameter is kept there. ``state_dict`` shows torch's state only: a buffer that waits for its first step is None.
+    torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with
+    ``dampening`` that differs from the rule of later steps, and only the device knows which step is the first
+    one *taken*: a count per parameter is kept there. ``state_dict`` shows torch's state only: a buffer that
+    waits for its first step is None.
     """
 
     _torch_class = torch.optim.SGD
@@ -28,28 +29,30 @@ class SGD(NativeStep, torch.optim.SGD):
         self,
         group: dict[str, Any],
         params: list[Tensor],
-        flat_params: list[Tensor],
         grads: list[Tensor],
         factor: Tensor | None,
         found_inf: Tensor | None,
+        memory: list[Tensor] | None = None,
     ) -> None:
         device = params[0].device
         buffers: list[Tensor] = []
         steps_taken: list[Tensor] = []
         if group["momentum"] != 0:
-            for p, flat in zip(params, flat_params, strict=True):
+            for i, p in enumerate(params):
                 state = self.state[p]
                 buffer = state.get("momentum_buffer")
                 if group["dampening"] != 0:
-                    steps_taken.append(self._count(p, buffer is None))
+                    steps_taken.append(self._count(p, fresh=buffer is None))
                 if buffer is None:
-                    state["momentum_buffer"] = buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
-                if not (buffer.is_contiguous() and flat.is_contiguous()):
-                    state["momentum_buffer"] = buffer = like(buffer, flat)
+                    state["momentum_buffer"] = buffer = torch.zeros_like(
+                        p, memory_format=torch.preserve_format
+                    )
+                if memory is not None:
+                    state["momentum_buffer"] = buffer = like(buffer, memory[i])
                 buffers.append(buffer)
         lr, lr_tensor = learning_rate(group["lr"], device)
         _sgd(
-            flat_params,
+            memory or params,
             grads,
             buffers,
             steps_taken,
@@ -64,7 +67,7 @@ class SGD(NativeStep, torch.optim.SGD):
             found_inf=found_inf,
         )
 
-    def _count(self, p: Tensor, fresh: bool) -> Tensor:
+    def _count(self, p: Tensor, *, fresh: bool) -> Tensor:
         counts = self.__dict__.setdefault("_steps_taken", {})
         if fresh or p not in counts:
             counts[p] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)

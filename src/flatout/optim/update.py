@@ -31,22 +31,23 @@ def update(
 ) -> UpdateResult:
     """Steps ``optimizer`` with its gradients times ``inv_scale``, clipped to a global norm.
 
-    With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and once by
-    the step, and **never rewritten**: ``p.grad`` stays scaled and unclipped (32 bytes per fp32 parameter for AdamW,
-    against 48). Any other optimizer gets its gradients rewritten in place first, with the same meaning.
+    With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and
+    once by the step, and **never rewritten**: ``p.grad`` stays scaled and unclipped (32 bytes per fp32
+    parameter for AdamW, against 48). Any other optimizer gets its gradients rewritten in place first, with
+    the same meaning.
 
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
             ``torch.nn.utils.clip_grad_norm_``.
-        inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 / accumulated
-            micro-batches, or their product. A 0-dim tensor stays on its device.
+        inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 /
+            accumulated micro-batches, or their product. A 0-dim tensor stays on its device.
         max_grad_norm: clip to this norm.
-        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN. Default:
-            when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
+        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
+            Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
 
     Returns:
-        What the check found. Both are None when there was no need to look: no gradients at all, or only a float
-        ``inv_scale``.
+        What the check found. Both are None when there was no need to look: no gradients at all, or only a
+        float ``inv_scale``.
 
     Raises:
         ValueError: ``max_grad_norm`` is negative or NaN.
@@ -70,8 +71,11 @@ def apply(optimizer: torch.optim.Optimizer, factor: Tensor | None, found_inf: Te
     if isinstance(optimizer, NativeStep):
         _step_with(optimizer, _grad_factor=factor, found_inf=found_inf)
         return
-    # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask instead.
-    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+    # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask
+    # instead.
+    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
+        optimizer, torch.optim.SGD
+    )
     if found_inf is not None and not asks and found_inf.item():
         return
     if factor is not None:

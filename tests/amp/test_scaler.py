@@ -1,0 +1,160 @@
+"""GradScaler equals torch's, with either scaler and either optimizer, lazily and eagerly."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+import torch
+
+import flatout.amp as fa
+import flatout.optim as fo
+
+BAD = (1, 2, 6)  # steps with an infinity in them
+
+
+def train(scaler_class, optimizer_module, name, form, dtype=torch.float32):
+    torch.manual_seed(0)
+    p, q = (torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (33, 70_000))
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(optimizer_module, name)(
+        [{"params": [p]}, {"params": [q], "lr": 1e-2}], lr=1e-3, **options
+    )
+    scaler = scaler_class("cpu", init_scale=512.0, growth_interval=3)
+    scales = []
+    for step in range(9):
+        optimizer.zero_grad()
+        weight = float("inf") if step in BAD else 1.0 + step
+        loss = (p.sum() * weight + (q * q).sum() * 0.1).float()
+        scaler.scale(loss).backward()
+        if form == "eager":
+            scaler.unscale_(optimizer)
+            clip = torch.nn.utils.clip_grad_norm_ if optimizer_module is torch.optim else fa.clip_grad_norm_
+            clip([p, q], 2.0)
+            scaler.step(optimizer)
+        elif form == "lazy":
+            scaler.step(optimizer, max_grad_norm=2.0)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, p.detach(), q.detach(), optimizer, scaler
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    "scaler", [torch.amp.GradScaler, fa.GradScaler], ids=["torch_scaler", "flatout_scaler"]
+)
+@pytest.mark.parametrize("module", [torch.optim, fo], ids=["torch_optim", "flatout_optim"])
+@pytest.mark.parametrize("form", ["eager", "lazy", "plain"])
+def test_any_pairing_equals_torch(form, module, scaler, name):
+    if form == "lazy" and scaler is torch.amp.GradScaler:
+        pytest.skip("torch's scaler has no max_grad_norm")
+    expected = train(torch.amp.GradScaler, torch.optim, name, "eager" if form == "lazy" else form)
+    result = train(scaler, module, name, form)
+    assert result[0] == expected[0], "the scale has the same history"
+    for ours, theirs in zip(result[1:3], expected[1:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert result[4].state_dict() == expected[4].state_dict()
+
+
+def test_a_step_asks_the_device_nothing(monkeypatch):
+    """No .item(), no bool(), no float() of a tensor: the CPU stand-in for a check of synchronisations."""
+    p = torch.nn.Parameter(torch.ones(10))
+    optimizer, scaler = fo.AdamW([p]), fa.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    for name in ("item", "__bool__", "__float__", "tolist", "numpy"):
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a: pytest.fail("the step waited for the device")
+        )
+    scaler.step(optimizer, max_grad_norm=1.0)
+    scaler.update()
+
+
+def test_unscaled_then_step_with_a_clip_inside():
+    p, q = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+    optimizer, reference = fo.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
+    scaler = fa.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum() * 3).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(p.grad, torch.full((5,), 3.0))
+    scaler.step(optimizer, max_grad_norm=1.0)
+    q.grad = torch.full((5,), 3.0)
+    torch.nn.utils.clip_grad_norm_(q, 1.0)
+    reference.step()
+    torch.testing.assert_close(p, q)
+
+
+def test_misuse_is_refused_as_in_torch():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer, scaler = fo.SGD([p], lr=0.1), fa.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: None)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    p.grad = None
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(optimizer)
+    half = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(fo.SGD([half], lr=0.1))
+
+
+def test_disabled_and_pickled():
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = fo.SGD([p], lr=1.0), fa.GradScaler("cpu", enabled=False)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer, max_grad_norm=1.0)
+    scaler.update()
+    torch.testing.assert_close(p.detach(), torch.full((4,), 0.5))
+    enabled = fa.GradScaler("cpu", init_scale=4.0)
+    assert pickle.loads(pickle.dumps(enabled)).state_dict() == enabled.state_dict()
+
+
+def test_clip_grad_norm_is_torchs():
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        for max_norm in (0.5, 1e9):
+            ours, theirs = ([torch.nn.Parameter(torch.ones(n)) for n in (3, 0, 1000)] for _ in range(2))
+            for p in (*ours, *theirs):
+                p.grad = torch.arange(p.numel()) - 7.0
+            kept = ours[2].grad
+            a = fa.clip_grad_norm_(ours, max_norm, order)
+            b = torch.nn.utils.clip_grad_norm_([p for p in theirs if p.numel()], max_norm, order)
+            torch.testing.assert_close(a, b)
+            assert ours[2].grad is kept
+            for p, q in zip(ours, theirs, strict=True):
+                if p.numel():
+                    torch.testing.assert_close(p.grad, q.grad)
+    ours[0].grad[0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fa.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    assert fa.clip_grad_norm_([], 1.0) == 0
+    with pytest.warns(UserWarning, match="empty generator"):
+        fa.clip_grad_norm_((p for p in ()), 1.0)
+
+
+def test_unscale_and_check_takes_parameters_or_gradients():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.full((3,), 4.0)
+    assert fa.unscale_and_check_([p, torch.nn.Parameter(torch.ones(2))], torch.tensor(0.5))[0] == 0
+    assert (p.grad == 2).all()
+    assert torch.equal(p.detach(), torch.ones(3))
+    version = p.grad._version
+    found_inf, norm = fa.unscale_and_check_(p.grad, None)
+    assert (p.grad == 2).all()
+    assert norm.item() == pytest.approx(12**0.5)
+    assert p.grad._version > version, "autograd hears of it"
+    strided = torch.full((4, 4), 2.0)[:, ::2]
+    assert fa.unscale_and_check_(strided, 0.5)[1].item() == pytest.approx(8**0.5)
+    assert (strided == 1).all()
+    big = torch.tensor([sys.float_info.max], dtype=torch.float64)
+    found_inf, norm = fa.unscale_and_check_(big, None)
+    assert found_inf == 0, "finite, although its square is not"

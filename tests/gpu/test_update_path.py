@@ -1,0 +1,225 @@
+"""The CUDA kernels against the CPU ones and torch: run where there is a GPU, skipped visibly elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flatout.optim as fo
+from flatout import _native
+from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
+from flatout.optim import update
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
+]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SIZES = [1, 3, 0, 35, 16383, 16384, 16385, 100_003, 0]
+OPTIMIZERS = [
+    ("AdamW", {}),
+    ("Adam", {"weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+]
+
+
+def values(dtype: torch.dtype, seed: int, offset: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n + offset, generator=generator).to(dtype)[offset:] for n in SIZES]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}.get(dtype, 2e-2)
+
+
+def test_the_kernels_are_there():
+    assert _native.has_cuda_kernels(), "compiled in, but the driver or the architecture does not fit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), OPTIMIZERS, ids=lambda v: v if isinstance(v, str) else ",".join(v)
+)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_cuda_equals_cpu(name, options, dtype, offset):
+    results = []
+    for device in ("cpu", "cuda"):
+        # An offset in the parameters alone: the streams are misaligned differently.
+        storages = [
+            torch.empty(v.numel() + offset, dtype=dtype, device=device)[offset:].copy_(v)
+            for v in values(dtype, 0)
+        ]
+        params = [torch.nn.Parameter(s) for s in storages]
+        optimizer = getattr(fo, name)(params, lr=1e-2, **options)
+        norms = []
+        for step in range(4):
+            for p, g in zip(params, values(dtype, 1 + step), strict=True):
+                p.grad = (g * 8).to(device)
+            if step == 1:
+                params[-2].grad[77] = float("nan")
+            result = update(
+                optimizer, inv_scale=torch.tensor(1 / 8, device=device), max_grad_norm=1.0 if step else 1e9
+            )
+            assert result.found_inf.item() == (step == 1)
+            norms.append(result.grad_norm.cpu())
+        results.append((params, optimizer.state_dict()["state"], norms))
+    (a, a_state, a_norms), (b, b_state, b_norms) = results
+    bound = tolerance(dtype)
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=bound, atol=bound)
+    for i in a_state:
+        for key, value in a_state[i].items():
+            torch.testing.assert_close(b_state[i][key].cpu(), value, rtol=bound, atol=bound)
+    torch.testing.assert_close(b_norms, a_norms, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("form", ["lazy", "eager"])
+def test_scaler_history_equals_torchs(name, form):
+    def run(optim, scaler, clip):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 65), torch.nn.ReLU(), torch.nn.Linear(65, 7)).cuda()
+        optimizer = getattr(optim, name)(model.parameters(), lr=1e-3)
+        history = []
+        for step in range(12):
+            x = torch.randn(16, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).float().square().mean() * (float("inf") if step == 5 else 1)
+            scaler.scale(loss).backward()
+            if form == "eager" or clip is torch.nn.utils.clip_grad_norm_:
+                scaler.unscale_(optimizer)
+                clip(model.parameters(), 0.1)
+                scaler.step(optimizer)
+            else:
+                scaler.step(optimizer, max_grad_norm=0.1)
+            scaler.update()
+            history.append(scaler.get_scale())
+        return history, [p.detach() for p in model.parameters()]
+
+    expected = run(torch.optim, torch.amp.GradScaler("cuda"), torch.nn.utils.clip_grad_norm_)
+    result = run(fo, GradScaler("cuda"), clip_grad_norm_)
+    assert result[0] == expected[0]
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_no_synchronisation():
+    params = [torch.nn.Parameter(torch.ones(n, device="cuda")) for n in (3, 100_000)]
+    optimizer, scaler = fo.AdamW(params), GradScaler("cuda")
+
+    def one() -> None:
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        scaler.step(optimizer, max_grad_norm=1.0)
+        scaler.update()
+
+    one()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_norm_is_the_same_every_time_and_right():
+    grads = [torch.randn(n, device="cuda") for n in (5_000_003, 1, 70_000)] + [
+        torch.randn(7, device="cuda")
+    ] * 3000
+    norms = {torch.ops.flatout.unscale_and_check(grads, None, 1.0)[1].item() for _ in range(5)}
+    assert len(norms) == 1
+    exact = sum(g.double().square().sum() for g in grads).sqrt().item()
+    assert norms.pop() == pytest.approx(exact, rel=1e-6)
+
+
+def test_thousands_of_tensors_need_several_launches():
+    params = [torch.nn.Parameter(torch.ones(1 + i % 50, device="cuda")) for i in range(5000)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = fo.AdamW(params, lr=0.5, weight_decay=0.0)
+    result = update(optimizer, max_grad_norm=1e9)
+    assert result.grad_norm.item() == pytest.approx(sum(p.numel() for p in params) ** 0.5, rel=1e-6)
+    flat = torch.cat([p.detach() for p in params])
+    torch.testing.assert_close(flat, torch.full_like(flat, 0.5))
+    assert all(s["step"].item() == 1 for s in optimizer.state.values())
+
+
+def test_an_update_in_a_cuda_graph():
+    p, q = (torch.nn.Parameter(torch.ones(1000, device="cuda")) for _ in range(2))
+    lr = torch.tensor(0.1, device="cuda")
+    graphed, eager = fo.AdamW([p], lr=lr), fo.AdamW([q], lr=lr)
+    inv_scale = torch.tensor(0.5, device="cuda")
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+
+    def one(optimizer):
+        update(optimizer, inv_scale=inv_scale, max_grad_norm=1.0)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        one(graphed)
+    torch.cuda.current_stream().wait_stream(stream)
+    one(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one(graphed)
+    for step in range(4):
+        value = float("inf") if step == 2 else 1.0 + step
+        p.grad.fill_(value), q.grad.fill_(value)
+        lr.fill_(0.1 / (1 + step))
+        graph.replay()
+        one(eager)
+    torch.testing.assert_close(p, q)
+    assert graphed.state[p]["step"].item() == 4
+
+
+def test_rewriting_forms():
+    for dtype in DTYPES:
+        g = torch.full((100_001,), 8.0, dtype=dtype, device="cuda")[1:]
+        found_inf, norm = unscale_and_check_(g, 0.25)
+        assert found_inf.item() == 0
+        assert norm.item() == pytest.approx(2 * 100_000**0.5, rel=1e-6)
+        assert (g == 2).all()
+        p = torch.nn.Parameter(torch.zeros_like(g))
+        p.grad = g
+        clip_grad_norm_(p, 2 * 100_000**0.5 / 4)
+        assert (p.grad == 0.5).all()
+
+
+def test_every_half_and_bfloat16_converts_as_torch_does():
+    bits = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.uint16)
+    factor = torch.tensor(1.0009765625, device="cuda")
+    for dtype in (torch.float16, torch.bfloat16):
+        expected = (bits.view(dtype).float() * factor).to(dtype)
+        scaled = bits.clone().view(dtype)
+        torch.ops.flatout.scale_([scaled], factor)
+        torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fuse_moves_step_counts_and_unfuse_brings_them_back():
+    p = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    optimizer = torch.optim.AdamW([p])
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    fo.fuse(optimizer)
+    optimizer.step()
+    assert optimizer.state[p]["step"].is_cuda
+    fo.unfuse(optimizer)
+    assert optimizer.state[p]["step"].device.type == "cpu"
+    assert optimizer.state[p]["step"] == 3
+    optimizer.step()
+
+
+def test_a_side_stream_is_respected():
+    p = torch.nn.Parameter(torch.zeros(1 << 22, device="cuda"))
+    optimizer = fo.SGD([p], lr=1.0)
+    p.grad = torch.zeros_like(p)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        p.grad.fill_(1.0)
+        update(optimizer, max_grad_norm=1e9)
+    stream.synchronize()
+    assert (p == -1).all()
