@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 
 
-def output_of(*command: str) -> str:
-    """First line that ``command`` prints; empty where it cannot run."""
+def output_of(*command: str, having: str = "") -> str:
+    """First line that ``command`` prints with ``having`` in it; empty where it cannot run."""
     if shutil.which(command[0]) is None:
         return ""
-    lines = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()
-    return lines[0] if lines else ""
+    lines = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+    return next((line.strip() for line in lines if having in line), "")
 
 
 def environment(archs: str) -> dict[str, str]:
@@ -32,18 +32,7 @@ def environment(archs: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or "",
-        "nvcc": next(
-            (
-                line
-                for line in subprocess.run(
-                    [nvcc, "--version"], capture_output=True, text=True
-                ).stdout.splitlines()
-                if "release" in line
-            ),
-            "",
-        )
-        if shutil.which(nvcc)
-        else "",
+        "nvcc": output_of(nvcc, "--version", having="release"),
         "architectures": archs,
         "commit": output_of("git", "rev-parse", "HEAD"),
         "command": "make gpu-check",
@@ -82,13 +71,11 @@ def test_counts(out: Path) -> dict[str, int]:
     return counts
 
 
-def benchmarks(out: Path) -> list[dict[str, Any]]:
+def benchmarks(logs: Path) -> list[dict[str, Any]]:
     """Median, quartiles (seconds) and extra information of each benchmark."""
-    report = out / "benchmarks.json"
-    if not report.exists() or not report.stat().st_size:
-        return []
     return [
         {
+            "file": report.stem.removeprefix("benchmark-"),
             "name": entry["name"],
             "group": entry.get("group"),
             "median_seconds": entry["stats"]["median"],
@@ -97,6 +84,8 @@ def benchmarks(out: Path) -> list[dict[str, Any]]:
             "rounds": entry["stats"]["rounds"],
             **entry.get("extra_info", {}),
         }
+        for report in sorted(logs.glob("benchmark-*.json"))
+        if report.stat().st_size
         for entry in json.loads(report.read_text())["benchmarks"]
     ]
 
@@ -120,7 +109,7 @@ def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:
 def main() -> None:
     """Writes ``results.json`` and, when there are benchmarks, ``benchmarks.png``."""
     out, logs, archs = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    entries = benchmarks(out)
+    entries = benchmarks(logs)
     results = {
         "environment": environment(archs),
         "phases": phases(logs),
