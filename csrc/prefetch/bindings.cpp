@@ -18,10 +18,16 @@ namespace py = pybind11;
 namespace flatout::prefetch {
 namespace {
 
+// Addresses come from Python as integers: tensor.data_ptr() is one.
+// NOLINTBEGIN(performance-no-int-to-ptr)
 const std::byte* source_pointer(std::uintptr_t address) {
   return reinterpret_cast<const std::byte*>(address);
 }
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+const std::int64_t* index_pointer(std::uintptr_t address) {
+  return reinterpret_cast<const std::int64_t*>(address);
+}
+// NOLINTEND(performance-no-int-to-ptr)
 
 // The tensors that batches are gathered from; keeps them alive.
 class Columns {
@@ -86,7 +92,7 @@ py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t cou
   };
   PyObject* capsule = PyCapsule_New(&made->managed, "dltensor", delete_unused_capsule);
   if (capsule == nullptr) throw py::error_already_set();
-  static_cast<void>(made.release());  // the capsule's, from here on
+  [[maybe_unused]] SlotTensor* owned = made.release();  // the capsule's, from here on
   return py::reinterpret_steal<py::object>(capsule);
 }
 
@@ -144,15 +150,14 @@ class PyStager {
  public:
   PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
       : device_(device), stager_(std::make_unique<Stager>(std::move(ring), threads, device, max_in_flight)) {}
-  ~PyStager() { close(); }
+  ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
   PyStager(const PyStager&) = delete;
   PyStager& operator=(const PyStager&) = delete;
 
   PyGathered gather(std::shared_ptr<const Columns> columns, std::uintptr_t indices, std::int64_t first,
                     std::size_t count, py::object owner) {
     forget_ended();
-    auto batch =
-        stager_->gather(columns->columns(), reinterpret_cast<const std::int64_t*>(indices), first, count);
+    auto batch = stager_->gather(columns->columns(), index_pointer(indices), first, count);
     gathers_.push_back({batch, columns, std::move(owner)});
     return {std::move(batch), std::move(columns), count};
   }

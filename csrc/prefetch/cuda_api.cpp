@@ -35,8 +35,11 @@ class DeviceScope {
   bool changed_ = false;
 };
 
+// torch hands its handles out as integers.
+// NOLINTBEGIN(performance-no-int-to-ptr)
 cudaStream_t as_stream(Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 cudaEvent_t as_event(EventHandle event) { return reinterpret_cast<cudaEvent_t>(event); }
+// NOLINTEND(performance-no-int-to-ptr)
 
 }  // namespace
 

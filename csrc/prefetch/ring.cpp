@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <new>
@@ -17,11 +16,13 @@ namespace {
 
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t page = 4096;
-constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t huge_page = std::size_t{2} * 1024 * 1024;
 // Below this, lending a larger buffer than asked for wastes nothing that matters.
-constexpr std::size_t small = std::size_t{64} << 10;
+constexpr std::size_t small = std::size_t{64} * 1024;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+std::size_t alignment_of(std::size_t capacity) { return capacity >= huge_page ? huge_page : cache_line; }
 
 }  // namespace
 
@@ -32,16 +33,16 @@ HostBuffer::HostBuffer(std::size_t bytes, bool pinned)
     data_ = static_cast<std::byte*>(cuda::allocate_pinned(capacity_));
     return;
   }
-  const bool huge = capacity_ >= huge_page;
-  const std::size_t alignment = huge ? huge_page : cache_line;
-  data_ = static_cast<std::byte*>(std::aligned_alloc(alignment, round_up(capacity_, alignment)));
-  if (data_ == nullptr) throw std::bad_alloc();
-  if (huge) madvise(data_, round_up(capacity_, alignment), MADV_HUGEPAGE);  // a hint: refusal costs nothing
+  const std::size_t alignment = alignment_of(capacity_);
+  data_ =
+      static_cast<std::byte*>(::operator new(round_up(capacity_, alignment), std::align_val_t{alignment}));
+  // A hint: refusal costs nothing.
+  if (alignment == huge_page) madvise(data_, round_up(capacity_, alignment), MADV_HUGEPAGE);
 }
 
 HostBuffer::~HostBuffer() {
   if (!pinned_) {
-    std::free(data_);
+    ::operator delete(data_, std::align_val_t{alignment_of(capacity_)});
   } else if (!guard_.forked()) {  // a forked child must not call CUDA
     cuda::free_pinned(data_);
   }
@@ -58,7 +59,9 @@ Ring::Ring(bool pinned, std::size_t max_idle)
 
 Ring::~Ring() {
   // The fork may have caught another thread inside the deque: leave it alone.
-  if (guard_.forked()) static_cast<void>(state_.release());
+  if (guard_.forked()) {
+    [[maybe_unused]] State* leaked = state_.release();
+  }
 }
 
 Slot Ring::acquire(std::size_t bytes) {

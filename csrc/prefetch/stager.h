@@ -40,7 +40,7 @@ struct Transfer {
 
 // How sources that are pinned already reach the device. Straight from where they lie saves a copy on the
 // host, but reads them until the device has passed the copy: only for sources that nobody writes again.
-enum class PinnedSources { direct, staged };
+enum class PinnedSources : std::uint8_t { direct, staged };
 
 inline constexpr int host_device = -1;
 

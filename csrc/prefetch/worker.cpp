@@ -102,7 +102,10 @@ Worker::Worker(int threads) : state_(std::make_unique<State>()) {
 
 Worker::~Worker() {
   close();
-  if (guard_.forked()) static_cast<void>(state_.release());  // its threads do not exist here: nothing to join
+  // Its threads do not exist in a forked child: nothing to join there.
+  if (guard_.forked()) {
+    [[maybe_unused]] State* leaked = state_.release();
+  }
 }
 
 std::shared_ptr<Ticket> Worker::submit(Job job) {
