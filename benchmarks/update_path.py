@@ -25,7 +25,7 @@ CASES = {
     "32M_in_100": [320_000] * 100,
     "2000_small": [512] * 2000,
 }
-BYTES = {"torch": 48, "flatout": 32}  # DRAM traffic per fp32 parameter: facts/optimizers.md, derived
+BYTES = {"torch": 48, "flatout": 32}  # DRAM traffic per fp32 parameter, counted from the algorithm
 
 
 def make(
@@ -88,7 +88,8 @@ def test_update(case: str, device: str, benchmark: pytest.FixtureRequest) -> Non
             times[name].append(seconds(run, device))
     ratios = [a / b for a, b in zip(times["torch"], times["flatout"], strict=True)]
     best = {name: min(values) for name, values in times.items()}
-    copy = 2 * source.nbytes / best["copy"]
+    # A CPU reads the lines of the target before it overwrites them; an update's targets are read anyway.
+    copy = (3 if device == "cpu" else 2) * source.nbytes / best["copy"]
     quartiles = statistics.quantiles(ratios, n=4)
     info = {
         "ratio_median": statistics.median(ratios),
