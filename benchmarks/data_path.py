@@ -86,15 +86,11 @@ def samples_per_second(loader: Iterable) -> float:
 
 
 def best_of(rates: dict[str, list[float]], prefix: str) -> str:
-    return max(
-        (name for name in rates if name.startswith(prefix)), key=lambda name: statistics.median(rates[name])
-    )
+    return max((name for name in rates if name.startswith(prefix)), key=lambda name: statistics.median(rates[name]))
 
 
 def ratio(rates: dict[str, list[float]], name: str) -> float:
-    return statistics.median(
-        ours / theirs for ours, theirs in zip(rates["flatout"], rates[name], strict=True)
-    )
+    return statistics.median(ours / theirs for ours, theirs in zip(rates["flatout"], rates[name], strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

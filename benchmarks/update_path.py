@@ -28,9 +28,7 @@ CASES = {
 BYTES = {"torch": 48, "flatout": 32}  # DRAM traffic per fp32 parameter, counted from the algorithm
 
 
-def make(
-    module: object, sizes: list[int], device: str, **options: object
-) -> tuple[torch.optim.Optimizer, list]:
+def make(module: object, sizes: list[int], device: str, **options: object) -> tuple[torch.optim.Optimizer, list]:
     params = [torch.nn.Parameter(torch.rand(n, device=device)) for n in sizes]
     for p in params:
         p.grad = torch.rand_like(p) - 0.5

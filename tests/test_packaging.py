@@ -48,9 +48,7 @@ def test_operators_need_nothing_of_torch_but_its_cpu_library() -> None:
 
 
 def test_the_host_module_needs_no_torch_at_all() -> None:
-    assert not {
-        name for name in needed(native("_host")) if name.startswith(("libtorch", "libc10", "libcuda"))
-    }
+    assert not {name for name in needed(native("_host")) if name.startswith(("libtorch", "libc10", "libcuda"))}
 
 
 def test_a_torch_that_is_too_old_is_refused_by_both_versions() -> None:

@@ -44,15 +44,9 @@ def phases(logs: Path) -> list[dict[str, Any]]:
     found = []
     for line in (logs / "phases.tsv").read_text().splitlines():
         name, code, seconds = line.split("\t")
-        status = {"0": "passed", "124": "timed out", "137": "timed out", "skipped": "skipped"}.get(
-            code, "failed"
-        )
+        status = {"0": "passed", "124": "timed out", "137": "timed out", "skipped": "skipped"}.get(code, "failed")
         log = logs / f"{name}.log"
-        if (
-            status == "passed"
-            and log.exists()
-            and "\nunsupported: " in "\n" + log.read_text(errors="replace")
-        ):
+        if status == "passed" and log.exists() and "\nunsupported: " in "\n" + log.read_text(errors="replace"):
             status = "unsupported"
         found.append({"name": name, "status": status, "seconds": int(seconds)})
     return found

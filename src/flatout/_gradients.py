@@ -72,9 +72,7 @@ def is_about_layout(error: RuntimeError) -> bool:
 def _all_native(group: Sequence[Tensor]) -> bool:
     """``all(map(is_native, group))`` for tensors of one device and dtype."""
     return (
-        is_native(group[0])
-        and PLAIN.issuperset(map(type, group))
-        and not any(g.layout != torch.strided for g in group)
+        is_native(group[0]) and PLAIN.issuperset(map(type, group)) and not any(g.layout != torch.strided for g in group)
     )
 
 
@@ -110,9 +108,7 @@ def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | No
 
 
 def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    return (
-        torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
-    )
+    return torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
 
 
 def _look(grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None) -> GradCheck:
@@ -144,9 +140,7 @@ def _conclude(found_inf: Tensor, norm: Tensor, inv_scale: Tensor | None, max_nor
 
 
 @torch.no_grad()
-def check(
-    grads: Sequence[Tensor], inv_scale: Tensor | float | None = None, max_norm: float | None = None
-) -> GradCheck:
+def check(grads: Sequence[Tensor], inv_scale: Tensor | float | None = None, max_norm: float | None = None) -> GradCheck:
     """Reads all gradients once; rewrites none.
 
     Args:

@@ -18,9 +18,7 @@ def train(scaler_class, optimizer_module, name, form, dtype=torch.float32):
     torch.manual_seed(0)
     p, q = (torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (33, 70_000))
     options = {"momentum": 0.9} if name == "SGD" else {}
-    optimizer = getattr(optimizer_module, name)(
-        [{"params": [p]}, {"params": [q], "lr": 1e-2}], lr=1e-3, **options
-    )
+    optimizer = getattr(optimizer_module, name)([{"params": [p]}, {"params": [q], "lr": 1e-2}], lr=1e-3, **options)
     scaler = scaler_class("cpu", init_scale=512.0, growth_interval=3)
     scales = []
     for step in range(9):
@@ -43,9 +41,7 @@ def train(scaler_class, optimizer_module, name, form, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@pytest.mark.parametrize(
-    "scaler", [torch.amp.GradScaler, fa.GradScaler], ids=["torch_scaler", "flatout_scaler"]
-)
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, fa.GradScaler], ids=["torch_scaler", "flatout_scaler"])
 @pytest.mark.parametrize("module", [torch.optim, fo], ids=["torch_optim", "flatout_optim"])
 @pytest.mark.parametrize("form", ["eager", "lazy", "plain"])
 def test_any_pairing_equals_torch(form, module, scaler, name):
@@ -65,9 +61,7 @@ def test_a_step_asks_the_device_nothing(monkeypatch):
     optimizer, scaler = fo.AdamW([p]), fa.GradScaler("cpu")
     scaler.scale(p.sum()).backward()
     for name in ("item", "__bool__", "__float__", "tolist", "numpy"):
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *a: pytest.fail("the step waited for the device")
-        )
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a: pytest.fail("the step waited for the device"))
     scaler.step(optimizer, max_grad_norm=1.0)
     scaler.update()
 

@@ -27,9 +27,7 @@ from flatout.data import InMemoryLoader, why_not_in_memory
 
 def make_dataset(n: int) -> TensorDataset:
     image = torch.arange(n * 12, dtype=torch.float32).reshape(n, 3, 2, 2)
-    return TensorDataset(
-        image, torch.arange(n) - 5, torch.arange(n) % 2 == 0, torch.arange(n * 3).reshape(n, 3).half()
-    )
+    return TensorDataset(image, torch.arange(n) - 5, torch.arange(n) % 2 == 0, torch.arange(n * 3).reshape(n, 3).half())
 
 
 def make_subset(n: int) -> Subset:

@@ -198,7 +198,5 @@ def test_interpreter_exit_in_mid_epoch():
         else:
             print("all ended")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], timeout=120, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")

@@ -38,9 +38,7 @@ def collate(samples):
 
 
 def test_clone_shares_everything():
-    loader = DataLoader(
-        DATA, 3, shuffle=True, generator=torch.Generator(), collate_fn=collate, drop_last=True
-    )
+    loader = DataLoader(DATA, 3, shuffle=True, generator=torch.Generator(), collate_fn=collate, drop_last=True)
     loader.note = "the user's"
     clone = clone_loader(loader)
     assert clone is not loader

@@ -31,9 +31,7 @@ KINDS = [Prefetcher, CopyingPrefetcher]
 
 
 def threads() -> int:
-    return sum(
-        (task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir()
-    )
+    return sum((task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir())
 
 
 def make_loader(**options) -> DataLoader:
@@ -56,9 +54,7 @@ def test_same_batches_for_many_epochs(kind, depth, wrap):
     assert threads() == 0
 
 
-@pytest.mark.parametrize(
-    "layout", ["contiguous", "channels_last", "transposed", "gaps", "broadcast", "empty", "0-dim"]
-)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "gaps", "broadcast", "empty", "0-dim"])
 def test_layouts(layout):
     tensor = {
         "contiguous": torch.randn(2, 3, 4, 5),

@@ -39,17 +39,14 @@ def test_the_kernels_are_there():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("name", "options"), OPTIMIZERS, ids=lambda v: v if isinstance(v, str) else ",".join(v)
-)
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda v: v if isinstance(v, str) else ",".join(v))
 @pytest.mark.parametrize("offset", [0, 1])
 def test_cuda_equals_cpu(name, options, dtype, offset):
     results = []
     for device in ("cpu", "cuda"):
         # An offset in the parameters alone: the streams are misaligned differently.
         storages = [
-            torch.empty(v.numel() + offset, dtype=dtype, device=device)[offset:].copy_(v)
-            for v in values(dtype, 0)
+            torch.empty(v.numel() + offset, dtype=dtype, device=device)[offset:].copy_(v) for v in values(dtype, 0)
         ]
         params = [torch.nn.Parameter(s) for s in storages]
         optimizer = getattr(fo, name)(params, lr=1e-2, **options)
@@ -59,9 +56,7 @@ def test_cuda_equals_cpu(name, options, dtype, offset):
                 p.grad = (g * 8).to(device)
             if step == 1:
                 params[-2].grad[77] = float("nan")
-            result = update(
-                optimizer, inv_scale=torch.tensor(1 / 8, device=device), max_grad_norm=1.0 if step else 1e9
-            )
+            result = update(optimizer, inv_scale=torch.tensor(1 / 8, device=device), max_grad_norm=1.0 if step else 1e9)
             assert result.found_inf.item() == (step == 1)
             norms.append(result.grad_norm.cpu())
         results.append((params, optimizer.state_dict()["state"], norms))
@@ -123,9 +118,7 @@ def test_no_synchronisation():
 
 
 def test_the_norm_is_the_same_every_time_and_right():
-    grads = [torch.randn(n, device="cuda") for n in (5_000_003, 1, 70_000)] + [
-        torch.randn(7, device="cuda")
-    ] * 3000
+    grads = [torch.randn(n, device="cuda") for n in (5_000_003, 1, 70_000)] + [torch.randn(7, device="cuda")] * 3000
     norms = {torch.ops.flatout.unscale_and_check(grads, None, 1.0)[1].item() for _ in range(5)}
     assert len(norms) == 1
     exact = sum(g.double().square().sum() for g in grads).sqrt().item()

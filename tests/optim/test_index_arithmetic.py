@@ -37,15 +37,12 @@ def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
     threads=st.sampled_from([32, 128, 512]),
     piece=st.sampled_from([CHUNK, 2 * CHUNK, 1 << 31]),
 )
-def test_blocks_and_threads_cover_every_element_once(
-    sizes, dtype, offsets, together, amsgrad, threads, piece
-):
+def test_blocks_and_threads_cover_every_element_once(sizes, dtype, offsets, together, amsgrad, threads, piece):
     if together:
         offsets = offsets[:1] * 5
     generator = torch.Generator().manual_seed(0)
     lists = [
-        [at_offset(torch.rand(n, generator=generator).to(dtype), o) for n in sizes]
-        for o in offsets[: 4 + amsgrad]
+        [at_offset(torch.rand(n, generator=generator).to(dtype), o) for n in sizes] for o in offsets[: 4 + amsgrad]
     ]
     params, grads, exp_avgs, exp_avg_sqs = lists[:4]
     maxima = lists[4] if amsgrad else []

@@ -16,9 +16,7 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def unscale_and_check_(
-    tensors: Tensor | Iterable[Tensor], inv_scale: Tensor | float | None
-) -> tuple[Tensor, Tensor]:
+def unscale_and_check_(tensors: Tensor | Iterable[Tensor], inv_scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
     """Multiplies gradients with ``inv_scale`` in place, and looks at them, in one pass.
 
     Args:

@@ -76,9 +76,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded for this optimizer.")
         record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
 
-    def _unscaled_step(
-        self, optimizer: NativeStep, max_grad_norm: float | None, record: dict[str, Any]
-    ) -> None:
+    def _unscaled_step(self, optimizer: NativeStep, max_grad_norm: float | None, record: dict[str, Any]) -> None:
         found = list(record["found_inf_per_device"].values())
         if not found:
             raise AssertionError("No inf checks were recorded for this optimizer.")

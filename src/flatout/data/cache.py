@@ -95,13 +95,9 @@ def _samples(dataset: Any, indices: Any) -> Iterator[Any]:
         try:
             samples = batched(chunk) if batched else [dataset[index] for index in chunk]
         except Exception as error:  # the user's own code: it will raise again where the user looks for it
-            raise NotCacheable(
-                f"dataset[{chunk[0]}..{chunk[-1]}] raised {type(error).__name__}: {error}"
-            ) from error
+            raise NotCacheable(f"dataset[{chunk[0]}..{chunk[-1]}] raised {type(error).__name__}: {error}") from error
         if not isinstance(samples, (list, tuple)) or len(samples) != len(chunk):
-            raise NotCacheable(
-                f"__getitems__ does not return a list of {len(chunk)} samples for as many indices"
-            )
+            raise NotCacheable(f"__getitems__ does not return a list of {len(chunk)} samples for as many indices")
         yield from samples
 
 
@@ -170,9 +166,7 @@ class _Table:
         if _signature(sample) != self._signature:
             return False
         leaves = tensors_of(default_collate([sample]))
-        return all(
-            _same_bits(column[index], leaf[0]) for column, leaf in zip(self.columns, leaves, strict=True)
-        )
+        return all(_same_bits(column[index], leaf[0]) for column, leaf in zip(self.columns, leaves, strict=True))
 
     def assemble(self, tensors: list[Tensor]) -> Any:
         """A batch's columns in the containers of the samples."""
@@ -183,9 +177,7 @@ class _Table:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(
-        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-    )  # NaN equals NaN
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
 
 
 def available_memory() -> int:

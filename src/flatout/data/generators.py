@@ -39,9 +39,7 @@ class RandomState:
             _track("NumPy's global generator", np.random.get_state, np.random.set_state),
         ]
         if torch.cuda.is_initialized():
-            tracked.append(
-                _track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
-            )
+            tracked.append(_track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
         tracked += [_track_found(generator) for generator in _generators(root)]
         return cls(tracked)
 

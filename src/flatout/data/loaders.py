@@ -40,9 +40,7 @@ def is_rewindable(loader: Any) -> bool:
     if type(loader) in (list, tuple):
         return True
     if type(loader) is not DataLoader:
-        inner = (
-            getattr(loader, "loader", None) if type(loader).__module__.startswith("flatout.data.") else None
-        )
+        inner = getattr(loader, "loader", None) if type(loader).__module__.startswith("flatout.data.") else None
         return inner is not None and is_rewindable(inner)
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         return False
@@ -113,9 +111,7 @@ def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:
         if "batch_sampler" in changes:
             return {}
         if changed - {"dataset"}:
-            raise ValueError(
-                f"{sorted(changed)} cannot be changed: the loader has a batch_sampler of its own"
-            )
+            raise ValueError(f"{sorted(changed)} cannot be changed: the loader has a batch_sampler of its own")
         return {"batch_sampler": loader.batch_sampler}
     if "batch_sampler" in changes:
         return {}

@@ -111,10 +111,7 @@ def why_not_collated(loader: Any) -> str | None:
         return f"the loader is a {type(loader).__name__}, not torch's DataLoader"
     if loader.batch_sampler is None:
         return "batch_size=None: samples are not batched"
-    if (
-        loader.collate_fn is not default_collate
-        or default_collate_fn_map.get(Tensor) is not collate_tensor_fn
-    ):
+    if loader.collate_fn is not default_collate or default_collate_fn_map.get(Tensor) is not collate_tensor_fn:
         return "a custom collate_fn"
     return None
 

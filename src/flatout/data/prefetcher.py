@@ -57,9 +57,7 @@ class Prefetcher:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
         if isinstance(loader, Iterator):
-            raise TypeError(
-                f"loader must be iterable more than once, got the iterator {type(loader).__name__}"
-            )
+            raise TypeError(f"loader must be iterable more than once, got the iterator {type(loader).__name__}")
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
@@ -185,9 +183,7 @@ class _Ahead(_PassThrough):
             self._queue.popleft()
             raise entry.error
         if entry.copy is None:
-            self._start(
-                entry
-            )  # what failed ahead of time may work now; if not, the batch stays first in line
+            self._start(entry)  # what failed ahead of time may work now; if not, the batch stays first in line
         assert entry.copy is not None
         tensors = iter(entry.copy.tensors())
         self._queue.popleft()

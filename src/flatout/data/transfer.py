@@ -120,9 +120,7 @@ class NativeCopier:
             outputs.append(output)
             if source.numel():
                 held.append((source, output))
-                transfers.append(
-                    (source.data_ptr(), output.data_ptr(), source.numel() * source.element_size())
-                )
+                transfers.append((source.data_ptr(), output.data_ptr(), source.numel() * source.element_size()))
         if not transfers:
             return _Ready(outputs)
         if not self._on_cuda:

@@ -44,9 +44,7 @@ class SGD(NativeStep, torch.optim.SGD):
                 if group["dampening"] != 0:
                     steps_taken.append(self._count(p, fresh=buffer is None))
                 if buffer is None:
-                    state["momentum_buffer"] = buffer = torch.zeros_like(
-                        p, memory_format=torch.preserve_format
-                    )
+                    state["momentum_buffer"] = buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
                 if memory is not None:
                     state["momentum_buffer"] = buffer = like(buffer, memory[i])
                 buffers.append(buffer)

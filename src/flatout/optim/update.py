@@ -73,9 +73,7 @@ def apply(optimizer: torch.optim.Optimizer, factor: Tensor | None, found_inf: Te
         return
     # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask
     # instead.
-    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
-        optimizer, torch.optim.SGD
-    )
+    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
     if found_inf is not None and not asks and found_inf.item():
         return
     if factor is not None:
