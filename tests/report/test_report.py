@@ -41,6 +41,7 @@ def test_every_row_is_told_at_every_width(width: int, ascii_only: bool) -> None:
     assert sum(status in line for line in lines[3:] for status in words.LOOKS) == len(summary.rows)
     if ascii_only:
         assert text.isascii()
+        assert "?" not in text  # what stands for a character without an ASCII form
 
 
 def test_reasons_are_whole_where_lines_are_not_in_columns() -> None:

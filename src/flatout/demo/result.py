@@ -87,7 +87,8 @@ class JobResult:
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._cells())
         return (
             f'<div class="job"><h1>{escape(self.title)}</h1>'
-            f'<p class="lead"><span class="factor">{self.speedup:.2f}×</span> the training throughput, data loading included; tuning took '
+            f'<p class="lead"><span class="factor">{self.speedup:.2f}×</span> the training throughput, '
+            "data loading included; tuning took "
             f"{words.seconds(self.tuning_seconds)} on top and decided as for {LONG_TRAINING:,} steps. "
             f"{self.parameters:,} parameters, {self.epochs} epochs, "
             "same seed, weights and hyper-parameters.</p>"
