@@ -148,7 +148,9 @@ def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
     yield Text.assemble(("flatout", "bold magenta"), "  ", _say(words.headline(summary), plain, "bold"))
     told = Text("")
     for status, number in words.tally(summary.rows):
-        told.append(f"{number} {status}".replace(" ", "\u00a0"), style=words.LOOKS[status].style).append("   ")
+        told.append(
+            f"{number} {status}".replace(" ", " " if plain else "\u00a0"), style=words.LOOKS[status].style
+        ).append("   ")
     told.rstrip()
     yield told
 
