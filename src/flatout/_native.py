@@ -34,7 +34,8 @@ def _operators() -> Path:
 
 torch.ops.load_library(str(_operators()))
 
-from flatout import _fakes, _host  # type: ignore[attr-defined]  # noqa: E402, F401  (after torch, so that its libraries are loaded first)
+# After torch, so that its libraries are loaded first; the fakes need the operators.
+from flatout import _fakes, _host  # noqa: E402, F401
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""

@@ -59,7 +59,8 @@ class _ModuleState:
         for module, training, parameters, buffers in self._slots:
             module.training = training
             if not isinstance(module, torch.jit.ScriptModule):  # whose slots no Python code can change
-                for slots, saved in ((module._parameters, parameters), (module._buffers, buffers)):
+                pairs: tuple[tuple[Any, Any], ...] = ((module._parameters, parameters), (module._buffers, buffers))
+                for slots, saved in pairs:
                     slots.clear()
                     slots.update(saved)
         for tensor in self._tensors:

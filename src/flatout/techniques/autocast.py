@@ -36,8 +36,9 @@ def autocast_class(base: type[nn.Module], device_type: str, dtype: torch.dtype) 
             return pytree.tree_map_only(Tensor, _to_float32, output)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            make, args, *rest = base.__reduce_ex__(self, protocol)
-            if make is copyreg.__newobj__ and args == (Autocast,):
+            reduced: Any = base.__reduce_ex__(self, protocol)
+            make, args, *rest = reduced
+            if make is copyreg.__newobj__ and args == (Autocast,):  # type: ignore[attr-defined]
                 # Picklers insist that __newobj__ makes the object's own class; this one makes any.
                 return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
             return (make, tuple(base if arg is Autocast else arg for arg in args), *rest)

@@ -77,8 +77,9 @@ class CompileSwitch(Switch):
     def freeze(self) -> None:
         """End the learning of new inputs: from here on only what was compiled in the trial runs compiled."""
         model = self._model()
-        call = self._parked or (model and model._compiled_call_impl)
-        call.learning = False
+        for call in (self._parked, None if model is None else model._compiled_call_impl):
+            if isinstance(call, CompiledCall):
+                call.learning = False
 
     def _swap(self) -> None:
         model = self._model()

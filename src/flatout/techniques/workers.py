@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -21,23 +20,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass
 class WorkerSource:
     """The user's DataLoader with another number of worker processes."""
 
-    loader: DataLoader[Any]
-    value: int
-
-    @property
-    def label(self) -> str:
-        """As the report shows it."""
-        return f"{self.value} worker{'' if self.value == 1 else 's'}"
+    def __init__(self, loader: DataLoader[Any], workers: int) -> None:
+        self.label = f"{workers} worker{'' if workers == 1 else 's'}"
+        self.value = workers
+        self._loader = loader
 
     def make(self) -> DataLoader[Any]:
         """Build the loader; its workers stay alive between epochs."""
         if self.value == 0:
-            return clone_loader(self.loader, num_workers=0)
-        return clone_loader(self.loader, num_workers=self.value, persistent_workers=True)
+            return clone_loader(self._loader, num_workers=0)
+        return clone_loader(self._loader, num_workers=self.value, persistent_workers=True)
 
 
 class Workers(LoaderTechnique):
