@@ -171,6 +171,10 @@ class Tuner:
                 self._rewind()
                 with _on(candidate):
                     difference = loss_difference(baseline_losses, loss_trajectory(job, batches))
+                    if technique.checks_evaluation:
+                        job.model.eval()
+                        with torch.no_grad():
+                            job.loss(batches[0])
         except Exception as error:  # whatever a candidate raises is a reason to do without it
             job.discard()
             return Trial(candidate.label, self.pace.step_ms, math.nan, None, 0, failure=_first_line(error))

@@ -10,6 +10,7 @@ from flatout.techniques.base import (
     Switch,
     Technique,
 )
+from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.criterion import Criterion
 from flatout.techniques.determinism import Determinism
@@ -28,12 +29,13 @@ REGISTRY: tuple[Technique, ...] = (
     PinnedMemory(),
     Prefetch(),
     Precision(),
+    ChannelsLast(),
     FusedOptimizer(),
     Compile(),
     InMemory(),
     Workers(),
 )
-"""Every technique, in the order in which they are tried: placement, precision, optimizer, compile, and the loader
+"""Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile, and the loader
 last, because the rate that it must reach is the tuned step's."""
 
 PLANNED: tuple[tuple[int | None, str, str], ...] = (
@@ -43,7 +45,6 @@ PLANNED: tuple[tuple[int | None, str, str], ...] = (
     (11, "torchscript", "TorchScript"),
     (12, "monitoring", "live monitoring"),
     (None, "tf32", "TF32"),
-    (None, "channels_last", "channels_last"),
     (None, "sdpa_backend", "SDPA backend"),
     (None, "cuda_graph", "whole-step CUDA graph"),
     (None, "cpu_threads", "CPU threads"),

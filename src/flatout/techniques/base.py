@@ -105,10 +105,13 @@ class StepTechnique(Measured):
     Attributes:
         tolerance: largest mean relative difference of the loss trajectory that is accepted; None when the
             technique needs no check.
+        checks_evaluation: whether a trial also runs the model in eval mode, because what the technique changes can
+            break a branch that training does not take.
         optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
     """
 
     tolerance: ClassVar[float | None] = None
+    checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
 
     @abstractmethod

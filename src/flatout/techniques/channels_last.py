@@ -1,0 +1,93 @@
+"""Neighbour: convolution weights in channels_last memory format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+class ChannelsLastSwitch(Switch):
+    """Gives 2-d convolution weights, and the moments kept for them, channels_last strides, and takes them away.
+
+    Convolutions pass the format of their weight on to their output, so inputs need no conversion. The weights'
+    own storage is kept aside and used again afterwards: whatever else points at it stays valid.
+    """
+
+    label = "weights"
+    value = True
+
+    def __init__(self, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+        self._weights = weights
+        self._optimizer = optimizer
+        self._own: list[Tensor] = []
+
+    def enable(self) -> None:
+        self._own = [weight.data for weight in self._weights]
+        for weight in self._weights:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            self._follow(weight, torch.channels_last)
+
+    def disable(self) -> None:
+        for weight, own in zip(self._weights, self._own, strict=True):
+            weight.data = own.copy_(weight.data)
+            self._follow(weight, torch.contiguous_format)
+        self._own = []
+
+    def _follow(self, weight: nn.Parameter, memory_format: torch.memory_format) -> None:
+        """Gradient and moments have the strides of their parameter: fused updates walk all of them flat."""
+        state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
+        for tensor in (weight.grad, *state.values()):
+            if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
+                tensor.data = tensor.data.contiguous(memory_format=memory_format)
+
+
+class ChannelsLast(StepTechnique):
+    """Stores 2-d convolution weights channels last, the order that matrix units and vector units read in.
+
+    When it helps: convolutional nets, in 16 bits on tensor cores most of all, and on CPUs where it spares
+    convolution libraries their reordering. When it hurts: operators without a channels_last kernel convert back
+    and forth; a ``view`` of an activation in the model may refuse its new strides, which a trial finds out.
+    """
+
+    name = "channels_last"
+    title = "channels_last"
+    kept_because = "convolutions read and write their channels side by side, with no reordering in between"
+    tolerance = 0.005
+    checks_evaluation = True
+
+    def check(self, job: Job) -> None:
+        """A model with 2-d convolutions whose weights are in the default format."""
+        if not self._weights(job):
+            raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """The one switch."""
+        return [ChannelsLastSwitch(self._weights(job), job.optimizer)]
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """True is the only value."""
+        if value is not True:
+            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
+        return self.candidates(job)[0]
+
+    @staticmethod
+    def _weights(job: Job) -> list[nn.Parameter]:
+        weights = {
+            id(m.weight): m.weight
+            for m in job.model.modules()
+            if isinstance(m, CONVOLUTIONS) and type(m.weight) is nn.Parameter
+        }
+        # With one channel and with 1x1 kernels the two formats are the same memory.
+        return [
+            w for w in weights.values() if w.is_contiguous() and not w.is_contiguous(memory_format=torch.channels_last)
+        ]

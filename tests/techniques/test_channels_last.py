@@ -1,0 +1,120 @@
+"""Weights change their strides and nothing else; what breaks on the new strides is found out before training."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout.techniques.channels_last import ChannelsLastSwitch
+from tests.helpers import snapshot
+
+REST = {
+    "compile": False,
+    "precision": False,
+    "workers": False,
+    "in_memory": False,
+    "fused_optimizer": False,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, view=False):
+        super().__init__()
+        self.view = view
+        self.one = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # a bias before BatchNorm has no gradient but noise
+        self.norm = nn.BatchNorm2d(8)
+        self.two = nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8 * 16, 3)
+
+    def forward(self, x):
+        x = self.two(torch.relu(self.norm(self.one(x))))
+        if self.view and not self.training:
+            return self.head(x.view(len(x), -1))
+        return self.head(x.flatten(1))
+
+
+def make(view=False, optimizer=torch.optim.Adam):
+    torch.manual_seed(0)
+    model = Net(view)
+    opt = optimizer(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(24, 3, 6, 6), torch.randint(0, 3, (24,)))
+    return model, DataLoader(data, batch_size=8), opt
+
+
+def train(model, loader, opt):
+    for x, y in loader:
+        opt.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_off_is_exactly_as_before_storage_included(warm):
+    model, loader, opt = make()
+    if warm:
+        train(model, loader, opt)
+    strides = [p.stride() for p in model.parameters()]
+    before, pointers = snapshot(model, opt), [p.data_ptr() for p in model.parameters()]
+    switch = ChannelsLastSwitch([model.one.weight, model.two.weight], opt)
+    for _ in range(2):
+        switch.enable()
+        assert model.one.weight.is_contiguous(memory_format=torch.channels_last)
+        if warm:
+            assert opt.state[model.two.weight]["exp_avg"].stride() == model.two.weight.stride()
+            assert model.two.weight.grad.stride() == model.two.weight.stride()
+        switch.disable()
+        assert snapshot(model, opt) == before
+        assert [p.data_ptr() for p in model.parameters()] == pointers
+        assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_training_is_carried_over_in_both_directions():
+    model, loader, opt = make()
+    twin, twin_loader, twin_opt = make()
+    switch = ChannelsLastSwitch([model.one.weight, model.two.weight], opt)
+    for turn in (switch.enable, switch.disable, switch.enable):
+        turn()
+        train(model, loader, opt)
+        train(twin, twin_loader, twin_opt)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
+def test_it_goes_with_the_fused_optimizer_in_use(optimizer):
+    model, loader, opt = make(optimizer=optimizer)
+    train(model, loader, opt)
+    force = REST | {"channels_last": True, "fused_optimizer": True}
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=force, budget=0)
+    twin, twin_loader, twin_opt = make(optimizer=optimizer)
+    train(twin, twin_loader, twin_opt)
+    train(twin, twin_loader, twin_opt)
+    for batch in run.loader:
+        run.step(batch)
+    assert model.one.weight.is_contiguous(memory_format=torch.channels_last)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    run.undo()
+    assert model.one.weight.is_contiguous()
+    train(model, loader, opt)
+
+
+def test_a_view_that_only_evaluation_takes_is_found_out():
+    model, loader, opt = make(view=True)
+    before = snapshot(model, opt)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=REST, budget=20)
+    row = next(row for row in run.report.rows if row.technique == "channels_last")
+    assert row.status == "rejected"
+    assert "view" in row.why
+    assert snapshot(model, opt) == before
+    assert run.evaluate(loader)["loss"] > 0
+
+
+def test_models_without_convolutions_are_told_so():
+    model = nn.Linear(4, 2)
+    batches = [(torch.randn(4, 4), torch.randint(0, 2, (4,)))]
+    run = flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, budget=0)
+    row = next(row for row in run.report.rows if row.technique == "channels_last")
+    assert row.status == "not applicable"
