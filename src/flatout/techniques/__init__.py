@@ -35,8 +35,8 @@ REGISTRY: tuple[Technique, ...] = (
     InMemory(),
     Workers(),
 )
-"""Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile, and the loader
-last, because the rate that it must reach is the tuned step's."""
+"""Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile,
+and the loader last, because the rate that it must reach is the tuned step's."""
 
 PLANNED: tuple[tuple[int | None, str, str], ...] = (
     (3, "batch_size", "batch size"),
