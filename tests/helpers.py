@@ -15,6 +15,14 @@ def _picture(value):
     return (str(value.dtype), tuple(value.shape), bits(value)) if isinstance(value, torch.Tensor) else value
 
 
+WHAT_TECHNIQUES_CHANGE = ("class", "compiled", "optimizer class")
+
+
+def trained_state(model, optimizer=None):
+    """The part of ``snapshot`` that stays as it is while techniques are on."""
+    return {k: v for k, v in snapshot(model, optimizer).items() if k not in WHAT_TECHNIQUES_CHANGE}
+
+
 def snapshot(model, optimizer=None):
     """Everything that ``State`` promises to restore, as comparable plain data."""
     seen = {
@@ -23,6 +31,8 @@ def snapshot(model, optimizer=None):
         "requires_grad": {n: p.requires_grad for n, p in model.named_parameters()},
         "buffers": {n: _picture(b) for n, b in model.named_buffers()},
         "keys": list(model.state_dict()),
+        "class": type(model),
+        "compiled": model._compiled_call_impl,
         "modes": [m.training for m in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "random": (random.getstate(), str(np.random.get_state()), bits(torch.get_rng_state())),
@@ -39,6 +49,13 @@ def snapshot(model, optimizer=None):
         names = {p: n for n, p in model.named_parameters()}
         seen["optimizer"] = {
             names[p]: {k: _picture(v) for k, v in state.items()} for p, state in optimizer.state.items()
+        }
+        seen["optimizer class"] = (
+            type(optimizer),
+            optimizer.step.__func__ if hasattr(optimizer.step, "__func__") else None,
+        )
+        seen["attributes"] = {
+            k: _picture(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "step")
         }
         seen["groups"] = [
             {k: _picture(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups

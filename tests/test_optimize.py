@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import multiprocessing
 import pickle
 import random
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -14,8 +17,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
+from flatout.measure.track import Track
+from flatout.report.model import Pace
 from flatout.techniques import PLANNED, REGISTRY, Measured
-from tests.helpers import bits, snapshot
+from tests.helpers import bits, snapshot, trained_state
 
 QUICK = {"compile": False, "precision": False, "workers": False}
 """Without what takes seconds; compile and precision have tests of their own."""
@@ -87,23 +92,101 @@ def test_trials_leave_no_trace(name, warm):
     if warm:
         train(model, loader, opt)
     random.random(), np.random.rand()
-    before, generator_before = snapshot(model, opt), bits(generator.get_state())
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=5)
-    assert snapshot(model, opt) == before
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    generator_before, threads = bits(generator.get_state()), threading.active_count()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=3)
+    assert any(row.trials for row in run.report.rows)
+    assert trained_state(model, opt) == before
     assert bits(generator.get_state()) == generator_before
+    assert threading.active_count() == threads
     assert run.model is model
     assert run.optimizer is opt
+    run.undo()
+    assert snapshot(model, opt) == everything
 
 
 @pytest.mark.slow
-def test_compile_and_precision_trials_leave_no_trace():
-    model, loader, opt = make_job()
+def test_compile_precision_and_worker_trials_leave_no_trace():
+    model, _, opt = make_job()
+    loader = DataLoader(SlowSamples(), batch_size=16, shuffle=True)
     train(model, loader, opt)
-    before = snapshot(model, opt)
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=120, expected_steps=10**6)
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    forbid = {"in_memory": False}
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=forbid, budget=120, expected_steps=10**6
+    )
+    assert trained_state(model, opt) == before
+    tried = {row.technique for row in run.report.rows if row.trials}
+    assert {"compile", "precision", "workers", "fused_optimizer"} <= tried
+    assert not multiprocessing.active_children()
+    run.undo()
+    assert snapshot(model, opt) == everything
+
+
+def test_parameters_outside_the_model_are_left_as_they_were():
+    model, head = Net(), nn.Linear(3, 1)
+    opt = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.5)
+    loader = DataLoader(make_data(), batch_size=16)
+    before = [bits(p) for p in head.parameters()]
+    flatout.optimize(
+        model, loader, opt, compute_loss=lambda m, b: head(m(b[0])).square().mean(), techniques=QUICK, budget=1
+    )
+    assert [bits(p) for p in head.parameters()] == before
+
+
+@pytest.mark.parametrize("when", [3, 10, 25, 60])
+def test_an_interrupt_in_the_middle_of_a_trial_leaves_no_trace(when):
+    model, loader, opt = make_job()
+    before, calls = snapshot(model, opt), 0
+
+    def interrupted(output, target):
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            raise KeyboardInterrupt
+        return functional.cross_entropy(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        flatout.optimize(model, loader, opt, interrupted, techniques={"compile": False}, budget=20)
     assert snapshot(model, opt) == before
-    tried = {row.technique: row.trials for row in run.report.rows if row.trials}
-    assert {"compile", "precision", "in_memory"} <= tried.keys()
+
+
+def test_a_failing_second_call_leaves_the_first_in_place():
+    model, loader, opt = make_job()
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    kinds = type(model), type(opt)
+    with pytest.raises(ValueError, match="empty"):
+        flatout.optimize(model, [], opt, functional.cross_entropy)
+    assert (type(model), type(opt)) == kinds
+    flatout.undo(model)
+    assert (type(model), type(opt)) == (Net, torch.optim.Adam)
+
+
+def test_an_earlier_runs_undo_does_not_touch_a_later_one():
+    model, loader, opt = make_job()
+    runs = [
+        flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0) for _ in range(2)
+    ]
+    runs[0].undo()
+    assert type(model) is not Net
+    runs[1].undo()
+    assert type(model) is Net
+
+
+def test_what_is_slower_together_is_taken_back_and_the_rows_say_so(monkeypatch):
+    model, loader, opt = make_job()
+    monkeypatch.setattr(Track, "stretch", lambda self, steps, settle: 1.0 if type(opt) is torch.optim.Adam else 2.0)
+    monkeypatch.setattr(Track, "pace", Pace(1.0, 1.0, 1.0))
+    monkeypatch.setattr("flatout.measure.tuner.interleave", lambda *_: ([2.0] * 10, [1.0] * 10))
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=QUICK | {"in_memory": False}, budget=30
+    )
+    row = next(row for row in run.report.rows if row.technique == "fused_optimizer")
+    assert row.status == "rejected"
+    assert "together" in row.why
+    assert row.trials
+    assert run.plan.decisions == {}
+    assert type(opt) is torch.optim.Adam
 
 
 def test_training_afterwards_matches_the_plain_loop():
@@ -237,6 +320,13 @@ def bad_jobs():
     yield "bad budget", job, {"budget": -1.0}, ValueError, "budget must be >= 0"
     yield "not a model", (ce, *job[1:]), {}, TypeError, "torch.nn.Module"
     yield "not a loader", (net, 3, *job[2:]), {}, TypeError, "iterable of batches"
+    no_opt = (net, loader, None, ce)
+    yield "norm without optimizer", no_opt, {"max_grad_norm": 1.0}, ValueError, "max_grad_norm is used by run.step"
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt(net.parameters()))
+    yield "plateau", job, {"scheduler": plateau}, ValueError, "ReduceLROnPlateau"
+    lbfgs = torch.optim.LBFGS(net.parameters())
+    yield "lbfgs", (net, loader, lbfgs, ce), {}, ValueError, "LBFGS"
+    yield "plan and techniques", job, {"plan": flatout.Plan({}, {}), "precision": "fp32"}, ValueError, "a plan decides"
     yield "no loss", (net, loader, opt(net.parameters())), {}, ValueError, "loss_fn or compute_loss"
     yield "two losses", job, {"compute_loss": ce}, ValueError, "not both"
     yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"
@@ -291,6 +381,90 @@ def test_a_source_that_cannot_rewind_loses_no_sample():
     assert status["in_memory"] in ("not tried", "not applicable")
 
 
+def test_a_stream_is_not_lost_by_force_or_by_undo():
+    for undone in (False, True):
+        model = Net()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(Stream(64), batch_size=8)
+        force = QUICK | {"workers": 1}
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=force, budget=0)
+        if undone:
+            run.undo()
+        assert [value for x, _ in run.loader for value in x[:, 0].tolist()] == [float(i) for i in range(64)]
+
+
+class Subclassed(DataLoader):
+    """What libraries make of a DataLoader: not known to be rewindable."""
+
+
+def test_epochs_of_a_loader_that_is_not_rewound_keep_their_own_orders():
+    torch.manual_seed(0)
+    model = Net()
+    loader = Subclassed(make_data(), batch_size=16, shuffle=True)
+    run = flatout.optimize(
+        model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, techniques=QUICK, budget=1
+    )
+    epochs = [[bits(y) for _, y in run.loader] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+
+
+def test_optimizing_an_optimized_loader_starts_from_the_users_own():
+    model, own, opt = make_job()
+    loader = own
+    for _ in range(2):
+        _, loader = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+        assert loader.original is own
+
+
+class OnlyAtHome(Dataset):
+    """Cannot run in a worker process."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("not in a worker")
+        time.sleep(0.001)
+        return torch.ones(8), i % 3
+
+
+def test_a_loader_that_fails_in_its_trial_is_rejected_with_the_reason():
+    model = Net()
+    run = flatout.optimize(
+        model,
+        DataLoader(OnlyAtHome(), batch_size=16),
+        torch.optim.SGD(model.parameters(), 0.1),
+        functional.cross_entropy,
+        techniques={"compile": False, "precision": False, "in_memory": False, "fused_optimizer": False},
+        budget=20,
+    )
+    row = next(row for row in run.report.rows if row.technique == "workers")
+    assert row.status == "rejected"
+    assert "not in a worker" in " ".join(trial.failure for trial in row.trials)
+    assert len(list(run.loader)) == 4
+
+
+def test_random_augmentation_is_not_moved_to_workers():
+    class Augmented(SlowSamples):
+        def __getitem__(self, i):
+            return super().__getitem__(i)[0] + torch.rand(8), i % 3
+
+    model = Net()
+    run = flatout.optimize(
+        model,
+        DataLoader(Augmented(), batch_size=16),
+        torch.optim.SGD(model.parameters(), 0.1),
+        functional.cross_entropy,
+        techniques={"compile": False, "precision": False, "fused_optimizer": False},
+        budget=5,
+    )
+    rows = {row.technique: row for row in run.report.rows}
+    assert rows["workers"].status == "not applicable"
+    assert rows["in_memory"].status == "not applicable"
+    assert "draws" in rows["workers"].why
+
+
 def test_plain_iterators_and_lists_of_batches_are_loaders():
     batches = [(torch.randn(4, 8), torch.randint(0, 3, (4,))) for _ in range(6)]
     for loader in (batches, iter(batches)):
@@ -333,9 +507,8 @@ def test_every_row_is_in_the_report():
     assert sorted(r.number for r in rows.values() if r.number) == list(range(1, 14))
     assert all(row.why for row in rows.values())
     assert all(rows[name].status == "not built yet" for _, name, _ in PLANNED)
-    assert all(
-        rows[t.name].status == "not tried" for t in REGISTRY if isinstance(t, Measured) and t.name != "in_memory"
-    )
+    measured = [rows[t.name] for t in REGISTRY if isinstance(t, Measured)]
+    assert {row.status for row in measured} <= {"not tried", "not applicable"}
     text = str(run.report)
     assert all(row.title in text for row in rows.values())
 

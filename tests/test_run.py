@@ -1,5 +1,7 @@
 """Run: step, fit, evaluate."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -182,3 +184,39 @@ def test_step_without_an_optimizer_says_what_to_do():
     run = flatout.optimize(model, [torch.randn(2, 4)], techniques=PLAIN, budget=0)
     with pytest.raises(RuntimeError, match="needs an optimizer"):
         run.step(torch.randn(2, 4))
+
+
+def test_fit_over_a_spent_iterator_says_so():
+    model = nn.Linear(4, 2)
+    batches = iter([(torch.randn(2, 4), torch.tensor([0, 1]))] * 3)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=PLAIN, budget=0)
+    with pytest.raises(ValueError, match="no batch in epoch 2"):
+        run.fit(2, progress=False)
+
+
+def test_fit_trains_in_train_mode_and_step_leaves_the_mode_alone():
+    run, model, *_ = make()
+    model.eval()
+    run.step(next(iter(run.loader)))
+    assert not model.training
+    run.fit(1, progress=False)
+    assert model.training
+
+
+def test_what_a_break_left_over_is_updated_with_before_the_next_epoch():
+    run, model, _, _ = make(accumulate=4)
+    before = bits(model[0].weight)
+    for batch in run.loader:
+        run.step(batch)
+        break
+    assert bits(model[0].weight) == before
+    next(iter(run.loader))
+    assert bits(model[0].weight) != before
+
+
+def test_the_loader_can_be_copied_and_asked_like_the_users():
+    run, _, loader, _ = make()
+    assert copy.copy(run.loader).batch_size == loader.batch_size
+    assert len(run.loader) == len(loader)
+    assert run.loader.dataset is loader.dataset

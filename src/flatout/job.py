@@ -56,6 +56,11 @@ class Job:
             self._scaler = GradScaler(self.device.type)
         return self._scaler
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Model and loss modules: everything with parameters or buffers that a step may use."""
+        return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
+
     def loss(self, batch: Any) -> Tensor:
         """Forward pass and loss of one batch that is already on the device.
 
@@ -65,17 +70,7 @@ class Job:
         """
         if self.compute_loss is not None:
             return self.compute_loss(self.model, batch)
-        if isinstance(batch, Mapping):
-            output, target = self.model(**batch), None
-        elif isinstance(batch, Tensor):
-            output, target = self.model(batch), None
-        elif isinstance(batch, Sequence) and len(batch) == 2:
-            output, target = self.model(batch[0]), batch[1]
-        else:
-            raise TypeError(
-                "batches must be (x, y) pairs or mappings, or compute_loss=(model, batch) -> loss be given; "
-                f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
-            )
+        output, target = self.forward(batch)
         if self.loss_fn is not None:
             if target is None:
                 raise TypeError(
@@ -89,6 +84,19 @@ class Job:
         if self.optimizer is not None:
             raise ValueError("the model's output has no .loss: give loss_fn or compute_loss")
         return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """The model's output for one batch, and the target; None where the batch has none."""
+        if isinstance(batch, Mapping):
+            return self.model(**batch), None
+        if isinstance(batch, Tensor):
+            return self.model(batch), None
+        if isinstance(batch, Sequence) and len(batch) == 2:
+            return self.model(batch[0]), batch[1]
+        raise TypeError(
+            "batches must be (x, y) pairs or mappings, or compute_loss=(model, batch) -> loss be given; "
+            f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+        )
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and, after ``accumulate`` batches, the update.
@@ -130,9 +138,10 @@ class Job:
             update(self.optimizer, inv_scale=inv_scale, max_grad_norm=self.max_grad_norm)
         return True
 
-    def discard(self) -> None:
-        """Forget batches that were accumulated but not updated with."""
+    def reset(self) -> None:
+        """Forget batches that were accumulated but not updated with, and what the loss scaler has learnt."""
         self._pending = 0
+        self._scaler = None
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.replay import Replayed
 from flatout.job import Job
+from flatout.measure.bench import Bench
 from flatout.measure.budget import Budget
 from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
 from flatout.plan import Plan, fingerprint
 from flatout.report import Report
 from flatout.report.model import Row, Summary
-from flatout.run import Run, undo
+from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.determinism import seed_all
 from flatout.techniques.workers import usable_cores
@@ -89,12 +90,16 @@ def optimize(
     """
     choices = _choices(techniques, precision)
     _check_arguments(model, loader, optimizer, loss_fn, compute_loss)
+    _check_schedule(optimizer, scheduler, accumulate, max_grad_norm)
     _check_numbers(accumulate, max_grad_norm, expected_steps, budget)
     if plan is not None:
+        if choices:
+            raise ValueError("a plan decides about every technique: give plan, or techniques and precision")
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
 
-    undo(model)
+    if isinstance(loader, TrainingLoader):
+        loader = loader.original
     job = Job(
         model=model,
         loader=loader,
@@ -102,58 +107,53 @@ def optimize(
         optimizer=optimizer,
         loss_fn=loss_fn,
         compute_loss=compute_loss,
-        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        device=_device(model, device),
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
         expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
-    for technique in REGISTRY:
-        if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
-            with contextlib.suppress(NotApplicable):
-                technique.check(job)
-                technique.forced(job, choices[technique.name])
-
+    earlier = detach(model)
     switches: list[Switch] = []
-    kept: list[Switch] = []
-    rows = {row.technique: row for row in _apply_rules(job, switches)}
-    state = State.capture(model, optimizer, criterion=loss_fn, loader=loader)
+    bench: Bench | None = None
     try:
-        batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in _take(job)]
-        _check_loss(job, batches[0])
-        here = fingerprint(model, batches[0], job.device)
+        for technique in REGISTRY:
+            if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
+                with contextlib.suppress(NotApplicable):
+                    technique.check(job)
+                    technique.forced(job, choices[technique.name])
+        rows = {row.technique: row for row in _apply_rules(job, switches)}
+        state = State.capture(job.modules, optimizer, loader)
+        bench = Bench(job, [], state, Budget(budget), rewindable=is_rewindable(loader))
+        taken = _take(job, bench.rewindable)
+        if not bench.rewindable:
+            # Their order was drawn for good: going back would draw the same order for the next epoch again.
+            bench.state = State.capture(job.modules, optimizer, loader)
+        bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        _check_loss(job, bench.batches[0])
+        here = fingerprint(model, bench.batches[0], job.device)
         if plan is not None:
             plan.check(here)
-        state.restore()
 
-        spend = Budget(budget)
-        tuner = Tuner(
-            job,
-            batches,
-            kept=kept,
-            rewindable=job.source is loader,
-            budget=spend,
-            choices=choices,
-            chooser="techniques=" if plan is None else "the plan",
-            state=state,
-        )
+        tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
         console = Console(stderr=True)
         for technique in REGISTRY:
             if isinstance(technique, Measured):
                 with console.status(f"flatout: trying {technique.title}"):
                     rows[technique.name] = tuner.decide(technique)
-        if plan is None and budget > 0:
-            with console.status("flatout: racing the tuned loop against the original"):
-                tuner.check_against_original()
+        with console.status("flatout: racing the tuned loop against the original"):
+            tuner.race(rows)
+        bench.rewind(to_train=False)
     except BaseException:
-        job.discard()
-        for switch in reversed(kept):
-            switch.disable()
-        state.restore()
+        if bench is not None:
+            job.reset()
+            for switch in reversed(bench.kept):
+                switch.disable()
+            bench.state.restore()
         for switch in reversed(switches):
             switch.disable()
+        attach(model, earlier)
         raise
-    switches += kept
     if seed is not None:
         seed_all(seed)
 
@@ -162,16 +162,28 @@ def optimize(
         environment=_environment(job.device),
         before=tuner.before,
         after=tuner.after,
-        tuning_seconds=spend.spent,
-        notes=tuple(tuner.notes),
+        tuning_seconds=bench.budget.spent,
     )
     return Run(
         job,
         scheduler=scheduler,
         plan=Plan(decisions=tuner.decisions, fingerprint=here),
         report=Report(summary),
-        switches=switches,
+        switches=[*switches, *bench.kept],
     )
+
+
+def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    """The device asked for; else the GPU that the model is on, or any GPU, or the CPU."""
+    if wanted is not None:
+        return torch.device(wanted)
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the model is spread over {names}: flatout trains on one device")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _length(loader: Iterable[Any]) -> int:
@@ -219,6 +231,24 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
         raise ValueError("give loss_fn or compute_loss, not both")
 
 
+def _check_schedule(optimizer: Any, scheduler: Any, accumulate: int, max_grad_norm: float | None) -> None:
+    """What only an update uses needs an optimizer, of a kind that one backward pass suffices for."""
+    asked = {
+        "scheduler": scheduler,
+        "max_grad_norm": max_grad_norm,
+        "accumulate": accumulate if accumulate > 1 else None,
+    }
+    for name, value in asked.items():
+        if optimizer is None and value is not None:
+            raise ValueError(f"{name} is used by run.step, which needs an optimizer: give one to optimize()")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure many times in a step: run.step cannot drive it")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau is stepped with a metric: call its step(metric) yourself, after run.evaluate"
+        )
+
+
 def _check_numbers(accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float) -> None:
     if accumulate < 1:
         raise ValueError(f"accumulate must be >= 1, got {accumulate}")
@@ -230,11 +260,10 @@ def _check_numbers(accumulate: int, max_grad_norm: float | None, expected_steps:
         raise ValueError(f"budget must be >= 0 seconds, got {budget}")
 
 
-def _take(job: Job) -> list[Any]:
+def _take(job: Job, rewindable: bool) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
     loader = job.loader
-    rewindable = is_rewindable(loader)
-    batches: Iterator[Any] = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
+    batches = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
     taken = list(itertools.islice(batches, TRIAL_BATCHES))
     if not rewindable:
         job.source = Replayed(loader, taken, batches)

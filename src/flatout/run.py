@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.mfu import MfuCounter
 from flatout.plan import Plan
@@ -29,9 +30,22 @@ def undo(model: nn.Module) -> None:
 
     Works without the ``Run``, which may be gone; does nothing for a model that flatout does not know.
     """
+    detach(model)
+
+
+def attach(model: nn.Module, switches: Sequence[Switch]) -> None:
+    """Turn switches on in their order, and remember them for ``undo``."""
+    for switch in switches:
+        switch.enable()
+    _attached[model] = list(switches)
+
+
+def detach(model: nn.Module) -> list[Switch]:
+    """Turn off and forget what is attached to a model; returns it in its order, for ``attach``."""
     switches = _attached.pop(model, [])
-    while switches:
-        switches.pop().disable()
+    for switch in reversed(switches):
+        switch.disable()
+    return switches
 
 
 class TrainingLoader:
@@ -43,7 +57,14 @@ class TrainingLoader:
         self._end_of_epoch = end_of_epoch
         self._prefetcher = Prefetcher(job.source, job.device)
 
+    @property
+    def original(self) -> Iterable[Any]:
+        """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
+        source = self._job.source
+        return source if isinstance(source, Replayed) else self._job.loader
+
     def __iter__(self) -> Iterator[Any]:
+        self._end_of_epoch()  # of one that was left by a break
         batches = iter(self._prefetcher)
         while True:
             start = time.perf_counter()
@@ -59,6 +80,8 @@ class TrainingLoader:
         return len(self._prefetcher)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy looks for these before there is a job to ask
+            raise AttributeError(name)
         return getattr(self._job.loader, name)
 
 
@@ -90,7 +113,8 @@ class Run:
         self._scheduler = scheduler
         self._counter = MfuCounter(device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush)
-        _attached[job.model] = list(switches)
+        self._switches = list(switches)
+        attach(job.model, self._switches)
 
     def __iter__(self) -> Iterator[Any]:
         """``model, loader = flatout.optimize(model, loader)``."""
@@ -110,8 +134,9 @@ class Run:
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
 
-        The update is the lazy form: gradients are scaled, averaged and clipped on their way through registers, so
-        ``p.grad`` stays as backward left it. Nothing waits for the device.
+        With the fused optimizer the update is the lazy form: gradients are scaled, averaged and clipped on their way
+        through registers, ``p.grad`` stays as backward left it, and nothing waits for the device. Any other optimizer
+        gets its gradients rewritten first, as torch's own utilities do it.
 
         Args:
             batch: as ``run.loader`` or the user's loader yields it.
@@ -154,11 +179,16 @@ class Run:
             epochs: passes over ``run.loader``.
             eval_loader: evaluated after each epoch.
             metrics: as in ``evaluate``.
-            progress: show a bar with loss, samples/s, MFU and loader stall.
+            progress: show a bar with loss, samples/s and loader stall.
 
         Returns:
             One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
+
+        Raises:
+            ValueError: the loader yielded no batch; an iterator, say, is spent after one epoch.
         """
+        if not self.model.training:
+            self.model.train()
         history: list[dict[str, float]] = []
         with EpochProgress(epochs, self.loader, self._counter, visible=progress) as bar:
             for epoch in range(epochs):
@@ -169,7 +199,9 @@ class Run:
                     total += loss
                     steps += 1
                     bar.advance(loss)
-                row = {"loss": float(total) / max(1, steps)}
+                if steps == 0:
+                    raise ValueError(f"the loader yielded no batch in epoch {epoch + 1}: can it be iterated again?")
+                row = {"loss": float(total) / steps}
                 if eval_loader is not None:
                     row |= {f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()}
                 bar.end(row)
@@ -220,6 +252,8 @@ class Run:
 
         What training has changed since (weights, optimizer state) stays. ``run.loader`` is the user's own again.
         """
-        undo(self.model)
-        self._job.source = self._job.loader
-        self.loader = self._job.loader
+        if _attached.get(self.model) == self._switches:  # else undone before, or replaced by a later optimize
+            detach(self.model)
+        if isinstance(self.loader, TrainingLoader):
+            self.loader = self.loader.original
+            self._job.source = self.loader

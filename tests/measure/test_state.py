@@ -55,7 +55,7 @@ def test_restore_is_bit_exact(name, stepped_before):
     if stepped_before:
         train(model, optimizer)
     before = snapshot(model, optimizer)
-    state = State.capture(model, optimizer)
+    state = State.capture([model], optimizer)
 
     for _ in range(2):
         train(model, optimizer)
@@ -73,7 +73,7 @@ def test_storage_identity_and_ties_survive():
     train(model, optimizer)
     pointers = [p.data_ptr() for p in model.parameters()]
     momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-    state = State.capture(model, optimizer)
+    state = State.capture([model], optimizer)
     train(model, optimizer)
     model.last.weight = nn.Parameter(torch.zeros(6, 6))
     model.register_buffer("late", torch.zeros(1))
@@ -90,7 +90,7 @@ def test_gradients_come_back_absent_or_with_their_bits():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.first.bias.grad = torch.full_like(model.first.bias, 7.0)
     grad = model.first.bias.grad
-    state = State.capture(model, optimizer)
+    state = State.capture([model], optimizer)
     train(model, optimizer)
     state.restore()
     assert model.first.bias.grad is grad
@@ -104,7 +104,7 @@ def test_nan_payloads_are_kept():
     with torch.no_grad():
         model.bias.copy_(odd)
     before = bits(model.bias)
-    state = State.capture(model)
+    state = State.capture([model])
     with torch.no_grad():
         model.bias.zero_()
     state.restore()
@@ -114,7 +114,7 @@ def test_nan_payloads_are_kept():
 def test_loader_generators_come_back():
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=5, shuffle=True, generator=generator)
-    state = State.capture(nn.Linear(1, 1), loader=loader)
+    state = State.capture([nn.Linear(1, 1)], loader=loader)
     first = [batch[0].tolist() for batch in loader]
     assert [batch[0].tolist() for batch in loader] != first
     state.restore()
@@ -122,7 +122,7 @@ def test_loader_generators_come_back():
 
 
 def test_backend_flags_come_back():
-    state = State.capture(nn.Linear(1, 1))
+    state = State.capture([nn.Linear(1, 1)])
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.get_num_threads())
     torch.set_float32_matmul_precision("medium")
     torch.backends.cudnn.benchmark = not before[1]
@@ -135,3 +135,56 @@ def test_backend_flags_come_back():
         torch.get_num_threads(),
     ) == before
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_parameters_from_elsewhere_come_back_too():
+    model, head = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    before = [bits(p) for p in head.parameters()]
+    state = State.capture([model], optimizer)
+    head(model(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    assert [bits(p) for p in head.parameters()] != before
+    state.restore()
+    assert [bits(p) for p in head.parameters()] == before
+    assert head.weight.grad is None
+
+
+def test_expanded_buffers_and_odd_optimizer_state_are_legal():
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.zeros(3, 1).expand(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["k"] = 3
+    state = State.capture([model], optimizer)
+    model.wide[:, :1].fill_(7)
+    optimizer.state["k"] = 4
+    state.restore()
+    assert model.wide.sum() == 0
+    assert optimizer.state["k"] == 3
+
+
+def test_the_newer_precision_flags_are_no_obstacle():
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        State.capture([nn.Linear(1, 1)]).restore()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_generators_of_the_dataset_come_back():
+    class Noisy(TensorDataset):
+        def __init__(self):
+            super().__init__(torch.arange(4.0))
+            self.noise = np.random.default_rng(0)
+
+        def __getitem__(self, i):
+            return self.noise.random()
+
+    loader = DataLoader(Noisy(), batch_size=2)
+    state = State.capture([nn.Linear(1, 1)], loader=loader)
+    first = [batch.tolist() for batch in loader]
+    assert [batch.tolist() for batch in loader] != first
+    state.restore()
+    assert [batch.tolist() for batch in loader] == first

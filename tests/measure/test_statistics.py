@@ -53,27 +53,46 @@ def test_unpaired_times_are_refused(old, new):
         paired_gain(old, new)
 
 
+NEVER = float("inf")
+
+
 def test_interleaving_alternates_the_order_and_stops_when_clear():
     order = []
 
     def measure(name, seconds):
         return lambda i: order.append((name, i)) or seconds
 
-    old, new = interleave(measure("old", 2.0), measure("new", 1.0), deadline=float("inf"))
-    assert len(old) == len(new) == FEWEST_PAIRS
+    old, new = interleave(measure("old", 2.0), measure("new", 1.0), NEVER, NEVER)
+    assert len(old) == len(new) == 2 * FEWEST_PAIRS
     assert order[:4] == [("old", 0), ("new", 0), ("new", 1), ("old", 1)]
 
 
 def test_a_hopeless_candidate_is_dropped_early_and_never_pays():
-    old, new = interleave(lambda i: 1.0, lambda i: 2.0, deadline=float("inf"))
+    old, new = interleave(lambda i: 1.0, lambda i: 2.0, NEVER, NEVER)
     assert len(old) == 3
     assert not pays(paired_gain(old, new), len(old))
 
 
-def test_a_passed_deadline_still_gives_one_pair_which_cannot_pay():
-    old, new = interleave(lambda i: 2.0, lambda i: 1.0, deadline=0.0)
+def test_the_soft_deadline_leaves_the_pairs_that_a_verdict_needs():
+    old, new = interleave(lambda i: 2.0, lambda i: 1.0, 0.0, NEVER)
+    assert len(old) == FEWEST_PAIRS
+    assert pays(paired_gain(old, new), len(old))
+
+
+def test_the_hard_deadline_leaves_one_pair_which_cannot_pay():
+    old, new = interleave(lambda i: 2.0, lambda i: 1.0, 0.0, 0.0)
     assert (old, new) == ([2.0], [1.0])
     assert not pays(paired_gain(old, new), len(old))
+
+
+def test_without_a_gain_candidates_are_hardly_ever_kept():
+    random = np.random.default_rng(2)
+    kept = 0
+    for _ in range(200):
+        times = iter(np.exp(random.normal(0, 0.05, 1000)))
+        old, new = interleave(lambda i, t=times: next(t), lambda i, t=times: next(t), NEVER, NEVER)
+        kept += pays(paired_gain(old, new), len(old))
+    assert kept / 200 <= 0.05
 
 
 @pytest.mark.parametrize(("low", "kept"), [(KEEP_ABOVE + 1e-6, True), (KEEP_ABOVE, False), (0.9, False)])

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.techniques.compile import CompiledCall, CompileSwitch
+from flatout.techniques.compile import RELEARN_AFTER, CompiledCall, CompileSwitch
 
 
 class Recorder:
@@ -55,6 +55,19 @@ def test_the_mode_is_part_of_what_was_compiled(recorded):
     module.train()
     call(torch.ones(8, 4))
     assert len(recorder.shapes) == 2
+
+
+def test_what_training_uses_all_the_time_is_learnt_once(recorded):
+    _, recorder, call = recorded
+    call.learning = False
+    x, other = torch.ones(8, 4), torch.ones(9, 4)
+    for _ in range(RELEARN_AFTER + 3):
+        call(x)
+    assert recorder.shapes == [(8, 4)] * 3
+    for _ in range(RELEARN_AFTER + 3):
+        call(other)
+    assert len(recorder.shapes) == 3
+    assert call.plain_calls == 2 * RELEARN_AFTER + 3
 
 
 def test_switching_leaves_nothing_behind():

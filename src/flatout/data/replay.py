@@ -33,4 +33,6 @@ class Replayed:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy looks for these before there is a loader to ask
+            raise AttributeError(name)
         return getattr(self._loader, name)

@@ -30,6 +30,7 @@ class Budget:
         """Whether a trial that takes about ``estimate`` seconds may begin."""
         return self.left > 0 and estimate <= self.left
 
-    def deadline(self, at_most: float) -> float:
-        """The ``time.perf_counter()`` at which a trial of at most that many seconds has to stop pairing."""
-        return time.perf_counter() + min(at_most, self.left)
+    def deadlines(self, at_most: float) -> tuple[float, float]:
+        """When a trial of about so many seconds ends, and when it has to: ``time.perf_counter()`` values."""
+        now = time.perf_counter()
+        return now + min(at_most, self.left), now + self.left

@@ -7,13 +7,13 @@ theirs and is not touched.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from flatout.data.generators import RandomState
 
 
 class _SavedTensor:
@@ -21,20 +21,29 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._bits = tensor.detach().clone()
+        self._bits = _owned(tensor).clone()
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._grad_bits = None if self._grad is None else self._grad.detach().clone()
+        self._grad_bits = None if self._grad is None else _owned(self._grad).clone()
 
     def restore(self) -> Tensor:
         with torch.no_grad():
-            self._tensor.copy_(self._bits)
+            _owned(self._tensor).copy_(self._bits)
             if self._grad_bits is not None and self._grad is not None:
-                self._grad.copy_(self._grad_bits)
+                _owned(self._grad).copy_(self._grad_bits)
         if self._tensor.is_leaf:
             self._tensor.grad = self._grad
             self._tensor.requires_grad_(self._requires_grad)
         return self._tensor
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The elements behind a tensor: an expanded dimension, whose entries are one and the same, shrinks to one."""
+    view = tensor.detach()
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            view = view.narrow(dim, 0, 1)
+    return view
 
 
 def _save(value: Any) -> Any:
@@ -46,14 +55,11 @@ def _load(saved: Any) -> Any:
     return saved.restore() if isinstance(saved, _SavedTensor) else copy.deepcopy(saved)
 
 
-class _ModuleState:
-    """Parameters, buffers (non-persistent ones too), gradients and modes of a module tree."""
+class _ModuleSlots:
+    """Which parameter and buffer objects a module tree holds, and its modes; not their bits."""
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-        tensors = (t for _, _, params, buffers in self._slots for t in (*params.values(), *buffers.values()))
-        unique = {id(t): t for t in tensors if t is not None}
-        self._tensors = [_SavedTensor(t) for t in unique.values()]
 
     def restore(self) -> None:
         for module, training, parameters, buffers in self._slots:
@@ -63,8 +69,26 @@ class _ModuleState:
                 for slots, saved in pairs:
                     slots.clear()
                     slots.update(saved)
-        for tensor in self._tensors:
-            tensor.restore()
+
+
+class _Tensors:
+    """The bits and gradients of every distinct tensor."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._saved = [_SavedTensor(t) for t in {id(t): t for t in tensors}.values()]
+
+    def restore(self) -> None:
+        for saved in self._saved:
+            saved.restore()
+
+
+def _save_entry(entry: Any) -> Any:
+    """State of one parameter: a dict of values, or whatever else an optimizer keeps under a key of its own."""
+    return {k: _save(v) for k, v in entry.items()} if isinstance(entry, dict) else _save(entry)
+
+
+def _load_entry(saved: Any) -> Any:
+    return {k: _load(v) for k, v in saved.items()} if isinstance(saved, dict) else _load(saved)
 
 
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
@@ -78,7 +102,7 @@ class _OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {p: {k: _save(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+        self._state = {key: _save_entry(entry) for key, entry in optimizer.state.items()}
         self._groups = [
             (list(group["params"]), {k: _save(v) for k, v in group.items() if k != "params"})
             for group in optimizer.param_groups
@@ -89,7 +113,7 @@ class _OptimizerState:
         optimizer = self._optimizer
         optimizer.state.clear()
         for parameter, saved in self._state.items():
-            optimizer.state[parameter] = {k: _load(v) for k, v in saved.items()}
+            optimizer.state[parameter] = _load_entry(saved)
         for group, (parameters, saved) in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"][:] = parameters
             for key in group.keys() - saved.keys() - {"params"}:
@@ -100,45 +124,12 @@ class _OptimizerState:
         vars(optimizer).update(self._attributes)
 
 
-def generators_of(loader: Any) -> Iterator[torch.Generator]:
-    """Every explicit ``torch.Generator`` that a DataLoader and its samplers draw from."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    )
-    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
-    yield from found.values()
-
-
-class _RandomState:
-    """The global generators of python, numpy and torch (every device in use), and the loader's own."""
-
-    def __init__(self, loader: Any) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._generators = [(g, g.get_state()) for g in generators_of(loader)]
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-
 class _BackendFlags:
     """Process-wide switches that techniques may turn."""
 
     def __init__(self) -> None:
         self._cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
-        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._matmul_precision = _matmul_precision()
         self._deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -147,12 +138,20 @@ class _BackendFlags:
 
     def restore(self) -> None:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
-        if torch.get_float32_matmul_precision() != self._matmul_precision:
+        if self._matmul_precision is not None and _matmul_precision() != self._matmul_precision:
             torch.set_float32_matmul_precision(self._matmul_precision)
         enabled, warn_only = self._deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+
+
+def _matmul_precision() -> str | None:
+    """None where the user has set the newer ``fp32_precision`` flags: torch then refuses to tell."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 class State:
@@ -168,26 +167,23 @@ class State:
 
     @classmethod
     def capture(
-        cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        criterion: Any = None,
-        loader: Any = None,
+        cls, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None, loader: Any = None
     ) -> State:
         """Copy everything that a training step changes.
 
         Args:
-            model: its parameters, buffers, gradients and train/eval modes.
-            optimizer: its state, hyper-parameters and bookkeeping.
-            criterion: a loss function; captured like the model when it is a module.
-            loader: the generators that it and its samplers draw from.
+            modules: model and loss modules: parameters, buffers, gradients and train/eval modes.
+            optimizer: its state, hyper-parameters and bookkeeping, and the parameters it holds from elsewhere.
+            loader: the random generators that it, its samplers and its dataset keep.
         """
-        parts: list[Any] = [_BackendFlags(), _RandomState(loader), _ModuleState(model)]
-        if isinstance(criterion, nn.Module):
-            parts.append(_ModuleState(criterion))
+        modules = list(modules)
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        parts: list[Any] = [_BackendFlags(), RandomState.capture(loader)]
         if optimizer is not None:
+            tensors += [p for group in optimizer.param_groups for p in group["params"]]
             parts.append(_OptimizerState(optimizer))
+        parts.append(_Tensors(tensors))
+        parts += [_ModuleSlots(module) for module in modules]
         return cls(parts)
 
     def restore(self) -> None:

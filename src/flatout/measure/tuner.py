@@ -1,77 +1,45 @@
-"""Decides the checklist, row by row: what a rule settles, what a trial has to show, what cannot serve."""
+"""Decides the checklist, row by row: what is asked for, what a trial has to show, what cannot serve."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from flatout.data import InMemoryLoader, batch_size_of, clone_loader, tensors_of
-from flatout.job import Job
-from flatout.measure.budget import Budget
-from flatout.measure.equivalence import loss_difference, loss_trajectory
-from flatout.measure.state import State
+from flatout.data import tensors_of
+from flatout.measure.bench import TRIAL_SECONDS, Bench, on
+from flatout.measure.equivalence import difference, observe
 from flatout.measure.statistics import paired_gain
-from flatout.measure.trial import KEEP_ABOVE, Track, interleave, pays, seconds
-from flatout.report.model import Pace, Row, Trial
+from flatout.measure.track import Track
+from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, interleave, pays, seconds, trial_of
+from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import LoaderTechnique, Measured, NotApplicable, Source, StepTechnique, Switch
-
-TRIAL_SECONDS = 4.0
-"""Longest that the pairs of one trial take; setting up comes on top."""
 
 HOPELESS = 3.0
 """A candidate this many times slower on its first pair is not tried further."""
 
-STRETCH_SECONDS = 0.05
-"""Length of the stretches of training that loaders take turns in."""
-
 
 class Tuner:
-    """Tries techniques on one job and keeps what pays. Trials leave no trace.
+    """Tries techniques on a bench and keeps what pays. Trials leave no trace.
 
     Args:
-        job: what is trained; its ``source`` changes when a loader is kept.
-        batches: a few real batches, on the device.
-        kept: receives every switch that is left on, in order.
-        rewindable: whether the loader may be iterated in a trial without losing samples.
-        budget: seconds for all trials.
+        bench: the job, its batches and its starting state.
         choices: techniques that are forbidden (False) or forced (any other value).
         chooser: who made the choices, for the report: "techniques=" or "the plan".
-        state: what training is put back to after each trial.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        batches: Sequence[Any],
-        *,
-        kept: list[Switch],
-        rewindable: bool,
-        budget: Budget,
-        choices: dict[str, Any],
-        chooser: str,
-        state: State,
-    ) -> None:
-        self.kept = kept
+    def __init__(self, bench: Bench, choices: Mapping[str, Any], chooser: str) -> None:
         self.decisions: dict[str, Any] = {}
         self.before: Pace | None = None
         self.after: Pace | None = None
-        self.notes: list[str] = []
-        self._pace: Pace | None = None
-        self._job = job
-        self._batches = batches
-        self._rewindable = rewindable
-        self._budget = budget
+        self._bench = bench
         self._choices = choices
         self._chooser = chooser
-        self._state = state
+        self._won: dict[str, Switch | None] = {}  # techniques kept by a trial; None for loaders
 
     # -- one row ---------------------------------------------------------------------------------------------
 
@@ -82,7 +50,7 @@ class Tuner:
         if choice is False:
             return replace(row, status="not tried", why=f"{self._chooser} does without it")
         try:
-            technique.check(self._job)
+            technique.check(self._bench.job)
             if choice is not None:
                 return self._force(technique, choice, row)
             reason = self._why_not_try(technique)
@@ -95,16 +63,32 @@ class Tuner:
         except NotApplicable as reason:
             return replace(row, status="not applicable", why=str(reason))
 
+    def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
+        candidate = technique.forced(self._bench.job, choice)
+        if isinstance(technique, LoaderTechnique):
+            if not self._bench.rewindable:
+                raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
+            self._bench.use(candidate.make())
+        else:
+            self._warm_up(candidate)
+            self._bench.rewind()
+            self._bench.keep(candidate)
+        self.decisions[technique.name] = candidate.value
+        why = f"{self._chooser} asks for it: {technique.kept_because}"
+        return replace(row, chosen=candidate.label, why=why)
+
     def _why_not_try(self, technique: Measured) -> str:
         """Why no trial of an applicable technique begins; empty when one may."""
-        job = self._job
-        if self._budget.seconds == 0:
+        job, budget = self._bench.job, self._bench.budget
+        if budget.seconds == 0:
             return "budget=0: nothing is measured"
         if job.deterministic and not technique.exact:
             return "deterministic=True: it may change the last bits, so no timing decides about it"
-        if isinstance(technique, LoaderTechnique) and not self._rewindable:
-            return "the loader cannot be rewound, so trying another in its place would lose samples"
-        pace = self.pace
+        if isinstance(technique, LoaderTechnique) and not self._bench.rewindable:
+            return "the loader cannot be rewound: trying another in its place would lose samples"
+        if budget.left == 0:
+            return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
+        pace = self._bench.pace
         if isinstance(technique, LoaderTechnique):
             saving = pace.load_ms
             if saving < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
@@ -113,12 +97,10 @@ class Tuner:
             assert isinstance(technique, StepTechnique)
             saving = pace.step_ms * (1 - 1 / technique.optimistic_gain)
         estimate = technique.setup_estimate(job, pace)
-        if self._budget.left == 0:
-            return f"the budget of {self._budget.seconds:.0f} s was spent before it came to this"
-        if not self._budget.fits(estimate):
+        if not budget.fits(estimate):
             return (
-                f"a trial takes about {estimate:.0f} s, and {self._budget.left:.0f} s of the budget of "
-                f"{self._budget.seconds:.0f} s are left"
+                f"a trial takes about {estimate:.0f} s, and {budget.left:.0f} s of the budget of "
+                f"{budget.seconds:.0f} s are left"
             )
         could_save = job.expected_steps * saving / 1e3
         if could_save < estimate:
@@ -128,271 +110,210 @@ class Tuner:
             )
         return ""
 
-    def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
-        candidate = technique.forced(self._job, choice)
-        if isinstance(technique, LoaderTechnique):
-            self._job.source = candidate.make()
-        else:
-            self._warm_up(candidate)
-            self._rewind()
-            self._keep(candidate)
-        self.decisions[technique.name] = candidate.value
-        why = f"{self._chooser} asks for it: {technique.kept_because}"
-        return replace(row, chosen=candidate.label, why=why)
-
     # -- trials of the step ----------------------------------------------------------------------------------
 
     def _decide_step(self, technique: StepTechnique, row: Row) -> Row:
         trials: list[Trial] = []
         best: tuple[Trial, Switch] | None = None
-        for candidate in technique.candidates(self._job):
-            trial = self._try_step(technique, candidate)
+        for candidate in technique.candidates(self._bench.job):
+            trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(technique, c))
             trials.append(trial)
-            if _earns(trial) and (best is None or trial.gain.ratio > best[0].gain.ratio):  # type: ignore[union-attr]
+            if _earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
                 best = trial, candidate
-        self._rewind()
+        self._bench.rewind()
         if best is not None:
-            self._keep(best[1])
-            self.decisions[technique.name] = best[1].value
+            self._bench.keep(best[1])
+            self._note(technique, best[1].value, best[1])
         return _verdict(row, trials, best and best[0])
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
-        job, batches = self._job, self._batches
-        difference: float | None = None
-        baseline_losses: list[float] = []
-        try:
-            setup = self._warm_up(candidate)
-            hopeless = self._is_hopeless(candidate)
-            if hopeless is not None:
-                return replace(hopeless, setup_seconds=setup)
-            if technique.tolerance is not None:
-                self._rewind()
-                baseline_losses = loss_trajectory(job, batches)
-                self._rewind()
-                with _on(candidate):
-                    difference = loss_difference(baseline_losses, loss_trajectory(job, batches))
-                    if technique.checks_evaluation:
-                        job.model.eval()
-                        with torch.no_grad():
-                            job.loss(batches[0])
-        except Exception as error:  # whatever a candidate raises is a reason to do without it
-            job.discard()
-            return Trial(candidate.label, self.pace.step_ms, math.nan, None, 0, failure=_first_line(error))
+        job, batches = self._bench.job, self._bench.batches
+        setup = self._warm_up(candidate)
+        hopeless = self._is_hopeless(candidate)
+        if hopeless is not None:
+            return replace(hopeless, setup_seconds=setup)
+        failure, changed = self._verify(technique, candidate)
 
-        def unit(i: int) -> None:
-            for k in range(job.accumulate):
-                job.step(batches[(i * job.accumulate + k) % len(batches)])
-
-        def old(i: int) -> float:
-            return seconds(lambda: unit(i), job.device)
+        def unit(i: int) -> float:
+            picked = [batches[(i * job.accumulate + k) % len(batches)] for k in range(job.accumulate)]
+            return seconds(lambda: [job.step(batch) for batch in picked], job.device)
 
         def new(i: int) -> float:
-            with _on(candidate):
-                return seconds(lambda: unit(i), job.device)
+            with on(candidate):
+                return unit(i)
 
-        self._rewind()
-        trial = _trial(candidate.label, *interleave(old, new, self._budget.deadline(TRIAL_SECONDS)), job.accumulate)
-        trial = replace(trial, setup_seconds=setup, loss_difference=difference)
+        self._bench.rewind()
+        times = interleave(unit, new, *self._bench.budget.deadlines(TRIAL_SECONDS))
+        trial = replace(
+            trial_of(candidate.label, *times, job.accumulate),
+            setup_seconds=setup,
+            loss_difference=changed,
+            failure=failure,
+        )
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
-        if technique.setup_estimate(job, self.pace) and saved > 0:
+        if technique.setup_estimate(job, self._bench.pace) and saved > 0:
             trial = replace(trial, break_even_steps=setup / saved)
-        if difference is not None and technique.tolerance is not None and difference > technique.tolerance:
-            limit = max(technique.tolerance, 2 * self._loss_noise(baseline_losses))
-            if difference > limit:
-                trial = replace(trial, failure=f"losses differ by {difference:.1%}, more than {limit:.1%}")
         return trial
 
     def _warm_up(self, candidate: Switch) -> float:
         """Run every batch shape once with the candidate; the seconds that took beyond ordinary steps."""
-        self._rewind()
-        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._batches}
-        with _on(candidate):
-            took = seconds(lambda: [self._job.step(batch) for batch in shapes.values()], self._job.device)
+        job = self._bench.job
+        self._bench.rewind()
+        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.batches}
+        with on(candidate):
+            took = seconds(lambda: [job.step(batch) for batch in shapes.values()], job.device)
             candidate.freeze()
-        return max(0.0, took - len(shapes) * self.pace.step_ms / 1e3)
+        return max(0.0, took - len(shapes) * self._bench.pace.step_ms / 1e3)
 
     def _is_hopeless(self, candidate: Switch) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
-        batch, device = self._batches[0], self._job.device
-        self._rewind()
-        old = seconds(lambda: self._job.step(batch), device)
-        with _on(candidate):
-            new = seconds(lambda: self._job.step(batch), device)
-        return _trial(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
+        job, batch = self._bench.job, self._bench.batches[0]
+        self._bench.rewind()
+        old = seconds(lambda: job.step(batch), job.device)
+        with on(candidate):
+            new = seconds(lambda: job.step(batch), job.device)
+        return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
-    def _loss_noise(self, losses: Sequence[float]) -> float:
-        """How far the baseline's own losses move when dropout and its like draw other numbers."""
-        self._rewind()
-        torch.manual_seed(torch.initial_seed() + 1)
-        return loss_difference(losses, loss_trajectory(self._job, self._batches))
+    def _verify(self, technique: StepTechnique, candidate: Switch) -> tuple[str, float | None]:
+        """What is wrong with the candidate's training (empty: nothing), and by how much it differs."""
+        if technique.tolerance is None:
+            return "", None
+        job, batches = self._bench.job, self._bench.batches
+        self._bench.rewind()
+        baseline = observe(job, batches)
+        self._bench.rewind()
+        with on(candidate):
+            changed = difference(baseline, observe(job, batches))
+            if technique.checks_evaluation:
+                job.model.eval()
+                with torch.no_grad():
+                    job.loss(batches[0])
+        allowed = technique.tolerance
+        if changed > allowed and technique.draws_other_numbers:
+            self._bench.rewind()
+            torch.default_generator.manual_seed(torch.initial_seed() + 1)
+            allowed = max(allowed, 2 * difference(baseline, observe(job, batches)))
+        return (f"results differ by {changed:.1%}, more than {allowed:.1%}" if changed > allowed else ""), changed
 
     # -- trials of the loader --------------------------------------------------------------------------------
 
     def _decide_loader(self, technique: LoaderTechnique, row: Row) -> Row:
         trials: list[Trial] = []
         best: tuple[Trial, Source, Iterable[Any]] | None = None
-        for candidate in technique.candidates(self._job):
-            if not self._budget.fits(0.0):
+        for candidate in technique.candidates(self._bench.job):
+            if self._bench.budget.left == 0:
                 break
-            trial, loader = self._try_loader(candidate)
+            made: list[Iterable[Any]] = []
+            trial = self._attempt(candidate.label, lambda c=candidate, m=made: self._try_loader(c, m))
             trials.append(trial)
-            if _earns(trial) and (best is None or trial.gain.ratio > best[0].gain.ratio):  # type: ignore[union-attr]
-                best = trial, candidate, loader
-        self._rewind()
+            if _earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
+                best = trial, candidate, made[0]
+        self._bench.rewind()
         if best is not None:
-            self._job.source = best[2]
-            self._pace = None
-            self.decisions[technique.name] = best[1].value
+            self._bench.use(best[2])
+            self._note(technique, best[1].value, None)
         return _verdict(row, trials, best and best[0])
 
-    def _try_loader(self, candidate: Source) -> tuple[Trial, Iterable[Any]]:
-        self._rewind()
+    def _try_loader(self, candidate: Source, made: list[Iterable[Any]]) -> Trial:
+        job = self._bench.job
+        self._bench.rewind()
         start = time.perf_counter()
-        loader = candidate.make()
+        made.append(candidate.make())
         setup = time.perf_counter() - start
-        old, new = self._track(self._job.source), self._track(loader)
-        times = self._alternate(old, new, lambda: None, lambda: None)
-        return replace(_trial(candidate.label, *times, self._stretch_steps()), setup_seconds=setup), loader
+        times = self._bench.alternate(Track(job, job.source), Track(job, made[0]))
+        return replace(trial_of(candidate.label, *times, self._bench.stretch_steps()), setup_seconds=setup)
 
-    def _track(self, loader: Iterable[Any]) -> Track:
-        """A loader to step in turns; a DataLoader is cloned, so that the user's own starts no workers."""
-        if isinstance(loader, DataLoader):
-            settle = loader.num_workers * (loader.prefetch_factor or 0)
-            return Track(self._job, clone_loader(loader), settle)
-        return Track(self._job, loader, settle=2 if isinstance(loader, InMemoryLoader) else 0)
+    # -- what trials have in common --------------------------------------------------------------------------
 
-    def _stretch_steps(self) -> int:
-        pace = self.pace
-        return min(50, max(4, math.ceil(STRETCH_SECONDS / ((pace.step_ms + pace.load_ms) / 1e3))))
-
-    def _alternate(
-        self, old: Track, new: Track, to_old: Callable[[], None], to_new: Callable[[], None]
-    ) -> tuple[list[float], list[float]]:
-        steps = self._stretch_steps()
-
-        def timed(track: Track, prepare: Callable[[], None]) -> Callable[[int], float]:
-            def stretch(_: int) -> float:
-                prepare()
-                return track.stretch(steps)
-
-            return stretch
-
+    def _attempt(self, label: str, trial: Any) -> Trial:
+        """Run a trial; whatever a candidate raises is a reason to do without it."""
         try:
-            return interleave(timed(old, to_old), timed(new, to_new), self._budget.deadline(TRIAL_SECONDS))
-        finally:
-            old.close()
-            new.close()
+            return trial()
+        except NotApplicable:
+            raise
+        except Exception as error:
+            if self._bench.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._bench.rewind()
+            return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=_first_line(error))
+
+    def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
+        self.decisions[technique.name] = value
+        self._won[technique.name] = switch
 
     # -- the whole -------------------------------------------------------------------------------------------
 
-    @property
-    def pace(self) -> Pace:
-        """How fast the job runs with what is kept so far."""
-        if self._pace is None:
-            self._pace = self._measure_pace()
-        return self._pace
-
-    def _measure_pace(self) -> Pace:
-        job, batches = self._job, self._batches
-        self._rewind()
-        for batch in batches[:2]:
-            job.step(batch)
-        if self._rewindable:
-            track = self._track(job.source)
-            track.stretch(8)
-            track.close()
-            pace = track.pace
-        else:
-            step = median(seconds(lambda b=b: job.step(b), job.device) for b in (*batches, *batches))  # type: ignore[misc]
-            pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
-        self._rewind()
-        return pace
-
-    def check_against_original(self) -> None:
-        """Race the loop as it came against the loop as tuned; what turns out slower is taken back whole.
+    def race(self, rows: dict[str, Row]) -> None:
+        """The loop as it came against the loop as tuned; what trials had kept is taken back whole if it is slower.
 
         Each technique was measured in the company of those kept before it; only this shows that together they pay.
+        What was asked for by name stays on both sides.
+
+        Args:
+            rows: rewritten for what is taken back.
         """
-        job, source, switches = self._job, self._job.source, list(self.kept)
-        if not self._rewindable or not (switches or source is not job.loader):
-            self.after = self.pace
+        bench, job = self._bench, self._bench.job
+        if self.before is None and bench.budget.seconds > 0:
+            self.before = self.after = bench.pace
+        if not self._won or not bench.rewindable or bench.budget.left == 0:
             return
-        self._rewind()
-
-        def to_old() -> None:
-            while self.kept:
-                self.kept.pop().disable()
-
-        def to_new() -> None:
-            if not self.kept:
-                for switch in switches:
-                    self._keep(switch)
-
-        old, new = self._track(job.loader), self._track(source)
-        gain = paired_gain(*self._alternate(old, new, to_old, to_new))
+        bench.rewind()
+        switches = [switch for switch in self._won.values() if switch is not None]
+        loader_won = any(switch is None for switch in self._won.values())
+        old, new = Track(job, job.loader if loader_won else job.source), Track(job, job.source)
+        times = bench.alternate(old, new, to_new=switches)
         self.before, self.after = old.pace, new.pace
-        if gain.high < 1.0:
-            to_old()
-            job.source, self.after = job.loader, old.pace
-            self.decisions.clear()
-            self.notes.append(f"taken back: together, the techniques ran at {gain.ratio:.2f} times the original speed")
-        else:
-            to_new()
-        self._rewind()
+        gain = paired_gain(*times)
+        if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
+            self._take_back(rows, switches, loader_won, gain)
+        bench.rewind()
 
-    def _keep(self, switch: Switch) -> None:
-        switch.enable()
-        self.kept.append(switch)
-        self._pace = None
-
-    def _rewind(self) -> None:
-        """Put the training state back, with exactly the kept switches on."""
-        for switch in reversed(self.kept):
+    def _take_back(self, rows: dict[str, Row], switches: Sequence[Switch], loader_won: bool, gain: Gain) -> None:
+        for switch in reversed(switches):
             switch.disable()
-        self._job.discard()
-        self._state.restore()
-        for switch in self.kept:
-            switch.enable()
-
-
-@contextmanager
-def _on(switch: Switch) -> Iterator[None]:
-    switch.enable()
-    try:
-        yield
-    finally:
-        switch.disable()
-
-
-def _trial(label: str, old: list[float], new: list[float], steps: int) -> Trial:
-    return Trial(
-        candidate=label,
-        baseline_ms=1e3 * median(old) / steps,
-        candidate_ms=1e3 * median(new) / steps,
-        gain=paired_gain(old, new),
-        pairs=len(old),
-    )
+            self._bench.kept.remove(switch)
+        if loader_won:
+            self._bench.use(self._bench.job.loader)
+        for name in self._won:
+            del self.decisions[name]
+            why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
+            rows[name] = replace(rows[name], status="rejected", chosen="", why=why)
+        self.after = self.before
 
 
 def _earns(trial: Trial) -> bool:
     return not trial.failure and trial.gain is not None and pays(trial.gain, trial.pairs)
 
 
+def _ratio(trial: Trial) -> float:
+    return 0.0 if trial.gain is None else trial.gain.ratio
+
+
 def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
     """The row for what the trials showed."""
     if best is not None:
         return replace(row, chosen=best.candidate, gain=best.gain, trials=tuple(trials))
-    timed = [t for t in trials if t.gain is not None]
-    if not timed:
-        why = trials[0].failure if trials else "the budget was spent before a trial could begin"
-        return replace(row, status="rejected" if trials else "not tried", why=why, trials=tuple(trials))
-    closest = max(timed, key=lambda t: t.gain.ratio if t.gain else 0.0)
-    why = closest.failure or f"a step takes {closest.candidate_ms:.2f} ms with it and {closest.baseline_ms:.2f} without"
-    return replace(row, status="rejected", why=why, gain=closest.gain, trials=tuple(trials))
+    if not trials:
+        return replace(row, status="not tried", why="the budget was spent before a trial could begin")
+    closest = max(trials, key=_ratio)
+    return replace(row, status="rejected", why=_why_rejected(closest), gain=closest.gain, trials=tuple(trials))
+
+
+def _why_rejected(trial: Trial) -> str:
+    if trial.failure or trial.gain is None:
+        return trial.failure
+    times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
+    if trial.gain.ratio <= 1.0:
+        return times
+    if trial.pairs < FEWEST_PAIRS:
+        return f"{times}, but the budget allowed {trial.pairs} of the {FEWEST_PAIRS} pairs that a verdict needs"
+    return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%}"
 
 
 def _first_line(error: Exception) -> str:
-    """The error in one line; a line that only announces another is joined with it."""
+    """The error in one line; one that only announces another says what that is."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if any(line.startswith("Original Traceback") for line in lines):  # of a worker process: its last line says it
+        return lines[-1]
     shown = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {shown}"

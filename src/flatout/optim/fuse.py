@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ def fuse(optimizer: _Optimizer) -> _Optimizer:
         return optimizer
     _before[optimizer] = optimizer.__dict__.get("step")
     _become(optimizer, _FLATOUT_CLASS[type(optimizer)])
+    _move_counts(optimizer, lambda group, p: p.device)
     return optimizer
 
 
@@ -84,13 +86,21 @@ def unfuse(optimizer: _Optimizer) -> _Optimizer:
     _become(optimizer, optimizer._torch_class)
     if step is not None:
         optimizer.__dict__["step"] = step
+    _move_counts(optimizer, _torchs_device)
+    return optimizer
+
+
+def _torchs_device(group: dict[str, Any], parameter: Tensor) -> torch.device:
+    """Where torch keeps a step count: with the parameter when its step is capturable or fused, else on the CPU."""
+    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+
+def _move_counts(optimizer: torch.optim.Optimizer, device: Callable[[dict[str, Any], Tensor], torch.device]) -> None:
     for group in optimizer.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
             count = optimizer.state.get(p, {}).get("step")
-            if isinstance(count, Tensor) and not on_device:
-                optimizer.state[p]["step"] = count.to("cpu")
-    return optimizer
+            if isinstance(count, Tensor):
+                optimizer.state[p]["step"] = count.to(device(group, p))
 
 
 def _become(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> None:

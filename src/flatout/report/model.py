@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a loop runs: medians over the trial of one configuration.
+    """How fast a loop runs: means over a trial of one configuration.
 
     Attributes:
         step_ms: forward, backward and update, milliseconds.

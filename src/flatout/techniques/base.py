@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Switch(ABC):
     """A change to the user's model or optimizer that can be turned on and off at no cost, again and again.
 
-    ``disable`` undoes ``enable`` exactly. A switch must not keep the model alive: it outlives the ``Run``.
+    A switch must not keep the model alive: it outlives the ``Run``.
 
     Attributes:
         label: what the report calls it.
@@ -23,14 +23,25 @@ class Switch(ABC):
 
     label: str
     value: Any
+    _is_on = False
 
-    @abstractmethod
     def enable(self) -> None:
-        """Turn the change on."""
+        """Turn the change on; nothing happens when it is."""
+        if not self._is_on:
+            self._turn_on()
+            self._is_on = True
+
+    def disable(self) -> None:
+        """Turn it off again, exactly; nothing happens when it is not on."""
+        if self._is_on:
+            self._turn_off()
+            self._is_on = False
 
     @abstractmethod
-    def disable(self) -> None:
-        """Turn it off again."""
+    def _turn_on(self) -> None: ...
+
+    @abstractmethod
+    def _turn_off(self) -> None: ...
 
     def freeze(self) -> None:
         """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
@@ -105,12 +116,15 @@ class StepTechnique(Measured):
     Attributes:
         tolerance: largest mean relative difference of the loss trajectory that is accepted; None when the
             technique needs no check.
+        draws_other_numbers: whether dropout and its like draw other random numbers than without the technique; the
+            loss may then differ by what other numbers alone would change.
         checks_evaluation: whether a trial also runs the model in eval mode, because what the technique changes can
             break a branch that training does not take.
         optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
     """
 
     tolerance: ClassVar[float | None] = None
+    draws_other_numbers: ClassVar[bool] = False
     checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
 

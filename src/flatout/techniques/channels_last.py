@@ -31,13 +31,13 @@ class ChannelsLastSwitch(Switch):
         self._optimizer = optimizer
         self._own: list[Tensor] = []
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         self._own = [weight.data for weight in self._weights]
         for weight in self._weights:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
             self._follow(weight, torch.channels_last)
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         for weight, own in zip(self._weights, self._own, strict=True):
             weight.data = own.copy_(weight.data)
             self._follow(weight, torch.contiguous_format)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,16 @@ COLD_COMPILE_SECONDS = 30.0
 """First forward and backward of small models with an empty cache, two cores: 28 to 35 s."""
 
 
+RELEARN_AFTER = 50
+"""Plain training calls with one and the same signature after which it is worth a compilation of its own."""
+
+
 class CompiledCall:
     """Calls the compiled module for the inputs it was compiled for, and the plain module for all others.
 
     A last, smaller batch or an evaluation pass would otherwise stop training for a recompilation, half a minute
-    long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered.
+    long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered. Later,
+    one signature that training turns out to use all the time (another call or mode than the trial's) is, too.
     """
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
@@ -33,6 +39,7 @@ class CompiledCall:
         self._module = module
         self._compiled = compiled
         self._known: set[Any] = set()
+        self._plain: Counter[Any] | None = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -43,17 +50,28 @@ class CompiledCall:
         if signature in self._known:
             return self._compiled(*args, **kwargs)
         self.plain_calls += 1
+        if self._plain is not None and torch.is_grad_enabled():
+            self._plain[signature] += 1
+            if self._plain[signature] == RELEARN_AFTER:
+                self._known.add(signature)
+                self._plain = None
         return self._module._call_impl(*args, **kwargs)
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a compilation is specialised on: shapes, dtypes and devices of the tensors, types of the rest."""
+    """What a compilation is specialised on: the layout of the tensors, the other values, and autocast."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     described = tuple(
-        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, (bool, int, float, str, type(None)))
+        else type(leaf)
         for leaf in leaves
     )
-    return structure, described
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    autocast = tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in devices)
+    return structure, described, autocast
 
 
 class CompileSwitch(Switch):
@@ -68,10 +86,10 @@ class CompileSwitch(Switch):
         self._model = weakref.ref(model)
         self._parked: Any = CompiledCall(model, torch.compile(model._call_impl))
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         self._swap()
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         self._swap()
 
     def freeze(self) -> None:
@@ -100,6 +118,7 @@ class Compile(StepTechnique):
     title = "torch.compile"
     kept_because = "the model's operators run as fused, generated kernels"
     tolerance = 0.005
+    draws_other_numbers = True
     optimistic_gain = 1.5
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from flatout.techniques.base import Rule, Switch
 
@@ -16,18 +15,20 @@ if TYPE_CHECKING:
 class Placement(Switch):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
-    def __init__(self, modules: list[nn.Module], optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
-        self.label = self.value = str(device)
-        self._optimizer = optimizer
-        self._device = device
-        # Parameter objects, not modules: what is moved must not keep the model alive.
-        tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
-        self._moved = [(t, t.device) for t in tensors.values() if t.device != device]
+    def __init__(self, job: Job) -> None:
+        self.label = self.value = str(job.device)
+        self._optimizer = job.optimizer
+        self._device = job.device
+        # Tensors, not modules: what is moved must not keep the model alive.
+        tensors = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
+        if job.optimizer is not None:
+            tensors += [p for group in job.optimizer.param_groups for p in group["params"]]
+        self._moved = [(t, t.device) for t in {id(t): t for t in tensors}.values() if t.device != job.device]
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         self._move([(t, self._device) for t, _ in self._moved])
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         self._move(self._moved)
 
     def _move(self, targets: list[tuple[torch.Tensor, torch.device]]) -> None:
@@ -60,7 +61,4 @@ class Criterion(Rule):
 
     def switch(self, job: Job) -> Switch:
         """The move; nothing happens where everything is in place already."""
-        modules = [job.model]
-        if isinstance(job.loss_fn, nn.Module):
-            modules.append(job.loss_fn)
-        return Placement(modules, job.optimizer, job.device)
+        return Placement(job)

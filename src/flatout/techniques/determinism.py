@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from flatout.job import Job
 
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
 class DeterministicSwitch(Switch):
     """torch's deterministic algorithms, process-wide."""
 
@@ -28,16 +31,19 @@ class DeterministicSwitch(Switch):
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
+        self._cublas = os.environ.get(CUBLAS)
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         # cuBLAS reads this when its handle is made; 8 buffers of 4,096 KiB, as torch's reproducibility notes say.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(CUBLAS, ":4096:8")
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
         torch.use_deterministic_algorithms(True)
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._before[:2]
         torch.use_deterministic_algorithms(self._before[2], warn_only=self._before[3])
+        if self._cublas is None:
+            os.environ.pop(CUBLAS, None)
 
 
 class Determinism(Rule):

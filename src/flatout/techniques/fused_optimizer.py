@@ -23,10 +23,10 @@ class FuseSwitch(Switch):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         fuse(self._optimizer)
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         unfuse(self._optimizer)
 
 

@@ -26,10 +26,10 @@ class AutocastSwitch(Switch):
         self._model = weakref.ref(model)
         self._class = autocast_class(type(model), device_type, DTYPES[label])
 
-    def enable(self) -> None:
+    def _turn_on(self) -> None:
         self._swap()
 
-    def disable(self) -> None:
+    def _turn_off(self) -> None:
         self._swap()
 
     def _swap(self) -> None:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.data import InMemoryLoader, clone_loader
+from flatout.data.generators import RandomState
 from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
 
 if TYPE_CHECKING:
@@ -29,10 +30,9 @@ class WorkerSource:
         self._loader = loader
 
     def make(self) -> DataLoader[Any]:
-        """Build the loader; its workers stay alive between epochs."""
-        if self.value == 0:
-            return clone_loader(self._loader, num_workers=0)
-        return clone_loader(self._loader, num_workers=self.value, persistent_workers=True)
+        """Build the loader. Workers live through an epoch, or through all of them where the user's did."""
+        keep = self._loader.persistent_workers and self.value > 0
+        return clone_loader(self._loader, num_workers=self.value, persistent_workers=keep)
 
 
 class Workers(LoaderTechnique):
@@ -40,7 +40,8 @@ class Workers(LoaderTechnique):
 
     When it helps: decoding or transforming a batch takes longer than a sliver of the step and there are cores to
     spare. When it hurts: small samples (sending a batch between processes costs more than making it), cores that
-    the step itself needs, and more workers than cores.
+    the step itself needs, and more workers than cores. Random augmentation would draw other numbers, so a dataset
+    that is seen to draw any stays where the user has it.
     """
 
     name = "workers"
@@ -54,6 +55,14 @@ class Workers(LoaderTechnique):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
         if not isinstance(job.loader, DataLoader):
             raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
+        if isinstance(job.loader.dataset, IterableDataset):
+            raise NotApplicable("an IterableDataset decides itself what each worker yields")
+        state = RandomState.capture(job.loader.dataset)
+        with state.restored():
+            job.loader.dataset[0]
+            moved = state.moved()
+        if moved is not None:
+            raise NotApplicable(f"a sample draws from {moved}: in other processes it would draw other numbers")
 
     def candidates(self, job: Job) -> Sequence[Source]:
         """1, 2, 4 ... up to the cores of this machine, and none at all."""

@@ -1,0 +1,149 @@
+"""The bench that trials stand on: a job, its starting state, and the switches that are on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from flatout.data import batch_size_of
+from flatout.job import Job
+from flatout.measure.budget import Budget
+from flatout.measure.state import State
+from flatout.measure.track import Track
+from flatout.measure.trial import interleave, seconds
+from flatout.report.model import Pace
+from flatout.techniques import Switch
+
+TRIAL_SECONDS = 4.0
+"""Longest that the pairs of one trial take; setting up comes on top."""
+
+STRETCH_SECONDS = 0.05
+"""Length of the stretches of training that loaders take turns in."""
+
+
+@dataclass
+class Bench:
+    """What every trial works with. ``rewind`` makes each begin where training will.
+
+    Attributes:
+        job: what is trained; its ``source`` changes when a loader is kept.
+        batches: a few real batches, on the device.
+        state: the training state that everything is put back to.
+        budget: seconds for all trials.
+        rewindable: whether the loader may be iterated in a trial without losing samples.
+        kept: every switch that is left on, in the order in which it was turned on.
+    """
+
+    job: Job
+    batches: Sequence[Any]
+    state: State
+    budget: Budget
+    rewindable: bool
+    kept: list[Switch] = field(default_factory=list)
+    _pace: Pace | None = None
+
+    def rewind(self, *, to_train: bool = True) -> None:
+        """Put the training state back, with exactly the kept switches on.
+
+        Args:
+            to_train: put a model that an optimizer trains into train mode; one fresh from a checkpoint often comes
+                in eval mode, and trials of that would be trials of something else.
+        """
+        for switch in reversed(self.kept):
+            switch.disable()
+        self.job.reset()
+        self.state.restore()
+        for switch in self.kept:
+            switch.enable()
+        if to_train and self.job.optimizer is not None and not self.job.model.training:
+            self.job.model.train()
+
+    def keep(self, switch: Switch) -> None:
+        """Leave a switch on from here on."""
+        self.kept.append(switch)
+        switch.enable()
+        self._pace = None
+
+    def use(self, source: Iterable[Any]) -> None:
+        """Train from another loader from here on."""
+        self.job.source = source
+        self._pace = None
+
+    @property
+    def pace(self) -> Pace:
+        """How fast the job runs with what is kept so far."""
+        if self._pace is None:
+            self._pace = self._measure_pace()
+        return self._pace
+
+    def _measure_pace(self) -> Pace:
+        job, batches = self.job, self.batches
+        self.rewind()
+        for batch in batches[:2]:
+            job.step(batch)
+        if self.rewindable:
+            track = Track(job, job.source)
+            track.stretch(2 * len(batches), settle=0)
+            track.close()
+            pace = track.pace
+        else:
+            step = median(seconds(lambda b=b: job.step(b), job.device) for b in (*batches, *batches))  # type: ignore[misc]
+            pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
+        self.rewind()
+        return pace
+
+    def stretch_steps(self) -> int:
+        """Batches of a stretch: long enough to time, and whole updates."""
+        step_seconds = (self.pace.step_ms + self.pace.load_ms) / 1e3
+        return self._whole_updates(min(50, max(4, math.ceil(STRETCH_SECONDS / step_seconds))))
+
+    def _whole_updates(self, steps: int) -> int:
+        return self.job.accumulate * math.ceil(steps / self.job.accumulate)
+
+    def alternate(
+        self, old: Track, new: Track, to_old: Switches = (), to_new: Switches = ()
+    ) -> tuple[list[float], list[float]]:
+        """Train from two loaders in turns; ``to_old`` is off and ``to_new`` on exactly while ``new`` runs.
+
+        Both settle for as long as the longer of their queues takes: the one that runs drains what it had ready,
+        while the other's workers fill theirs and come to rest.
+        """
+        steps = self.stretch_steps()
+        settle = self._whole_updates(max(old.queue, new.queue))
+
+        def stretch_old(_: int) -> float:
+            for switch in reversed(to_new):
+                switch.disable()
+            for switch in to_old:
+                switch.enable()
+            return old.stretch(steps, settle)
+
+        def stretch_new(_: int) -> float:
+            for switch in reversed(to_old):
+                switch.disable()
+            for switch in to_new:
+                switch.enable()
+            return new.stretch(steps, settle)
+
+        try:
+            return interleave(stretch_old, stretch_new, *self.budget.deadlines(TRIAL_SECONDS))
+        finally:
+            old.close()
+            new.close()
+
+
+Switches = Sequence[Switch]
+
+
+@contextmanager
+def on(switch: Switch) -> Iterator[None]:
+    """A switch that is on inside the block alone."""
+    try:
+        switch.enable()
+        yield
+    finally:
+        switch.disable()
