@@ -307,10 +307,7 @@ def _check_loss(job: Job, batch: Any) -> None:
 
 def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:
     """The checklist by number, then its neighbours; rows without a technique yet say so."""
-    planned = [
-        Row(name, number, title, "not built yet", "this version of flatout does not try it")
-        for number, name, title in PLANNED
-    ]
+    planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
     return tuple(sorted([*rows.values(), *planned], key=lambda row: row.number or 1000))
 
 

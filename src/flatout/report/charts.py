@@ -9,8 +9,8 @@ from flatout.report import words
 from flatout.report.model import Gain, Pace, Row
 
 WIDTH = 760
-_LABEL = 250  # room for names, left of the bars
-_VALUE = 150  # room for numbers, right of them
+_LABEL = 235  # room for names, left of the bars
+_VALUE = 185  # room for numbers, right of them
 _LINE = 26
 
 

@@ -38,24 +38,29 @@ REGISTRY: tuple[Technique, ...] = (
 """Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile,
 and the loader last, because the rate that it must reach is the tuned step's."""
 
-PLANNED: tuple[tuple[int | None, str, str], ...] = (
-    (3, "batch_size", "batch size"),
-    (4, "cudnn_benchmark", "cudnn.benchmark"),
-    (7, "profiler", "profiler"),
-    (11, "torchscript", "TorchScript"),
-    (12, "monitoring", "live monitoring"),
-    (None, "tf32", "TF32"),
-    (None, "sdpa_backend", "SDPA backend"),
-    (None, "cuda_graph", "whole-step CUDA graph"),
-    (None, "cpu_threads", "CPU threads"),
-    (None, "gc_pauses", "garbage-collector pauses"),
-    (None, "allocator", "allocator settings"),
-    (None, "sync_points", "sync points"),
-    (None, "multiples_of_8", "dimensions in multiples of 8"),
-    (None, "oom_recovery", "out-of-memory recovery"),
-    (None, "distributed", "DDP / FSDP2"),
+PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
+    (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
+    (4, "cudnn_benchmark", "cudnn.benchmark", "lets cuDNN time its convolution algorithms for inputs of one shape"),
+    (7, "profiler", "profiler", "shows where the time of a step goes, operator by operator"),
+    (11, "torchscript", "TorchScript", "scripts or traces the model, where torch.compile is not to be had"),
+    (12, "monitoring", "live monitoring", "shows utilisation, memory, power and clocks while training runs"),
+    (None, "tf32", "TF32", "lets tensor cores compute float32 products with shorter mantissas"),
+    (None, "sdpa_backend", "SDPA backend", "picks the fastest attention kernel for the model's shapes"),
+    (
+        None,
+        "cuda_graph",
+        "whole-step CUDA graph",
+        "replays a step as one launch, where launching is what takes the time",
+    ),
+    (None, "cpu_threads", "CPU threads", "finds the number of threads that a step on the CPU runs best with"),
+    (None, "gc_pauses", "garbage-collector pauses", "moves Python's garbage collection out of the steps"),
+    (None, "allocator", "allocator settings", "keeps GPU memory from fragmenting when shapes vary"),
+    (None, "sync_points", "sync points", "names the lines that make the GPU wait for Python"),
+    (None, "multiples_of_8", "dimensions in multiples of 8", "names layers whose sizes tensor cores cannot use fully"),
+    (None, "oom_recovery", "out-of-memory recovery", "repeats a step that ran out of memory in smaller parts"),
+    (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )
-"""Rows of the checklist that have no technique yet: (number, name, title)."""
+"""Rows of the checklist that have no technique yet: (number, name, title, what it is going to do)."""
 
 __all__ = [
     "PLANNED",
