@@ -60,7 +60,11 @@ $(VENV)/.torch: $(VENV)/constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch $(TOOLS)
 	@touch $@
 
-$(VENV)/.flatout: pyproject.toml $(VENV)/.torch
+# An editable install knows the modules that were there when it was made.
+$(VENV)/.modules: FORCE | $(VENV)/bin/python
+	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort >$@
+
+$(VENV)/.flatout: pyproject.toml $(VENV)/.modules $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt --no-build-isolation \
 	  -C build-dir=$(BUILD) $(CONFIGURE) -e '.[demo]'
 	@touch $@
