@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flatout import _native
@@ -12,3 +13,9 @@ def test_the_operators_are_registered() -> None:
 
 def test_kernels_need_a_gpu() -> None:
     assert _native.has_cuda_kernels() == (_native.BUILT_WITH_CUDA and torch.cuda.is_available())
+
+
+@pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels")
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA streams")
+def test_torchs_current_stream_is_found_without_a_gpu() -> None:
+    assert torch.ops.flatout_testing.stream_lookup_works()
