@@ -71,7 +71,7 @@ class NativeStep(torch.optim.Optimizer):
         for group, buckets in work:
             for (device, _), (params, grads) in buckets.items():
                 local_factor = _gradients.on_device(factor, device)
-                local_inf = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
+                local_inf = None if found_inf is None else _gradients.move(found_inf, device, torch.float32)
                 try:
                     self._native_step(group, params, grads, local_factor, local_inf)
                 except RuntimeError as error:
