@@ -62,15 +62,20 @@ Stream create_stream(int device) {
   return reinterpret_cast<Stream>(stream);
 }
 
-void* allocate_pinned(std::size_t bytes) {
+void* allocate_pinned(std::size_t bytes, int device) {
+  const DeviceScope scope(device);
   void* data = nullptr;
   check(cudaHostAlloc(&data, bytes, cudaHostAllocPortable), "cudaHostAlloc");
   return data;
 }
 
-void free_pinned(void* data) noexcept {
-  // At interpreter exit the driver may be gone already, and the memory with it.
-  if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+void free_pinned(void* data, int device) noexcept {
+  try {
+    const DeviceScope scope(device);
+    check(cudaFreeHost(data), "cudaFreeHost");
+  } catch (const std::exception&) {
+    // At interpreter exit the driver may be gone already, and the memory with it.
+  }
 }
 
 bool is_pinned(const void* data) {
@@ -137,8 +142,8 @@ namespace {
 bool usable() noexcept { return false; }
 void set_device(int) { missing(); }
 Stream create_stream(int) { missing(); }
-void* allocate_pinned(std::size_t) { missing(); }
-void free_pinned(void*) noexcept {}
+void* allocate_pinned(std::size_t, int) { missing(); }
+void free_pinned(void*, int) noexcept {}
 bool is_pinned(const void*) { return false; }
 void copy_to_device_async(void*, const void*, std::size_t, Stream) { missing(); }
 void wait_event(Stream, EventHandle) { missing(); }

@@ -6,7 +6,11 @@
 
 #include "prefetch/fork_guard.h"
 
-namespace flatout::prefetch::cuda {
+namespace flatout::prefetch {
+
+inline constexpr int host_device = -1;
+
+namespace cuda {
 
 using Stream = std::uintptr_t;       // a cudaStream_t, as torch hands it out (`stream.cuda_stream`)
 using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`event.cuda_event`)
@@ -19,8 +23,9 @@ void set_device(int device);
 // process.
 Stream create_stream(int device);
 
-void* allocate_pinned(std::size_t bytes);
-void free_pinned(void* data) noexcept;
+// Pinned in the context of `device`, whichever is current: a context on another one would cost its memory.
+void* allocate_pinned(std::size_t bytes, int device);
+void free_pinned(void* data, int device) noexcept;
 bool is_pinned(const void* data);
 
 void copy_to_device_async(void* to, const void* from, std::size_t bytes, Stream stream);
@@ -45,4 +50,5 @@ class Event {
   ForkGuard guard_;
 };
 
-}  // namespace flatout::prefetch::cuda
+}  // namespace cuda
+}  // namespace flatout::prefetch

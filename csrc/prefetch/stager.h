@@ -42,8 +42,6 @@ struct Transfer {
 // host, but reads them until the device has passed the copy: only for sources that nobody writes again.
 enum class PinnedSources : std::uint8_t { direct, staged };
 
-inline constexpr int host_device = -1;
-
 class Stager {
  public:
   // At most `max_in_flight` staged copies wait for the device at a time: a host that runs ahead of its GPU is

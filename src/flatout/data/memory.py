@@ -182,7 +182,7 @@ class InMemoryLoader:
         self._columns = columns
         self._assemble = assemble
         self._rows = rows
-        self._rings: dict[tuple[int, bool], Any] = {}
+        self._rings: dict[tuple[int, int], Any] = {}
         self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
@@ -229,10 +229,11 @@ class InMemoryLoader:
             ring.clear()
 
     def _ring(self, pinned: bool, columns: int) -> Any:
-        key = os.getpid(), pinned  # a forked child cannot use its parent's
+        device = torch.cuda.current_device() if pinned else -1
+        key = os.getpid(), device  # a forked child cannot use its parent's
         if key not in self._rings:
             # In use at a time: `depth` ahead, the one being taken, and two that a loop holds while it asks.
-            self._rings[key] = _host.Ring(pinned=pinned, max_idle=(self.depth + 3) * columns)
+            self._rings[key] = _host.Ring(device=device, max_idle=(self.depth + 3) * columns)
         return self._rings[key]
 
 
