@@ -101,12 +101,23 @@ def test_in_memory_batches_take_the_direct_road(copier):
         assert all(map(torch.equal, our, their))
 
 
-@pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
 def test_in_memory_batches_are_pinned():
     loader = InMemoryLoader(DataLoader(TensorDataset(torch.zeros(64, 1000)), 8, pin_memory=True))
     (batch,) = next(iter(loader))
     assert batch.is_pinned()
     assert batch.device.type == "cpu"
+
+
+def test_pinned_in_memory_batches_survive_the_users_own_copies():
+    """A batch is let go while its copy waits: its memory must not be given to another batch meanwhile."""
+    data = torch.arange(64.0)[:, None].expand(64, 1 << 18).contiguous()
+    loader = InMemoryLoader(DataLoader(TensorDataset(data), 4, pin_memory=True))
+    copies = []
+    for (batch,) in loader:
+        delay()
+        copies.append(batch.to(DEVICE, non_blocking=True)[:, -1])
+        del batch
+    assert torch.cat(copies).tolist() == list(range(64))
 
 
 def test_channels_last_is_kept(copier):
