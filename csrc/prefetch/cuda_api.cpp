@@ -17,6 +17,19 @@ void check(cudaError_t status, const char* call) {
   }
 }
 
+// Most calls on one thread break a CUDA graph that another thread, or another stream, captures: not in this
+// scope.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
@@ -31,6 +44,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
+  const RelaxedCapture relaxed_;
   int previous_ = 0;
   bool changed_ = false;
 };
@@ -53,7 +67,15 @@ bool usable() noexcept {
   return found;
 }
 
-void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+void enter_thread(int device) {
+  thread_local bool relaxed = false;
+  if (!relaxed) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    relaxed = true;
+  }
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
 
 Stream create_stream(int device) {
   const DeviceScope scope(device);
@@ -103,6 +125,7 @@ Event::Event() {
 
 Event::~Event() {
   if (guard_.forked()) return;  // a forked child must not call CUDA
+  const RelaxedCapture relaxed;
   if (cudaEventDestroy(as_event(handle_)) != cudaSuccess) cudaGetLastError();
 }
 
@@ -111,6 +134,7 @@ void Event::record(Stream stream) {
 }
 
 bool Event::done() const {
+  const RelaxedCapture relaxed;
   const cudaError_t status = cudaEventQuery(as_event(handle_));
   if (status == cudaErrorNotReady) {
     cudaGetLastError();
@@ -120,7 +144,10 @@ bool Event::done() const {
   return true;
 }
 
-void Event::synchronize() const { check(cudaEventSynchronize(as_event(handle_)), "cudaEventSynchronize"); }
+void Event::synchronize() const {
+  const RelaxedCapture relaxed;
+  check(cudaEventSynchronize(as_event(handle_)), "cudaEventSynchronize");
+}
 
 void Event::block(Stream stream, int device) const {
   // Stream 0, torch's default, means "of the current device": that must be the stream's own.
@@ -140,7 +167,7 @@ namespace {
 }  // namespace
 
 bool usable() noexcept { return false; }
-void set_device(int) { missing(); }
+void enter_thread(int) { missing(); }
 Stream create_stream(int) { missing(); }
 void* allocate_pinned(std::size_t, int) { missing(); }
 void free_pinned(void*, int) noexcept {}

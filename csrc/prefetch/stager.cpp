@@ -31,6 +31,7 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
                                          const std::int64_t* indices, std::int64_t first, std::size_t count) {
   auto batch = std::make_shared<Gathered>();
   batch->ticket = worker_.submit([ring = ring_, columns = std::move(columns), indices, first, count, batch] {
+    if (ring->device() != host_device) cuda::enter_thread(ring->device());
     std::vector<Slot> slots;
     slots.reserve(columns->size());
     for (const Column& column : *columns) {
@@ -60,7 +61,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
                       cuda::EventHandle fence, const std::shared_ptr<Copied>& copied) {
   const bool on_device = device_ != host_device;
   if (on_device) {
-    cuda::set_device(device_);
+    cuda::enter_thread(device_);
     copied->event = std::make_unique<cuda::Event>();
     reap(max_in_flight_ - 1);
   }

@@ -120,6 +120,21 @@ def test_pinned_in_memory_batches_survive_the_users_own_copies():
     assert torch.cat(copies).tolist() == list(range(64))
 
 
+def test_a_capture_goes_on_while_batches_are_copied():
+    """Other threads copy, and this one polls, while a graph is captured: neither may break it."""
+    x, graph = torch.zeros(8, device=DEVICE), torch.cuda.CUDAGraph()
+    iterator = iter(Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(256, 1 << 16)), 8)), DEVICE, 3))
+    next(iterator)
+    copies = [copied for entry in iterator._queue if (copied := getattr(entry.copy, "_copied", None))]
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        assert all(copied.finished() in (True, False) for copied in copies)
+        del copies
+        iterator.close()
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
+
+
 def test_channels_last_is_kept(copier):
     image = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
     (ours,) = Prefetcher([image], DEVICE)
