@@ -34,7 +34,7 @@ class GradCheck:
 
 def has_kernels(device: torch.device) -> bool:
     """True when the native operators run on ``device``."""
-    return device.type == "cpu" or (device.type == "cuda" and _native.has_cuda_kernels())
+    return device.type == "cpu" or (device.type == "cuda" and _native.has_cuda_kernels(device.index))
 
 
 def is_native(tensor: Tensor) -> bool:
