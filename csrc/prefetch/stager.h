@@ -68,6 +68,9 @@ class Stager {
  private:
   void run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
                 cuda::EventHandle fence, const std::shared_ptr<Copied>& copied);
+  void enqueue(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+               cuda::EventHandle fence, Copied& copied);
+  void hold_until_passed(const std::shared_ptr<Copied>& copied, cuda::Stream stream);
   void reap(std::size_t allowed);
 
   const std::shared_ptr<Ring> ring_;
