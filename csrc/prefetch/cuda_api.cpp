@@ -119,7 +119,8 @@ void wait_event(Stream stream, EventHandle event) {
 
 Event::Event() {
   cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
+        "cudaEventCreateWithFlags");
   handle_ = reinterpret_cast<EventHandle>(event);
 }
 

@@ -33,7 +33,8 @@ bool is_pinned(const void* data);
 void copy_to_device_async(void* to, const void* from, std::size_t bytes, Stream stream);
 void wait_event(Stream stream, EventHandle event);
 
-// An event of our own, without timing, made on the current device of the calling thread.
+// An event of our own, made on the current device of the calling thread: without timing, and a thread that
+// waits for it sleeps instead of spinning.
 class Event {
  public:
   Event();
