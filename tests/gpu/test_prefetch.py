@@ -59,6 +59,7 @@ def test_values_under_a_delayed_consumer(copier, depth, pinned):
     """Each batch is dropped before the kernels that read it have run: its memory must not be written yet."""
     stream = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for batch in Prefetcher(Numbered(20, pinned), DEVICE, depth):
             assert batch["x"].is_cuda

@@ -118,6 +118,29 @@ def test_no_synchronisation():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_betas_on_the_device_are_torchs():
+    """Ours take them from the host, and would wait for them in every step."""
+    p, q = (torch.nn.Parameter(torch.ones(100, device="cuda")) for _ in range(2))
+    betas = tuple(torch.tensor(beta, device="cuda") for beta in (0.8, 0.9))
+    options = dict(lr=0.1, capturable=True, foreach=False)
+    optimizer, reference = fo.AdamW([p], betas=betas, **options), torch.optim.AdamW([q], betas=(0.8, 0.9), **options)
+    for step in range(4):
+        p.grad, q.grad = (torch.full_like(x, 1.0 + step) for x in (p, q))
+        optimizer.step(), reference.step()
+    torch.testing.assert_close(p, q)
+
+
+def test_a_norm_over_both_devices_is_read_after_it_has_arrived():
+    """Results meet on the first gradient's device: a copy to the CPU that does not wait would be read too early."""
+    here, there = torch.ones(4), torch.ones(4, device="cuda")
+    for _ in range(5):
+        torch.cuda._sleep(20_000_000)
+        there.mul_(2)
+        assert unscale_and_check_([here, there], None)[1].item() == pytest.approx(
+            (4 + there.square().sum().item()) ** 0.5
+        )
+
+
 def test_the_norm_is_the_same_every_time_and_right():
     grads = [torch.randn(n, device="cuda") for n in (5_000_003, 1, 70_000)] + [torch.randn(7, device="cuda")] * 3000
     norms = {torch.ops.flatout.unscale_and_check(grads, None, 1.0)[1].item() for _ in range(5)}
