@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "core/scalar.h"
@@ -108,15 +109,26 @@ FLATOUT_HD Split split_chunk(T* const (&stream)[Streams], uint32_t count) {
   return {head, (count - head) / kWidth, count};
 }
 
-// The share of one thread out of `threads`: single(i) for its elements, vector(i) for vectors starting at i.
-template <int Width, class Single, class Vector>
+// How many vectors a thread loads before it stores one: a compiler cannot move loads over stores, and a
+// thread with few streams would otherwise have too few bytes under way to keep up with memory.
+template <int Streams>
+inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
+
+// The share of one thread out of `threads`: single(i) for its elements; for its vectors, Batch at a time,
+// vectors(std::integral_constant<int, N>, i, stride): N of them, at i, i + stride, ...
+template <int Width, int Batch, class Single, class Vectors>
 FLATOUT_HD void walk(const Split& split, uint32_t thread, uint32_t threads, const Single& single,
-                     const Vector& vector) {
+                     const Vectors& vectors) {
   for (uint32_t i = thread; i < split.head; i += threads) single(i);
+  uint32_t v = thread;
 #ifdef __CUDA_ARCH__
-#pragma unroll 4
+#pragma unroll 1  // batches are the unrolling: more of it costs registers, and with them threads
 #endif
-  for (uint32_t v = thread; v < split.vectors; v += threads) vector(split.head + v * Width);
+  for (; v + (Batch - 1) * threads < split.vectors; v += Batch * threads)
+    vectors(std::integral_constant<int, Batch>{}, split.head + v * Width, threads * Width);
+  if constexpr (Batch > 1)
+    for (; v < split.vectors; v += threads)
+      vectors(std::integral_constant<int, 1>{}, split.head + v * Width, 0u);
   for (uint32_t i = split.head + split.vectors * Width + thread; i < split.count; i += threads) single(i);
 }
 

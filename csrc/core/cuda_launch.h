@@ -14,8 +14,9 @@ inline constexpr int kThreads = 512;
 enum class Element { kFloat, kDouble, kHalf, kBfloat };
 
 inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("flatout: ") + what + " failed: " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // or the next launch of anybody would report it
+  throw std::runtime_error(std::string("flatout: ") + what + " failed: " + cudaGetErrorString(error));
 }
 
 }  // namespace flatout

@@ -54,8 +54,8 @@ inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
   const ScalarType dtype = tensor.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
                       dtype == ScalarType::BFloat16,
-                  name, " must be float32, float64, float16 or bfloat16, got dtype number ",
-                  static_cast<int>(dtype));
+                  name, " must be float32, float64, float16 or bfloat16, got ",
+                  torch::headeronly::toString(dtype));
   return dtype;
 }
 
@@ -108,8 +108,8 @@ inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const cha
   if (!tensor.has_value()) return scalar;
   const ScalarType dtype = tensor->scalar_type();
   STD_TORCH_CHECK((dtype == ScalarType::Float || dtype == ScalarType::Double) && tensor->numel() == 1, name,
-                  " must be one float32 or float64 number, got ", tensor->numel(),
-                  " elements of dtype number ", static_cast<int>(dtype));
+                  " must be one float32 or float64 number, got ", tensor->numel(), " elements of ",
+                  torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(
       tensor->is_cuda() == leader.is_cuda() && tensor->get_device_index() == leader.get_device_index(), name,
       " must be on the device of the parameters");

@@ -19,6 +19,7 @@ std::unique_ptr<StepTimer> make_event_timer(Counter&, int) {
 
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -171,24 +172,27 @@ class EventTimer final : public StepTimer {
   void poll_finished() {
     while (!pending_.empty()) {
       Pending step = pending_.front();
-      const cudaError_t status = cudaEventQuery(step.end);
-      if (status == cudaErrorNotReady) {
-        static_cast<void>(cudaGetLastError());
-        return;
-      }
-      check(status, "cudaEventQuery");
+      const std::optional<double> duration = seconds_between(step.begin, step.end);
+      const std::optional<double> gap =
+          last_end_ == nullptr ? kUnknown : seconds_between(last_end_, step.begin);
+      if (!duration || !gap) return;
       pending_.pop_front();
-      const double gap = last_end_ == nullptr ? kUnknown : seconds_between(last_end_, step.begin);
-      counter_.add(seconds_between(step.begin, step.end), gap, step.waited, step.samples, step.flops);
+      counter_.add(*duration, *gap, step.waited, step.samples, step.flops);
       give_back(last_end_);
       last_end_ = step.end;
       give_back(step.begin);
     }
   }
 
-  static double seconds_between(cudaEvent_t from, cudaEvent_t to) {
+  // Nothing while the device has not reached both; on different streams the later one may come first.
+  static std::optional<double> seconds_between(cudaEvent_t from, cudaEvent_t to) {
     float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, from, to), "cudaEventElapsedTime");
+    const cudaError_t status = cudaEventElapsedTime(&milliseconds, from, to);
+    if (status == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return std::nullopt;
+    }
+    check(status, "cudaEventElapsedTime");
     return milliseconds * 1e-3;
   }
 

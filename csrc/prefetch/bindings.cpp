@@ -218,10 +218,11 @@ void bind_prefetch(py::module_& module) {
   module.def("create_stream", &cuda::create_stream, arg("device"),
              "Address of a new non-blocking CUDA stream that lives as long as the process.");
 
-  py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring", "Host buffers, reused; pinned or ordinary.")
-      .def(py::init<bool, std::size_t>(), arg("pinned"), arg("max_idle"))
+  py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring",
+                                          "Host buffers, reused; pinned for a device, or ordinary.")
+      .def(py::init<int, std::size_t>(), arg("device"), arg("max_idle"))
       .def("clear", &Ring::clear, "Frees the idle buffers.")
-      .def_property_readonly("pinned", &Ring::pinned)
+      .def_property_readonly("device", &Ring::device, "The device that the memory is pinned for, or -1.")
       .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
       .def_property_readonly("allocations", &Ring::allocations, "Buffers made so far.");
 

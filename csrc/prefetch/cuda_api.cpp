@@ -17,6 +17,19 @@ void check(cudaError_t status, const char* call) {
   }
 }
 
+// Most calls on one thread break a CUDA graph that another thread, or another stream, captures: not in this
+// scope.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
@@ -31,6 +44,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
+  const RelaxedCapture relaxed_;
   int previous_ = 0;
   bool changed_ = false;
 };
@@ -53,7 +67,15 @@ bool usable() noexcept {
   return found;
 }
 
-void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+void enter_thread(int device) {
+  thread_local bool relaxed = false;
+  if (!relaxed) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    relaxed = true;
+  }
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
 
 Stream create_stream(int device) {
   const DeviceScope scope(device);
@@ -62,15 +84,20 @@ Stream create_stream(int device) {
   return reinterpret_cast<Stream>(stream);
 }
 
-void* allocate_pinned(std::size_t bytes) {
+void* allocate_pinned(std::size_t bytes, int device) {
+  const DeviceScope scope(device);
   void* data = nullptr;
   check(cudaHostAlloc(&data, bytes, cudaHostAllocPortable), "cudaHostAlloc");
   return data;
 }
 
-void free_pinned(void* data) noexcept {
-  // At interpreter exit the driver may be gone already, and the memory with it.
-  if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+void free_pinned(void* data, int device) noexcept {
+  try {
+    const DeviceScope scope(device);
+    check(cudaFreeHost(data), "cudaFreeHost");
+  } catch (const std::exception&) {
+    // At interpreter exit the driver may be gone already, and the memory with it.
+  }
 }
 
 bool is_pinned(const void* data) {
@@ -92,12 +119,14 @@ void wait_event(Stream stream, EventHandle event) {
 
 Event::Event() {
   cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
+        "cudaEventCreateWithFlags");
   handle_ = reinterpret_cast<EventHandle>(event);
 }
 
 Event::~Event() {
   if (guard_.forked()) return;  // a forked child must not call CUDA
+  const RelaxedCapture relaxed;
   if (cudaEventDestroy(as_event(handle_)) != cudaSuccess) cudaGetLastError();
 }
 
@@ -106,6 +135,7 @@ void Event::record(Stream stream) {
 }
 
 bool Event::done() const {
+  const RelaxedCapture relaxed;
   const cudaError_t status = cudaEventQuery(as_event(handle_));
   if (status == cudaErrorNotReady) {
     cudaGetLastError();
@@ -115,7 +145,10 @@ bool Event::done() const {
   return true;
 }
 
-void Event::synchronize() const { check(cudaEventSynchronize(as_event(handle_)), "cudaEventSynchronize"); }
+void Event::synchronize() const {
+  const RelaxedCapture relaxed;
+  check(cudaEventSynchronize(as_event(handle_)), "cudaEventSynchronize");
+}
 
 void Event::block(Stream stream, int device) const {
   // Stream 0, torch's default, means "of the current device": that must be the stream's own.
@@ -135,10 +168,10 @@ namespace {
 }  // namespace
 
 bool usable() noexcept { return false; }
-void set_device(int) { missing(); }
+void enter_thread(int) { missing(); }
 Stream create_stream(int) { missing(); }
-void* allocate_pinned(std::size_t) { missing(); }
-void free_pinned(void*) noexcept {}
+void* allocate_pinned(std::size_t, int) { missing(); }
+void free_pinned(void*, int) noexcept {}
 bool is_pinned(const void*) { return false; }
 void copy_to_device_async(void*, const void*, std::size_t, Stream) { missing(); }
 void wait_event(Stream, EventHandle) { missing(); }

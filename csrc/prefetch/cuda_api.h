@@ -6,7 +6,11 @@
 
 #include "prefetch/fork_guard.h"
 
-namespace flatout::prefetch::cuda {
+namespace flatout::prefetch {
+
+inline constexpr int host_device = -1;
+
+namespace cuda {
 
 using Stream = std::uintptr_t;       // a cudaStream_t, as torch hands it out (`stream.cuda_stream`)
 using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`event.cuda_event`)
@@ -14,19 +18,23 @@ using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`e
 // True when CUDA was compiled in, the driver is new enough for our static runtime, and a device is there.
 bool usable() noexcept;
 
-void set_device(int device);
+// For threads of ours, before any other call: makes `device` current, and keeps what they call from breaking
+// a CUDA graph that the user captures meanwhile.
+void enter_thread(int device);
 // A non-blocking stream that nobody else is given (torch's pool repeats after 32); it lives as long as the
 // process.
 Stream create_stream(int device);
 
-void* allocate_pinned(std::size_t bytes);
-void free_pinned(void* data) noexcept;
+// Pinned in the context of `device`, whichever is current: a context on another one would cost its memory.
+void* allocate_pinned(std::size_t bytes, int device);
+void free_pinned(void* data, int device) noexcept;
 bool is_pinned(const void* data);
 
 void copy_to_device_async(void* to, const void* from, std::size_t bytes, Stream stream);
 void wait_event(Stream stream, EventHandle event);
 
-// An event of our own, without timing, made on the current device of the calling thread.
+// An event of our own, made on the current device of the calling thread: without timing, and a thread that
+// waits for it sleeps instead of spinning.
 class Event {
  public:
   Event();
@@ -45,4 +53,5 @@ class Event {
   ForkGuard guard_;
 };
 
-}  // namespace flatout::prefetch::cuda
+}  // namespace cuda
+}  // namespace flatout::prefetch

@@ -9,8 +9,6 @@
 #include <new>
 #include <utility>
 
-#include "prefetch/cuda_api.h"
-
 namespace flatout::prefetch {
 namespace {
 
@@ -26,11 +24,11 @@ std::size_t alignment_of(std::size_t capacity) { return capacity >= huge_page ? 
 
 }  // namespace
 
-HostBuffer::HostBuffer(std::size_t bytes, bool pinned)
+HostBuffer::HostBuffer(std::size_t bytes, int device)
     : capacity_(round_up(std::max<std::size_t>(bytes, 1), bytes < page ? cache_line : page)),
-      pinned_(pinned) {
-  if (pinned) {
-    data_ = static_cast<std::byte*>(cuda::allocate_pinned(capacity_));
+      device_(device) {
+  if (device != host_device) {
+    data_ = static_cast<std::byte*>(cuda::allocate_pinned(capacity_, device));
     return;
   }
   const std::size_t alignment = alignment_of(capacity_);
@@ -41,10 +39,10 @@ HostBuffer::HostBuffer(std::size_t bytes, bool pinned)
 }
 
 HostBuffer::~HostBuffer() {
-  if (!pinned_) {
+  if (device_ == host_device) {
     ::operator delete(data_, std::align_val_t{alignment_of(capacity_)});
   } else if (!guard_.forked()) {  // a forked child must not call CUDA
-    cuda::free_pinned(data_);
+    cuda::free_pinned(data_, device_);
   }
 }
 
@@ -54,8 +52,8 @@ struct Ring::State {
   std::size_t allocations = 0;
 };
 
-Ring::Ring(bool pinned, std::size_t max_idle)
-    : pinned_(pinned), max_idle_(max_idle), state_(std::make_unique<State>()) {}
+Ring::Ring(int device, std::size_t max_idle)
+    : device_(device), max_idle_(max_idle), state_(std::make_unique<State>()) {}
 
 Ring::~Ring() {
   // The fork may have caught another thread inside the deque: leave it alone.
@@ -84,7 +82,7 @@ Slot Ring::acquire(std::size_t bytes) {
       ++state_->allocations;
     }
   }
-  if (!buffer) buffer = std::make_unique<HostBuffer>(bytes, pinned_);
+  if (!buffer) buffer = std::make_unique<HostBuffer>(bytes, device_);
   return Slot(buffer.release(), [ring = shared_from_this()](HostBuffer* returned) {
     ring->give_back(std::unique_ptr<HostBuffer>(returned));
   });

@@ -5,14 +5,16 @@
 #include <cstddef>
 #include <memory>
 
+#include "prefetch/cuda_api.h"
 #include "prefetch/fork_guard.h"
 
 namespace flatout::prefetch {
 
-// Host memory: pinned by CUDA, or aligned to a cache line (from 2 MiB on: to a huge page, which it asks for).
+// Host memory: pinned for `device`, or on host_device ordinary memory, aligned to a cache line (from 2 MiB
+// on: to a huge page, which it asks for).
 class HostBuffer {
  public:
-  HostBuffer(std::size_t bytes, bool pinned);
+  HostBuffer(std::size_t bytes, int device);
   ~HostBuffer();
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
@@ -23,7 +25,7 @@ class HostBuffer {
  private:
   std::byte* data_ = nullptr;
   std::size_t capacity_ = 0;
-  bool pinned_ = false;
+  int device_ = host_device;
   ForkGuard guard_;
 };
 
@@ -32,8 +34,9 @@ using Slot = std::shared_ptr<HostBuffer>;
 
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
-  // Keeps at most `max_idle` returned buffers; what comes back beyond that is freed, the oldest first.
-  Ring(bool pinned, std::size_t max_idle);
+  // Of memory pinned for `device`; host_device: of ordinary memory. Keeps at most `max_idle` returned
+  // buffers; what comes back beyond that is freed, the oldest first.
+  Ring(int device, std::size_t max_idle);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -43,13 +46,13 @@ class Ring : public std::enable_shared_from_this<Ring> {
   void clear();                     // frees the idle buffers
   std::size_t allocations() const;  // buffers made so far
   std::size_t idle() const;
-  bool pinned() const noexcept { return pinned_; }
+  int device() const noexcept { return device_; }
 
  private:
   struct State;
   void give_back(std::unique_ptr<HostBuffer> buffer) noexcept;
 
-  const bool pinned_;
+  const int device_;
   const std::size_t max_idle_;
   const ForkGuard guard_;
   std::unique_ptr<State> state_;

@@ -31,6 +31,7 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
                                          const std::int64_t* indices, std::int64_t first, std::size_t count) {
   auto batch = std::make_shared<Gathered>();
   batch->ticket = worker_.submit([ring = ring_, columns = std::move(columns), indices, first, count, batch] {
+    if (ring->device() != host_device) cuda::enter_thread(ring->device());
     std::vector<Slot> slots;
     slots.reserve(columns->size());
     for (const Column& column : *columns) {
@@ -58,19 +59,38 @@ std::shared_ptr<Copied> Stager::copy(std::vector<Transfer> transfers, PinnedSour
 
 void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
                       cuda::EventHandle fence, const std::shared_ptr<Copied>& copied) {
-  const bool on_device = device_ != host_device;
-  if (on_device) {
-    cuda::set_device(device_);
-    copied->event = std::make_unique<cuda::Event>();
-    reap(max_in_flight_ - 1);
+  if (device_ == host_device) {
+    enqueue(transfers, pinned, stream, fence, *copied);
+    copied->slot.reset();
+    return;
   }
+  cuda::enter_thread(device_);
+  copied->event = std::make_unique<cuda::Event>();
+  reap(max_in_flight_ - 1);
+  try {
+    enqueue(transfers, pinned, stream, fence, *copied);
+  } catch (const std::exception&) {
+    // What was enqueued before the failure still reads the sources and writes the destinations.
+    try {
+      hold_until_passed(copied, stream);
+    } catch (const std::exception&) {
+      // The device is lost, and nothing copies any more.
+    }
+    throw;
+  }
+  hold_until_passed(copied, stream);
+}
+
+void Stager::enqueue(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+                     cuda::EventHandle fence, Copied& copied) {
+  const bool on_device = device_ != host_device;
   std::vector<bool> direct(transfers.size());
   std::size_t staged_bytes = 0;
   for (std::size_t i = 0; i < transfers.size(); ++i) {
     direct[i] = on_device && pinned == PinnedSources::direct && cuda::is_pinned(transfers[i].from);
     if (!direct[i]) staged_bytes += aligned(transfers[i].bytes);
   }
-  if (staged_bytes != 0) copied->slot = ring_->acquire(staged_bytes);
+  if (staged_bytes != 0) copied.slot = ring_->acquire(staged_bytes);
 
   if (fence != 0) cuda::wait_event(stream, fence);
   std::size_t offset = 0;
@@ -78,7 +98,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
     const auto [from, to, bytes] = transfers[i];
     const std::byte* source = from;
     if (!direct[i]) {
-      std::byte* staged = copied->slot->data() + offset;
+      std::byte* staged = copied.slot->data() + offset;
       std::memcpy(staged, from, bytes);
       source = staged;
       offset += aligned(bytes);
@@ -89,10 +109,9 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
       std::memcpy(to, source, bytes);
     }
   }
-  if (!on_device) {
-    copied->slot.reset();
-    return;
-  }
+}
+
+void Stager::hold_until_passed(const std::shared_ptr<Copied>& copied, cuda::Stream stream) {
   copied->event->record(stream);
   const std::lock_guard lock(mutex_);
   in_flight_.push_back(copied);

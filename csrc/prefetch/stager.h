@@ -42,8 +42,6 @@ struct Transfer {
 // host, but reads them until the device has passed the copy: only for sources that nobody writes again.
 enum class PinnedSources : std::uint8_t { direct, staged };
 
-inline constexpr int host_device = -1;
-
 class Stager {
  public:
   // At most `max_in_flight` staged copies wait for the device at a time: a host that runs ahead of its GPU is
@@ -70,6 +68,9 @@ class Stager {
  private:
   void run_copy(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
                 cuda::EventHandle fence, const std::shared_ptr<Copied>& copied);
+  void enqueue(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
+               cuda::EventHandle fence, Copied& copied);
+  void hold_until_passed(const std::shared_ptr<Copied>& copied, cuda::Stream stream);
   void reap(std::size_t allowed);
 
   const std::shared_ptr<Ring> ring_;

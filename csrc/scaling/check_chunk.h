@@ -16,7 +16,7 @@ FLATOUT_HD Partial check_chunk(const ChunkView<T, 1>& view, compute_t<T> inv_sca
   const bool write = Rewrite && inv_scale != 1;  // times 1 changes nothing
   T* x = view.stream[0];
   Lane<Acc> lane{0, 0};
-  walk<Vector::kWidth>(
+  walk<Vector::kWidth, kBatch<1>>(
       split_chunk<T, 1>(view.stream, view.count), thread, threads,
       [&](uint32_t i) {
         const Acc gradient = load(x[i]);
@@ -24,15 +24,19 @@ FLATOUT_HD Partial check_chunk(const ChunkView<T, 1>& view, compute_t<T> inv_sca
         lane.add(gradient, unscaled);
         if (write) store(x[i], unscaled);
       },
-      [&](uint32_t i) {
-        Vector pack = *reinterpret_cast<const Vector*>(x + i);
-        for (int l = 0; l < Vector::kWidth; ++l) {
-          const Acc gradient = load(pack.lane[l]);
-          const Acc unscaled = gradient * inv_scale;
-          lane.add(gradient, unscaled);
-          if (Rewrite) store(pack.lane[l], unscaled);
+      [&](auto batch, uint32_t i, uint32_t stride) {
+        constexpr int kCount = decltype(batch)::value;
+        Vector packs[kCount];
+        for (int b = 0; b < kCount; ++b) packs[b] = *reinterpret_cast<const Vector*>(x + i + b * stride);
+        for (int b = 0; b < kCount; ++b) {
+          for (int l = 0; l < Vector::kWidth; ++l) {
+            const Acc gradient = load(packs[b].lane[l]);
+            const Acc unscaled = gradient * inv_scale;
+            lane.add(gradient, unscaled);
+            if (Rewrite) store(packs[b].lane[l], unscaled);
+          }
+          if (write) *reinterpret_cast<Vector*>(x + i + b * stride) = packs[b];
         }
-        if (write) *reinterpret_cast<Vector*>(x + i) = pack;
       });
   return {static_cast<double>(lane.sum), static_cast<double>(lane.bad)};
 }
@@ -42,13 +46,17 @@ FLATOUT_HD void scale_chunk(const ChunkView<T, 1>& view, compute_t<T> factor, ui
                             uint32_t threads) {
   using Vector = Pack<T>;
   T* x = view.stream[0];
-  walk<Vector::kWidth>(
+  walk<Vector::kWidth, kBatch<1>>(
       split_chunk<T, 1>(view.stream, view.count), thread, threads,
       [&](uint32_t i) { store(x[i], load(x[i]) * factor); },
-      [&](uint32_t i) {
-        Vector pack = *reinterpret_cast<const Vector*>(x + i);
-        for (int l = 0; l < Vector::kWidth; ++l) store(pack.lane[l], load(pack.lane[l]) * factor);
-        *reinterpret_cast<Vector*>(x + i) = pack;
+      [&](auto batch, uint32_t i, uint32_t stride) {
+        constexpr int kCount = decltype(batch)::value;
+        Vector packs[kCount];
+        for (int b = 0; b < kCount; ++b) packs[b] = *reinterpret_cast<const Vector*>(x + i + b * stride);
+        for (int b = 0; b < kCount; ++b) {
+          for (T& value : packs[b].lane) store(value, load(value) * factor);
+          *reinterpret_cast<Vector*>(x + i + b * stride) = packs[b];
+        }
       });
 }
 

@@ -34,7 +34,7 @@ class GradCheck:
 
 def has_kernels(device: torch.device) -> bool:
     """True when the native operators run on ``device``."""
-    return device.type == "cpu" or (device.type == "cuda" and _native.has_cuda_kernels())
+    return device.type == "cpu" or (device.type == "cuda" and _native.has_cuda_kernels(device.index))
 
 
 def is_native(tensor: Tensor) -> bool:
@@ -97,13 +97,18 @@ def _groups(grads: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor.to(device, dtype)`` that waits only where it must: a CPU copy is read without asking the stream."""
+    return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
 def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | None:
     """``value`` as a 0-dim tensor on ``device``; float32 unless it is a float64 tensor already."""
     if value is None:
         return None
     if isinstance(value, Tensor):
         dtype = value.dtype if value.dtype == torch.float64 else torch.float32
-        return value.detach().to(device=device, dtype=dtype, non_blocking=True)
+        return move(value.detach(), device, dtype)
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
@@ -158,8 +163,8 @@ def check(grads: Sequence[Tensor], inv_scale: Tensor | float | None = None, max_
     if len(groups) == 1:
         return _look(groups[0], on_device(inv_scale, device), max_norm)
     looks = [_look(group, on_device(inv_scale, group[0].device), None) for group in groups]
-    norms = torch.stack([look.grad_norm.to(device, torch.float64, non_blocking=True) for look in looks])
-    found_inf = torch.stack([look.found_inf.to(device, non_blocking=True) for look in looks]).amax()
+    norms = torch.stack([move(look.grad_norm, device, torch.float64) for look in looks])
+    found_inf = torch.stack([move(look.found_inf, device) for look in looks]).amax()
     norm = torch.linalg.vector_norm(norms).to(_norm_dtype(grads))
     return _conclude(found_inf, norm, on_device(inv_scale, device), max_norm)
 
@@ -180,8 +185,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> tuple
             found_inf, norm = look.found_inf, look.grad_norm
             if inverse is not None:
                 torch._foreach_mul_(group, inverse)
-        found.append(found_inf.to(device, non_blocking=True))
-        norms.append(norm.to(device, non_blocking=True))
+        found.append(move(found_inf, device))
+        norms.append(move(norm, device))
     if len(found) == 1:
         return found[0], norms[0]
     total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))

@@ -52,12 +52,20 @@ if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_avai
     )
 
 
+def has_cuda_kernels(device: int | None = None) -> bool:
+    """True when the CUDA kernels can run: compiled in, for this device, with a driver new enough.
+
+    Args:
+        device: index of a GPU; default: the current one.
+    """
+    if device is None and torch.cuda.is_available():
+        device = torch.cuda.current_device()
+    return device is not None and _kernels_run(device)
+
+
 @functools.cache
-def has_cuda_kernels() -> bool:
-    """True when the CUDA kernels can run here: compiled in, for this device, with a driver new enough."""
-    if not (BUILT_WITH_CUDA and torch.cuda.is_available()):
-        return False
-    return bool(torch.ops.flatout.cuda_kernels_run(torch.cuda.current_device()))
+def _kernels_run(device: int) -> bool:
+    return BUILT_WITH_CUDA and torch.cuda.is_available() and bool(torch.ops.flatout.cuda_kernels_run(device))
 
 
 __all__ = ["BUILT_WITH_CUDA", "has_cuda_kernels"]

@@ -219,6 +219,17 @@ def test_keeping_one_tensor_keeps_only_its_memory():
     assert next(iter(ours._rings.values())).allocations <= 64 + 2 * (ours.depth + 3)
 
 
+def test_pinned_batches_are_torchs_own(monkeypatch):
+    """torch does not know our pinned memory, so what users copy themselves must be pinned by torch."""
+    pinned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    ours = InMemoryLoader(DataLoader(make_dataset(8), 4, pin_memory=True))
+    batches = [tensor for batch in ours for tensor in batch]
+    assert [id(tensor) for tensor in batches] == [id(tensor) for tensor in pinned]
+    assert [ring.device for ring in ours._rings.values()] == [-1]
+
+
 def test_two_iterators_at_once():
     loader = DataLoader(make_dataset(30), 4)
     ours = InMemoryLoader(loader)

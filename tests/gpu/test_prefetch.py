@@ -59,6 +59,7 @@ def test_values_under_a_delayed_consumer(copier, depth, pinned):
     """Each batch is dropped before the kernels that read it have run: its memory must not be written yet."""
     stream = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for batch in Prefetcher(Numbered(20, pinned), DEVICE, depth):
             assert batch["x"].is_cuda
@@ -101,12 +102,38 @@ def test_in_memory_batches_take_the_direct_road(copier):
         assert all(map(torch.equal, our, their))
 
 
-@pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
 def test_in_memory_batches_are_pinned():
     loader = InMemoryLoader(DataLoader(TensorDataset(torch.zeros(64, 1000)), 8, pin_memory=True))
     (batch,) = next(iter(loader))
     assert batch.is_pinned()
     assert batch.device.type == "cpu"
+
+
+def test_pinned_in_memory_batches_survive_the_users_own_copies():
+    """A batch is let go while its copy waits: its memory must not be given to another batch meanwhile."""
+    data = torch.arange(64.0)[:, None].expand(64, 1 << 18).contiguous()
+    loader = InMemoryLoader(DataLoader(TensorDataset(data), 4, pin_memory=True))
+    copies = []
+    for (batch,) in loader:
+        delay()
+        copies.append(batch.to(DEVICE, non_blocking=True)[:, -1])
+        del batch
+    assert torch.cat(copies).tolist() == list(range(64))
+
+
+def test_a_capture_goes_on_while_batches_are_copied():
+    """Other threads copy, and this one polls, while a graph is captured: neither may break it."""
+    x, graph = torch.zeros(8, device=DEVICE), torch.cuda.CUDAGraph()
+    iterator = iter(Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(256, 1 << 16)), 8)), DEVICE, 3))
+    next(iterator)
+    copies = [copied for entry in iterator._queue if (copied := getattr(entry.copy, "_copied", None))]
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        assert all(copied.finished() in (True, False) for copied in copies)
+        del copies
+        iterator.close()
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
 
 
 def test_channels_last_is_kept(copier):

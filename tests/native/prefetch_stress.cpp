@@ -72,7 +72,7 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
 int main() {
   std::vector<std::int64_t> table(4 * 1000);
   std::iota(table.begin(), table.end(), 0);
-  const auto ring = std::make_shared<Ring>(false, 6);
+  const auto ring = std::make_shared<Ring>(host_device, 6);
   std::vector<std::thread> consumers;
   for (unsigned seed = 0; seed < 4; ++seed) {
     consumers.emplace_back([&, seed] { consume(ring, table, 100, seed); });

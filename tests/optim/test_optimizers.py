@@ -161,3 +161,12 @@ def test_operators_name_the_argument_that_is_wrong():
     with pytest.raises(RuntimeError, match="max_norm must be >= 0, got -1"):
         ops.unscale_and_check([p], None, -1.0)
     assert torch.equal(p, torch.ones(4))
+
+
+def test_betas_that_only_the_device_knows_are_torchs():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = fo.AdamW([p])
+    assert optimizer._collect() is not None
+    optimizer.param_groups[0]["betas"] = (torch.empty((), device="meta"),) * 2
+    assert optimizer._collect() is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import flatout.optim as fo
 from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
+from flatout.measure.state import State
 from flatout.optim import update
 
 
@@ -39,6 +42,39 @@ def test_a_buffer_that_waits_for_its_first_step_travels_as_none():
     p.grad, q.grad = torch.ones(4), torch.ones(4)
     optimizer.step(), other.step()
     torch.testing.assert_close(p, q)
+
+
+def test_saving_changes_nothing():
+    """A checkpoint between a skipped first step and the next one must not be seen by training."""
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizers = [fo.SGD([x], lr=0.1, momentum=0.9, dampening=0.4) for x in (p, q)]
+    for value in (float("inf"), 1.0, 2.0):
+        p.grad, q.grad = (torch.full((4,), value) for _ in range(2))
+        for optimizer in optimizers:
+            update(optimizer, inv_scale=torch.tensor(1.0))
+        before = {key: id(value) for key, value in optimizers[0].state[p].items()}
+        saved, copied = optimizers[0].state_dict()["state"][0], copy.deepcopy(optimizers[0])
+        assert saved.keys() == {"momentum_buffer"}
+        assert (saved["momentum_buffer"] is None) == (value == float("inf"))
+        assert [state.keys() for state in copied.state.values()] == [saved.keys()]
+        assert {key: id(value) for key, value in optimizers[0].state[p].items()} == before
+    torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+def test_a_snapshot_of_the_state_holds_the_first_step():
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = fo.SGD([p], lr=0.1, momentum=0.9, dampening=0.4)
+    p.grad = torch.full_like(p, float("inf"))
+    update(optimizer, inv_scale=torch.tensor(1.0))
+    snapshot = State.capture(torch.nn.ParameterList([p]), optimizer)
+    results = []
+    for _ in range(2):
+        for value in (1.0, 2.0):
+            p.grad = torch.full_like(p, value)
+            optimizer.step()
+        results.append(p.detach().clone())
+        snapshot.restore()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_half_precision_norm_does_not_overflow():

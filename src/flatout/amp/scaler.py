@@ -82,7 +82,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded for this optimizer.")
         found_inf = found[0]
         for other in found[1:]:
-            found_inf = found_inf + other.to(found_inf.device, non_blocking=True)
+            found_inf = found_inf + _gradients.move(other, found_inf.device)
         factor = None
         if max_grad_norm is not None:
             factor = _gradients.check(_gradients_of(optimizer), None, max_grad_norm).grad_factor

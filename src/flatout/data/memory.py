@@ -182,15 +182,22 @@ class InMemoryLoader:
         self._columns = columns
         self._assemble = assemble
         self._rows = rows
-        self._rings: dict[tuple[int, bool], Any] = {}
+        self._rings: dict[tuple[int, int], Any] = {}
         self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate(pinned=bool(self.loader.pin_memory))
+        return self._iterate(-1, pin=bool(self.loader.pin_memory) and torch.cuda.is_available())
 
-    def iterate(self, *, pinned: bool) -> Iterator[Any]:
-        """One epoch; ``pinned`` puts batches into pinned memory when a GPU is there."""
-        iterator = _InMemoryIterator(self, pinned and torch.cuda.is_available() and _host.cuda_usable())
+    def iterate_pinned(self, device: int) -> Iterator[Any]:
+        """One epoch in pinned memory of our own, for :class:`NativeCopier` alone.
+
+        torch does not know this memory: a ``tensor.cuda(non_blocking=True)`` would not keep a batch from being
+        overwritten while it is copied.
+        """
+        return self._iterate(device, pin=False)
+
+    def _iterate(self, device: int, *, pin: bool) -> Iterator[Any]:
+        iterator = _InMemoryIterator(self, device, pin)
         self._live.add(iterator)
         return iterator
 
@@ -228,24 +235,25 @@ class InMemoryLoader:
         for ring in self._rings.values():
             ring.clear()
 
-    def _ring(self, pinned: bool, columns: int) -> Any:
-        key = os.getpid(), pinned  # a forked child cannot use its parent's
+    def _ring(self, device: int, columns: int) -> Any:
+        key = os.getpid(), device  # a forked child cannot use its parent's
         if key not in self._rings:
             # In use at a time: `depth` ahead, the one being taken, and two that a loop holds while it asks.
-            self._rings[key] = _host.Ring(pinned=pinned, max_idle=(self.depth + 3) * columns)
+            self._rings[key] = _host.Ring(device=device, max_idle=(self.depth + 3) * columns)
         return self._rings[key]
 
 
 class _InMemoryIterator:
     """One epoch of an :class:`InMemoryLoader`. Its threads end with it."""
 
-    def __init__(self, loader: InMemoryLoader, pinned: bool) -> None:
+    def __init__(self, loader: InMemoryLoader, device: int, pin: bool) -> None:
         self._stager: Any = None
+        self._pin = pin
         self._order = EpochOrder(loader.loader)
         self._loader = loader
         tensors = tuple(loader._columns())
         self._columns = _host.Columns([_spec(tensor) for tensor in tensors], tensors)
-        self._ring = loader._ring(pinned, len(tensors))
+        self._ring = loader._ring(device, len(tensors))
         self._pending: deque[tuple[Span, Any]] = deque()
         self._indices: Tensor | None = None
         self._ended = False
@@ -266,7 +274,10 @@ class _InMemoryIterator:
             raise StopIteration
         span, gathered = self._pending.popleft()
         self._order.delivered(span)
-        return self._loader._assemble([torch.from_dlpack(capsule) for capsule in gathered.take()])
+        tensors = [torch.from_dlpack(capsule) for capsule in gathered.take()]
+        if self._pin:
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return self._loader._assemble(tensors)
 
     def _begin(self) -> None:
         permutation, rows = self._order.draw(), self._loader._rows

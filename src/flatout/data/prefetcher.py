@@ -74,8 +74,11 @@ class Prefetcher:
                 self._ring = make_ring(self.device, self.depth)
             # Pinned batches of which we know that nobody writes to them need no further copy on the host.
             memory = self.loader if type(self.loader) is InMemoryLoader else None
-            batches = iter(self.loader) if memory is None else memory.iterate(pinned=True)
             fresh = memory is not None or (type(self.loader) is DataLoader and self.loader.pin_memory)
+            if memory is None or self._ring is None:
+                batches = iter(self.loader)
+            else:
+                batches = memory.iterate_pinned(self._ring.device)
             iterator = _Ahead(self, batches, make_copier(self.device, self.depth, self._ring, fresh=fresh))
         self._live.add(iterator)
         return iterator

@@ -54,8 +54,12 @@ def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool) -> 
 def make_ring(device: torch.device, depth: int) -> Any:
     """Pinned staging memory for :class:`NativeCopier`; ``None`` where that one does not work."""
     if device.type == "cuda" and _native.BUILT_WITH_CUDA and _host.cuda_usable():
-        return _host.Ring(pinned=True, max_idle=depth + 2)
+        return _host.Ring(device=_index_of(device), max_idle=depth + 2)
     return None
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 _side_streams: dict[int, torch.cuda.Stream] = {}
@@ -63,7 +67,7 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Our stream on ``device``: one per process, because each stream keeps a memory pool of its own."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
         if _native.BUILT_WITH_CUDA and _host.cuda_usable():

@@ -212,7 +212,7 @@ class _Timer(Protocol):
 def _timer(core: StepCounter, device: torch.device) -> _Timer:
     if device.type != "cuda":
         return _HostTimer(core)
-    if _native.has_cuda_kernels():
+    if _native.has_cuda_kernels(device.index):
         # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
         with contextlib.suppress(RuntimeError):
             return _EventTimer(core, device)

@@ -71,7 +71,7 @@ class NativeStep(torch.optim.Optimizer):
         for group, buckets in work:
             for (device, _), (params, grads) in buckets.items():
                 local_factor = _gradients.on_device(factor, device)
-                local_inf = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
+                local_inf = None if found_inf is None else _gradients.move(found_inf, device, torch.float32)
                 try:
                     self._native_step(group, params, grads, local_factor, local_inf)
                 except RuntimeError as error:
@@ -84,6 +84,8 @@ class NativeStep(torch.optim.Optimizer):
         """Per group, parameters and gradients by (device, dtype); None when one is not for our kernels."""
         work = []
         for group in self.param_groups:
+            if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
+                return None  # our kernels take betas from the host, which would wait for these
             buckets: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for p in group["params"]:
                 g = p.grad
@@ -173,7 +175,11 @@ def learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tens
 
 
 def step_count(state: dict[str, Any], device: torch.device) -> Tensor:
-    """``state["step"]`` as the kernels read it: float32, moved to the parameter's device when elsewhere."""
+    """``state["step"]`` as the kernels read it: float32, moved to the parameter's device when elsewhere.
+
+    Counts that torch made in float64 (as it does under such a default dtype) become float32 too: exact up to
+    16.7 million steps, and torch goes on with either.
+    """
     step = state["step"]
     if step.dtype != torch.float32 or step.device != device:
         state["step"] = step = step.to(device=device, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ class SGD(NativeStep, torch.optim.SGD):
     Momentum buffers start as zeros, so a first step that found infinities leaves nothing undefined behind (in
     torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with
     ``dampening`` that differs from the rule of later steps, and only the device knows which step is the first
-    one *taken*: a count per parameter is kept there. ``state_dict`` shows torch's state only: a buffer that
-    waits for its first step is None.
+    one *taken*: a count per parameter is kept in its state, as ``steps_taken``. ``state_dict`` and pickles show
+    torch's state only: no counts, and a buffer that waits for its first step is None.
     """
 
     _torch_class = torch.optim.SGD
-    _steps_taken: dict[Tensor, Tensor]  # only of parameters whose group has dampening
 
     def _native_step(
         self,
@@ -42,7 +42,7 @@ class SGD(NativeStep, torch.optim.SGD):
                 state = self.state[p]
                 buffer = state.get("momentum_buffer")
                 if group["dampening"] != 0:
-                    steps_taken.append(self._count(p, fresh=buffer is None))
+                    steps_taken.append(_count(state, p))
                 if buffer is None:
                     state["momentum_buffer"] = buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
                 if memory is not None:
@@ -65,28 +65,39 @@ class SGD(NativeStep, torch.optim.SGD):
             found_inf=found_inf,
         )
 
-    def _count(self, p: Tensor, *, fresh: bool) -> Tensor:
-        counts = self.__dict__.setdefault("_steps_taken", {})
-        if fresh or p not in counts:
-            counts[p] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)
-        return counts[p]
+    def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        self._settle()
+        super()._torch_update(factor, found_inf)
 
     def _settle(self) -> None:
-        """Makes the state torch's alone: buffers whose first step was never taken are None. Synchronises."""
-        counts = self.__dict__.pop("_steps_taken", {})
-        for p, count in counts.items():
-            if count.item() == 0 and p in self.state:
-                self.state[p]["momentum_buffer"] = None
+        """Makes the state torch's alone, see :func:`_settled`. Synchronises."""
+        self.state.update({p: _settled(state) for p, state in self.state.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch."""
-        self._settle()
-        return super().state_dict()
+        result = super().state_dict()
+        result["state"] = {key: _settled(state) for key, state in result["state"].items()}
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
-        return super().__getstate__()
+        result = super().__getstate__()
+        settled = {p: _settled(state) for p, state in self.state.items()}
+        return {**result, "state": defaultdict(dict, settled)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.pop("_steps_taken", None)
-        super().__setstate__(state)
+
+def _count(state: dict[str, Any], p: Tensor) -> Tensor:
+    """Steps taken with the buffer in ``state``; one that came without a count is in use already."""
+    fresh = state.get("momentum_buffer") is None
+    if fresh or "steps_taken" not in state:
+        state["steps_taken"] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=p.device)
+    return state["steps_taken"]
+
+
+def _settled(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` as torch has it: without the count, and without a buffer whose first step was never taken."""
+    if "steps_taken" not in state:
+        return state
+    settled = {key: value for key, value in state.items() if key != "steps_taken"}
+    if state["steps_taken"].item() == 0:
+        settled["momentum_buffer"] = None
+    return settled
