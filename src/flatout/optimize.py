@@ -136,12 +136,11 @@ def optimize(
             plan.check(here)
 
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
-        console = Console(stderr=True)
         for technique in REGISTRY:
             if isinstance(technique, Measured):
-                with console.status(f"flatout: trying {technique.title}"):
+                with _saying(f"trying {technique.title}"):
                     rows[technique.name] = tuner.decide(technique)
-        with console.status("flatout: racing the tuned loop against the original"):
+        with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         bench.rewind(to_train=False)
     except BaseException:
@@ -171,6 +170,12 @@ def optimize(
         report=Report(summary),
         switches=[*switches, *bench.kept],
     )
+
+
+def _saying(what: str) -> contextlib.AbstractContextManager[Any]:
+    """Tell a person at a terminal what takes so long; start no thread for anybody else."""
+    console = Console(stderr=True)
+    return console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
 
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:

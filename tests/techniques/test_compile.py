@@ -115,6 +115,25 @@ def test_a_compiled_model_trains_like_the_plain_one_and_the_tail_batch_runs_plai
     assert models[0]._compiled_call_impl is None
 
 
+def test_models_do_not_use_up_each_others_compilations():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    limit = torch._dynamo.config.recompile_limit
+    compile_ = torch.compile
+    for _ in range(limit + 2):
+        model = nn.Linear(4, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", lambda call: compile_(call, backend=backend))
+            switch = CompileSwitch(model)
+        switch.enable()
+        model(torch.ones(3, 4))
+    assert len(compiled) == limit + 2
+
+
 def test_a_compiler_that_fails_is_a_rejection_with_its_reason(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here\nand a long trace")

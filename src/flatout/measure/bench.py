@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -104,6 +104,10 @@ class Bench:
     def _whole_updates(self, steps: int) -> int:
         return self.job.accumulate * math.ceil(steps / self.job.accumulate)
 
+    def interleave(self, old: Callable[[int], float], new: Callable[[int], float]) -> tuple[list[float], list[float]]:
+        """Measure pairs for as long as a trial may take."""
+        return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
+
     def alternate(
         self, old: Track, new: Track, to_old: Switches = (), to_new: Switches = ()
     ) -> tuple[list[float], list[float]]:
@@ -130,7 +134,7 @@ class Bench:
             return new.stretch(steps, settle)
 
         try:
-            return interleave(stretch_old, stretch_new, *self.budget.deadlines(TRIAL_SECONDS))
+            return self.interleave(stretch_old, stretch_new)
         finally:
             old.close()
             new.close()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from flatout.data import tensors_of
-from flatout.measure.bench import TRIAL_SECONDS, Bench, on
+from flatout.measure.bench import Bench, on
 from flatout.measure.equivalence import difference, observe
 from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Track
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, interleave, pays, seconds, trial_of
+from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, pays, seconds, trial_of
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import LoaderTechnique, Measured, NotApplicable, Source, StepTechnique, Switch
 
@@ -143,7 +143,7 @@ class Tuner:
                 return unit(i)
 
         self._bench.rewind()
-        times = interleave(unit, new, *self._bench.budget.deadlines(TRIAL_SECONDS))
+        times = self._bench.interleave(unit, new)
         trial = replace(
             trial_of(candidate.label, *times, job.accumulate),
             setup_seconds=setup,

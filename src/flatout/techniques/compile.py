@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -74,6 +75,19 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return structure, described, autocast
 
 
+def _entry(module: nn.Module) -> Callable[..., Any]:
+    """The module's plain call behind a code object of its own.
+
+    Dynamo counts recompilations by code object, and ``Module._call_impl`` is one for all modules of a process: the
+    ninth model (a notebook cell run again and again) would silently run eager.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+
+
 class CompileSwitch(Switch):
     """Swaps the module's compiled call in and out; the module stays the same object with the same keys.
 
@@ -84,7 +98,7 @@ class CompileSwitch(Switch):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._parked: Any = CompiledCall(model, torch.compile(model._call_impl))
+        self._parked: Any = CompiledCall(model, torch.compile(_entry(model)))
 
     def _turn_on(self) -> None:
         self._swap()
