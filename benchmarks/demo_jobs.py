@@ -2,68 +2,47 @@
 
     pytest benchmarks/demo_jobs.py -s
 
-Naive and optimized epochs take turns in one process, so that what else the machine does hits both alike; the
-ratio printed is the median of the paired epochs. Tuning is outside what is timed.
+Naive and optimized training take turns of a second in one process, so that what else the machine does hits both
+alike. Tuning is outside what is timed.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from flatout.demo import JOBS
-from flatout.demo.training import make_loader, make_model, naive_epoch, optimize
-
-EPOCHS = {"digits": 20, "gpt": 3}
-"""Timed pairs of epochs."""
+from flatout.demo.training import Naive, Optimized, take_turns
 
 BUDGET = 45.0
 """Seconds that tuning may take."""
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_epoch(name: str, benchmark: BenchmarkFixture) -> None:
-    """Times the optimized epochs; the naive ones run between them and are in ``extra_info``."""
+def test_job(name: str, benchmark: BenchmarkFixture) -> None:
+    """Times the optimized training; the naive one takes turns with it and is in ``extra_info``."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     job = JOBS[name](device.type)
+    epochs = job.training.epochs
+    tuned = Optimized(job, device, epochs, lambda *_: None, BUDGET)
+    naive = Naive(job, device, epochs, lambda *_: None)
+    benchmark.pedantic(lambda: take_turns([naive, tuned]), rounds=1, warmup_rounds=0)
 
-    run, tuning_seconds = optimize(job, device, BUDGET)
-    model, loader = make_model(job).to(device), make_loader(job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.lr)
-
-    def naive() -> None:
-        naive_epoch(job, model, loader, optimizer, device, lambda samples, loss: None)
-
-    def optimized() -> None:
-        for batch in run.loader:
-            run.step(batch)
-
-    def timed(epoch: Callable[[], None], seconds: list[float]) -> None:
-        start = time.perf_counter()
-        epoch()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-
-    first: list[float] = []
-    tuned: list[float] = []
-    timed(naive, [])  # warm-up
-    timed(optimized, [])
-    benchmark.pedantic(
-        lambda: timed(optimized, tuned), setup=lambda: timed(naive, first), rounds=EPOCHS[name], warmup_rounds=0
-    )
-
-    pairs = list(zip(first, tuned, strict=True))
-    ratio = statistics.median(before / after for before, after in pairs)
-    samples = len(job.train)  # type: ignore[arg-type]
-    rates = {side: samples / statistics.median(times) for side, times in (("naive", first), ("flatout", tuned))}
-    benchmark.extra_info.update(ratio=ratio, tuning_seconds=tuning_seconds, device=str(device), **rates)
+    first, second = naive.outcome(), tuned.outcome()
+    ratio = second.samples_per_second / first.samples_per_second
+    benchmark.extra_info |= {
+        "naive": asdict(first),
+        "flatout": asdict(second),
+        "ratio": ratio,
+        "tuning_seconds": tuned.tuning_seconds,
+        "environment": tuned.report.summary.environment,
+    }
     print(
-        f"\n{name}: {rates['naive']:,.0f} -> {rates['flatout']:,.0f} {job.unit}/s, {ratio:.2f}x as fast "
-        f"(median of {len(pairs)} paired epochs; tuned in {tuning_seconds:.0f} s)"
+        f"\n{name}: {first.samples_per_second:,.0f} -> {second.samples_per_second:,.0f} {job.unit}/s, "
+        f"{ratio:.2f}x as fast (tuned in {tuned.tuning_seconds:.0f} s); "
+        f"held-out {first.metrics} -> {second.metrics}"
     )
+    assert second.metrics["loss"] == pytest.approx(first.metrics["loss"], rel=0.5, abs=0.05)

@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from flatout.demo import JOBS, digits, gpt
-from flatout.demo.training import make_model, naive
+from flatout.demo.job import Job
+from flatout.demo.training import Naive, Outcome, Tick, make_model, take_turns
 
 CPU = torch.device("cpu")
 
 
-def ignore(samples: int, loss: float | None) -> None:
+def ignore(samples: int, loss: float | None, seconds: float) -> None:
     pass
+
+
+def naive(job: Job, epochs: int, tick: Tick = ignore) -> Outcome:
+    lane = Naive(job, CPU, epochs, tick)
+    take_turns([lane])
+    return lane.outcome()
 
 
 def test_digits_split_is_fixed_disjoint_and_whole() -> None:
@@ -75,23 +82,32 @@ def test_the_same_seed_gives_the_same_weights_and_the_same_training(name: str) -
     job = JOBS[name]("quick")
     first, second = make_model(job).state_dict(), make_model(job).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
-    assert naive(job, CPU, 1, ignore).metrics == naive(job, CPU, 1, ignore).metrics
+    assert naive(job, 1).metrics == naive(job, 1).metrics
+
+
+def test_turns_change_nothing_about_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS["digits"]("quick")
+    alone = naive(job, 2).metrics
+    monkeypatch.setattr("flatout.demo.training.TURN_SECONDS", 0.0)
+    lanes = [Naive(job, CPU, 2, ignore) for _ in range(2)]
+    take_turns(lanes)
+    assert [lane.outcome().metrics for lane in lanes] == [alone, alone]
 
 
 def test_digits_model_learns() -> None:
-    outcome = naive(JOBS["digits"]("quick"), CPU, 4, ignore)
+    outcome = naive(JOBS["digits"]("quick"), 4)
     assert outcome.metrics["accuracy"] > 0.8  # one in ten by chance
 
 
 def test_gpt_model_learns() -> None:
-    outcome = naive(JOBS["gpt"]("quick"), CPU, 2, ignore)
+    outcome = naive(JOBS["gpt"]("quick"), 2)
     assert outcome.metrics["loss"] < 4.0  # ln 256 = 5.5 by chance; about 3 for letter frequencies alone
 
 
 def test_naive_training_takes_every_sample_of_every_epoch() -> None:
     seen = []
     job = JOBS["digits"]("quick")
-    naive(job, CPU, 2, lambda samples, loss: seen.append(samples))
+    naive(job, 2, lambda samples, loss, seconds: seen.append(samples))
     assert sum(seen) == 2 * len(job.train)
     assert len(job.train) % job.training.batch_size == 0 or seen[-1] < job.training.batch_size
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.rule import Rule
 
 from flatout.demo import digits, gpt
 from flatout.demo.job import Job
 from flatout.demo.result import DemoResult, JobResult
-from flatout.demo.training import Tick, make_model, naive, optimized
+from flatout.demo.training import Naive, Optimized, Tick, make_model, take_turns
 
 JOBS: dict[str, Callable[[str], Job]] = {
     "digits": lambda size: digits.build(digits.SIZES[size]),
@@ -34,7 +34,7 @@ def run_demo(
     budget: float = 45.0,
     command: str = "flatout demo",
 ) -> DemoResult:
-    """Trains each job twice and prints the comparison and the report.
+    """Trains each job twice, in turns, and prints the comparison and the report.
 
     Args:
         names: of ``JOBS``.
@@ -54,59 +54,69 @@ def run_demo(
 
 
 def run_job(job: Job, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
-    """Trains one job twice and prints the comparison and the report."""
+    """Trains one job twice, in turns, and prints the comparison and the report."""
     console.print(Rule(f"[bold]{job.title}", align="left", style="dim"))
-    with _bar(console, "as first written", job, epochs) as tick:
-        first = naive(job, device, epochs, tick)
-    with _bar(console, "through flatout ", job, epochs) as tick:
-        second = optimized(job, device, epochs, budget, tick)
+    with console.status("flatout is trying its checklist") if console.is_terminal else nullcontext():
+        bars = _Bars(console, job, epochs)
+        tuned = Optimized(job, device, epochs, bars.add("through flatout"), budget)
+    first = Naive(job, device, epochs, bars.add("as first written"))
+    with bars:
+        take_turns([first, tuned])
     result = JobResult(
         job=job.name,
         title=job.title,
         unit=job.unit,
         epochs=epochs,
         parameters=sum(p.numel() for p in make_model(job).parameters() if p.requires_grad),
-        naive=first,
-        optimized=second.outcome,
-        tuning_seconds=second.tuning_seconds,
-        report=second.report,
+        naive=first.outcome(),
+        optimized=tuned.outcome(),
+        tuning_seconds=tuned.tuning_seconds,
+        report=tuned.report,
     )
-    console.print(result, "", second.report, "")
+    console.print(result, "", tuned.report, "")
     return result
 
 
-@contextmanager
-def _bar(console: Console, label: str, job: Job, epochs: int) -> Iterator[Tick]:
-    """A progress bar over the training's steps; it appears with the first of them."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]:>8} " + job.unit + "/s", style="cyan"),
-        TextColumn("{task.fields[loss]}", style="dim"),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,
-    )
-    total = epochs * len(job.train)  # type: ignore[arg-type]
-    task = progress.add_task(label, total=total, start=False, rate="", loss="")
-    done, start, shown = 0, 0.0, 0.0
+class _Bars:
+    """A progress bar for each training; they fill in turns."""
 
-    def tick(samples: int, loss: float | None) -> None:
-        nonlocal done, start, shown
-        now = time.perf_counter()
-        if not done:
-            progress.start()
-            progress.start_task(task)
-            start = shown = now
-        done += samples
-        if now - shown > _REFRESH_SECONDS or done >= total:
-            shown = now
-            rate = f"{done / max(now - start, 1e-9):,.0f}"
-            seen = "" if loss is None else f"loss {loss:.3f}"
-            progress.update(task, completed=done, rate=rate, loss=seen, refresh=True)
+    def __init__(self, console: Console, job: Job, epochs: int) -> None:
+        self._total = epochs * len(job.train)  # type: ignore[arg-type]
+        self._progress = Progress(
+            TextColumn("{task.description:<16}"),
+            BarColumn(bar_width=28),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]:>8} " + job.unit + "/s", style="cyan"),
+            TextColumn("{task.fields[seconds]}"),
+            TextColumn("{task.fields[loss]}", style="dim"),
+            console=console,
+            auto_refresh=False,
+        )
 
-    try:
-        yield tick
-    finally:
-        progress.stop()
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def add(self, label: str) -> Tick:
+        """One more bar; returns what moves it."""
+        task = self._progress.add_task(label, total=self._total, rate="", seconds="", loss="")
+        done, shown = 0, 0.0
+
+        def tick(samples: int, loss: float | None, seconds: float) -> None:
+            nonlocal done, shown
+            done += samples
+            if seconds - shown > _REFRESH_SECONDS or done >= self._total:
+                shown = seconds
+                self._progress.update(
+                    task,
+                    completed=done,
+                    rate=f"{done / max(seconds, 1e-9):,.0f}",
+                    seconds=f"{seconds:.0f} s",
+                    loss="" if loss is None else f"loss {loss:.3f}",
+                    refresh=True,
+                )
+
+        return tick

@@ -1,22 +1,29 @@
-"""The two trainings of a job: as people first write it, and through ``flatout.optimize``."""
+"""The two trainings of a job, as people first write it and through ``flatout.optimize``, taking turns.
+
+A machine's speed drifts while other things run on it, by half and more within a minute. Two trainings one after the
+other would show that drift; in turns of a second each, both meet the same machine.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import flatout
+from flatout.data.generators import RandomState
 from flatout.demo.job import LONG_TRAINING, Job, Sample
-from flatout.report import Report
 
-Tick = Callable[[int, float | None], None]
-"""Told after every step: samples just trained on, and the loss where the host has it."""
+Tick = Callable[[int, float | None, float], None]
+"""Told after every step: samples just trained on, the loss where the host has it, training seconds so far."""
+
+TURN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,21 +41,6 @@ class Outcome:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Optimized:
-    """An ``Outcome`` with what led to it.
-
-    Attributes:
-        outcome: of the optimized training.
-        tuning_seconds: the call of ``optimize``, from start to return.
-        report: what was tried, kept and undone.
-    """
-
-    outcome: Outcome
-    tuning_seconds: float
-    report: Report
-
-
 def make_loader(job: Job) -> DataLoader[Sample]:
     """The loader that people write first."""
     return DataLoader(job.train, batch_size=job.training.batch_size, shuffle=True)
@@ -60,43 +52,125 @@ def make_model(job: Job) -> nn.Module:
     return job.build_model()
 
 
-def naive(job: Job, device: torch.device, epochs: int, tick: Tick) -> Outcome:
-    """Trains as people first write it.
+class Lane(ABC):
+    """One training of a job that can be run in turns; its random numbers are its own.
+
+    Attributes:
+        seconds: the training loop alone so far, data loading included; evaluation and tuning are not in it.
+    """
+
+    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick) -> None:
+        self.seconds = 0.0
+        self._job = job
+        self._device = device
+        self._epochs = epochs
+        self._tick = tick
+        self._steps = self._train()
+        self._random = RandomState.capture()
+
+    @abstractmethod
+    def _train(self) -> Iterator[tuple[int, float | None]]:
+        """Train step by step; yields samples and, where the host has it, the loss."""
+
+    @abstractmethod
+    def _metrics(self) -> dict[str, float]:
+        """Held-out ``"loss"`` and the job's own metrics."""
+
+    def turn(self, seconds: float = math.inf) -> bool:
+        """Train for about so long; whether there is more to do."""
+        self._random.restore()
+        start, more = time.perf_counter(), False
+        for samples, loss in self._steps:
+            elapsed = time.perf_counter() - start
+            self._tick(samples, loss, self.seconds + elapsed)
+            if elapsed >= seconds:
+                more = True
+                break
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds += time.perf_counter() - start
+        self._random = RandomState.capture()
+        return more
+
+    def outcome(self) -> Outcome:
+        """What the whole training gave."""
+        samples = self._epochs * len(self._job.train)  # type: ignore[arg-type]
+        return Outcome(self.seconds, samples / self.seconds, self._metrics())
+
+
+def take_turns(lanes: Sequence[Lane]) -> None:
+    """Train every lane to its end, one second each in turn."""
+    running = list(lanes)
+    while running:
+        running = [lane for lane in running if lane.turn(TURN_SECONDS)]
+
+
+class Naive(Lane):
+    """The loop of the tutorials; nothing in it is slowed down on purpose."""
+
+    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick) -> None:
+        self._model = make_model(job).to(device)
+        self._loader = make_loader(job)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=job.training.lr)
+        super().__init__(job, device, epochs, tick)
+
+    def _train(self) -> Iterator[tuple[int, float | None]]:
+        for _ in range(self._epochs):
+            self._model.train()
+            for inputs, targets in self._loader:
+                inputs, targets = inputs.to(self._device), targets.to(self._device)
+                self._optimizer.zero_grad()
+                loss = self._job.loss_fn(self._model(inputs), targets)
+                loss.backward()
+                self._optimizer.step()
+                yield len(inputs), loss.item()
+
+    def _metrics(self) -> dict[str, float]:
+        return evaluate(self._job, self._model, self._device)
+
+
+class Optimized(Lane):
+    """The same model on the same data through ``flatout.optimize``; nothing in the loop waits for the device.
 
     Args:
         job: what to train.
         device: where.
         epochs: passes over the training data.
-        tick: told after every step.
+        tick: told after every step, without a loss.
+        budget: seconds that measuring may take.
+
+    Attributes:
+        report: what was tried, kept and undone.
+        tuning_seconds: the call of ``optimize``, from start to return.
     """
-    model = make_model(job).to(device)
-    loader = make_loader(job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.lr)
 
-    start = time.perf_counter()
-    for _ in range(epochs):
-        naive_epoch(job, model, loader, optimizer, device, tick)
-    seconds = _elapsed(start, device)
-    return Outcome(seconds, epochs * len(job.train) / seconds, evaluate(job, model, device))  # type: ignore[arg-type]
+    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick, budget: float) -> None:
+        model = make_model(job).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.lr)
+        start = time.perf_counter()
+        self._run = flatout.optimize(
+            model,
+            make_loader(job),
+            optimizer=optimizer,
+            loss_fn=job.loss_fn,
+            device=device,
+            expected_steps=LONG_TRAINING,
+            budget=budget,
+        )
+        self.tuning_seconds = time.perf_counter() - start
+        self.report = self._run.report
+        super().__init__(job, device, epochs, tick)
 
+    def _train(self) -> Iterator[tuple[int, float | None]]:
+        for _ in range(self._epochs):
+            for batch in self._run.loader:
+                self._run.step(batch)
+                yield len(batch[0]), None
 
-def naive_epoch(
-    job: Job,
-    model: nn.Module,
-    loader: DataLoader[Sample],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    tick: Tick,
-) -> None:
-    """One pass over the training data: the loop of the tutorials, nothing in it is slowed down on purpose."""
-    model.train()
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        optimizer.zero_grad()
-        loss = job.loss_fn(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        tick(len(inputs), loss.item())
+    def _metrics(self) -> dict[str, float]:
+        metrics = {name: _on_batch(measure) for name, measure in self._job.metrics.items()}
+        held_out = DataLoader(self._job.held_out, batch_size=self._job.training.batch_size)
+        return self._run.evaluate(held_out, metrics=metrics)
 
 
 @torch.no_grad()
@@ -113,57 +187,5 @@ def evaluate(job: Job, model: nn.Module, device: torch.device) -> dict[str, floa
     return {name: total / len(job.held_out) for name, total in sums.items()}  # type: ignore[arg-type]
 
 
-def optimized(job: Job, device: torch.device, epochs: int, budget: float, tick: Tick) -> Optimized:
-    """Trains the same model on the same data through ``flatout.optimize``.
-
-    Args:
-        job: what to train.
-        device: where.
-        epochs: passes over the training data.
-        budget: seconds that measuring may take.
-        tick: told after every step, without a loss: nothing in the loop waits for the device.
-    """
-    run, tuning_seconds = optimize(job, device, budget)
-    start = time.perf_counter()
-    for _ in range(epochs):
-        for batch in run.loader:
-            run.step(batch)
-            tick(len(batch[0]), None)
-    seconds = _elapsed(start, device)
-
-    metrics = {name: _on_batch(measure) for name, measure in job.metrics.items()}
-    held_out = DataLoader(job.held_out, batch_size=job.training.batch_size)
-    measured = {name: float(value) for name, value in run.evaluate(held_out, metrics=metrics).items()}
-    outcome = Outcome(seconds, epochs * len(job.train) / seconds, measured)  # type: ignore[arg-type]
-    return Optimized(outcome, tuning_seconds, run.report)
-
-
-def optimize(job: Job, device: torch.device, budget: float) -> tuple[Any, float]:
-    """Hands the job's naive parts to ``flatout.optimize``.
-
-    Returns:
-        The ``Run``, and the seconds it took to get it.
-    """
-    model = make_model(job).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.lr)
-    start = time.perf_counter()
-    run = flatout.optimize(
-        model,
-        make_loader(job),
-        optimizer=optimizer,
-        loss_fn=job.loss_fn,
-        device=device,
-        expected_steps=LONG_TRAINING,
-        budget=budget,
-    )
-    return run, _elapsed(start, device)
-
-
 def _on_batch(measure: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Sample], Tensor]:
     return lambda outputs, batch: measure(outputs, batch[1])
-
-
-def _elapsed(start: float, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
