@@ -70,7 +70,7 @@ template <class Body>
 void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint32_t>& first,
                     const Body& body) {
   constexpr int64_t kWorthAThread =
-      2 * kChunk;  // elements; below that, waking a thread costs more than it saves
+      2 * int64_t{kChunk};  // elements; below that, waking a thread costs more than it saves
   const uint32_t chunks = first.back();
   int64_t elements = 0;
   for (const FlatTensor& tensor : list) elements += tensor.numel;

@@ -45,8 +45,8 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
     if (sizes[d] != others[d]) return false;
   if (a.numel() == 0) return true;
   if (a.is_contiguous() && b.is_contiguous()) return true;
-  for (size_t d = 0; d < sizes.size(); ++d)
-    if (sizes[d] != 1 && a.stride(d) != b.stride(d)) return false;
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
   return true;
 }
 

@@ -15,9 +15,10 @@ constexpr int kSmallCapacity = 3;  // tensors per table: a handful of tensors ne
 
 // adamw_ as step.cu runs it; returns the number of launches. `piece` (a multiple of kChunk) is where the
 // tables split large tensors.
-int64_t play_adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-                    TensorList max_exp_avg_sqs, TensorList state_steps, double lr, double weight_decay,
-                    int64_t threads, int64_t piece) {
+int64_t play_adamw_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+                    const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
+                    const TensorList& state_steps, double lr, double weight_decay, int64_t threads,
+                    int64_t piece) {
   const AdamStep step = prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr,
                                       std::nullopt, 0.9, 0.999, 1e-8, weight_decay, /*decoupled=*/true,
                                       /*maximize=*/false, std::nullopt, std::nullopt);
@@ -42,7 +43,8 @@ int64_t play_adamw_(TensorList params, TensorList grads, TensorList exp_avgs, Te
 }
 
 // unscale_and_check_ as check.cu runs it: (sum of squares, non-zero when something is not finite).
-std::tuple<double, double> play_check_(TensorList grads, double inv_scale, int64_t threads, int64_t piece) {
+std::tuple<double, double> play_check_(const TensorList& grads, double inv_scale, int64_t threads,
+                                       int64_t piece) {
   const GradCheck check = prepare_check(grads, std::nullopt, std::nullopt);
   Partial total{0, 0};
   with_dtype(check.dtype, [&]<class T>(T*) {

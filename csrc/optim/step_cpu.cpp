@@ -89,17 +89,19 @@ void run_step(const Step& step) {
     if (tensor.step != nullptr) *tensor.step += 1;
 }
 
-void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-            TensorList max_exp_avg_sqs, TensorList state_steps, double lr, std::optional<Tensor> lr_tensor,
-            double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-            std::optional<Tensor> grad_factor, std::optional<Tensor> found_inf) {
+void adamw_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+            const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs, const TensorList& state_steps,
+            double lr, const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double eps,
+            double weight_decay, bool decoupled, bool maximize, const std::optional<Tensor>& grad_factor,
+            const std::optional<Tensor>& found_inf) {
   run_step(prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, lr_tensor,
                          beta1, beta2, eps, weight_decay, decoupled, maximize, grad_factor, found_inf));
 }
 
-void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, TensorList steps_taken, double lr,
-          std::optional<Tensor> lr_tensor, double momentum, double dampening, double weight_decay,
-          bool nesterov, bool maximize, std::optional<Tensor> grad_factor, std::optional<Tensor> found_inf) {
+void sgd_(const TensorList& params, const TensorList& grads, const TensorList& momentum_buffers,
+          const TensorList& steps_taken, double lr, const std::optional<Tensor>& lr_tensor, double momentum,
+          double dampening, double weight_decay, bool nesterov, bool maximize,
+          const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
   run_step(prepare_sgd(params, grads, momentum_buffers, steps_taken, lr, lr_tensor, momentum, dampening,
                        weight_decay, nesterov, maximize, grad_factor, found_inf));
 }

@@ -95,7 +95,7 @@ void free_pinned(void* data, int device) noexcept {
   try {
     const DeviceScope scope(device);
     check(cudaFreeHost(data), "cudaFreeHost");
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // At interpreter exit the driver may be gone already, and the memory with it.
   }
 }

@@ -73,7 +73,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
     // What was enqueued before the failure still reads the sources and writes the destinations.
     try {
       hold_until_passed(copied, stream);
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
       // The device is lost, and nothing copies any more.
     }
     throw;

@@ -130,7 +130,8 @@ void set_scalar(const Tensor& tensor, double value) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> unscale_and_check(TensorList grads, std::optional<Tensor> inv_scale,
+std::tuple<Tensor, Tensor, Tensor> unscale_and_check(const TensorList& grads,
+                                                     const std::optional<Tensor>& inv_scale,
                                                      std::optional<double> max_norm) {
   const GradCheck check = prepare_check(grads, inv_scale, max_norm);
   auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
@@ -141,7 +142,8 @@ std::tuple<Tensor, Tensor, Tensor> unscale_and_check(TensorList grads, std::opti
   return {found_inf, grad_norm, grad_factor};
 }
 
-std::tuple<Tensor, Tensor> unscale_and_check_(TensorList grads, std::optional<Tensor> inv_scale) {
+std::tuple<Tensor, Tensor> unscale_and_check_(const TensorList& grads,
+                                              const std::optional<Tensor>& inv_scale) {
   const GradCheck check = prepare_check(grads, inv_scale, std::nullopt);
   auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
   const Verdict verdict = conclude(run_check<true>(check), check.inv_scale.get(), check.max_norm);
@@ -150,7 +152,7 @@ std::tuple<Tensor, Tensor> unscale_and_check_(TensorList grads, std::optional<Te
   return {found_inf, grad_norm};
 }
 
-void scale_(TensorList grads, Tensor factor) {
+void scale_(const TensorList& grads, const Tensor& factor) {
   check_leader(grads, "grads");
   const double value = device_scalar(factor, "factor", grads[0], 1).get();
   if (value == 1) return;

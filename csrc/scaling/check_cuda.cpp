@@ -28,18 +28,20 @@ std::tuple<Tensor, Tensor, Tensor> check_on_device(const TensorList& grads,
   return {found_inf, grad_norm, grad_factor};
 }
 
-std::tuple<Tensor, Tensor, Tensor> unscale_and_check_cuda(TensorList grads, std::optional<Tensor> inv_scale,
+std::tuple<Tensor, Tensor, Tensor> unscale_and_check_cuda(const TensorList& grads,
+                                                          const std::optional<Tensor>& inv_scale,
                                                           std::optional<double> max_norm) {
   return check_on_device(grads, inv_scale, max_norm, /*rewrite=*/false);
 }
 
-std::tuple<Tensor, Tensor> unscale_and_check_cuda_(TensorList grads, std::optional<Tensor> inv_scale) {
+std::tuple<Tensor, Tensor> unscale_and_check_cuda_(const TensorList& grads,
+                                                   const std::optional<Tensor>& inv_scale) {
   auto [found_inf, grad_norm, grad_factor] =
       check_on_device(grads, inv_scale, std::nullopt, /*rewrite=*/true);
   return {found_inf, grad_norm};
 }
 
-void scale_cuda_(TensorList grads, Tensor factor) {
+void scale_cuda_(const TensorList& grads, const Tensor& factor) {
   check_leader(grads, "grads");
   const DeviceScalar value = device_scalar(factor, "factor", grads[0], 1);
   const CudaScope scope(grads[0]);
