@@ -66,7 +66,7 @@ def test_a_snapshot_of_the_state_holds_the_first_step():
     optimizer = fo.SGD([p], lr=0.1, momentum=0.9, dampening=0.4)
     p.grad = torch.full_like(p, float("inf"))
     update(optimizer, inv_scale=torch.tensor(1.0))
-    snapshot = State.capture(torch.nn.ParameterList([p]), optimizer)
+    snapshot = State.capture([], optimizer)
     results = []
     for _ in range(2):
         for value in (1.0, 2.0):
