@@ -58,3 +58,9 @@ def restored_random_states() -> Iterator[None]:
     torch.set_rng_state(torch_state)
     if cuda_states is not None:
         torch.cuda.set_rng_state_all(cuda_states)
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trials leave behind does not depend on how long they take."""
+    monkeypatch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.2)

@@ -1,0 +1,67 @@
+"""Small jobs that the tests of optimize share: models, data, loops."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+QUICK = {"compile": False, "precision": False, "workers": False}
+"""Without what takes seconds; compile and precision have tests of their own."""
+
+FORCED = {"compile": False, "workers": False, "precision": "bf16", "fused_optimizer": True, "in_memory": True}
+"""Everything quick turned on and nothing measured."""
+
+
+class Net(nn.Module):
+    """BatchNorm and Dropout: a trial that leaves a trace leaves it here."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def make_data(n=96):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 8, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class SlowSamples(Dataset):
+    """A deterministic map-style dataset with Python per sample."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i + k) for k in range(8)]), i % 3
+
+
+def make_job(optimizer=torch.optim.Adam, **changes):
+    torch.manual_seed(0)
+    model = Net()
+    opt = optimizer(model.parameters(), lr=0.01)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True, **changes)
+    return model, loader, opt
+
+
+def train(model, loader, opt, epochs=1):
+    losses = []
+    for _ in range(epochs):
+        for x, y in loader:
+            opt.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+}

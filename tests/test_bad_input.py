@@ -1,0 +1,80 @@
+"""optimize() refuses bad input with one clear error, and nothing changes."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import flatout
+from tests.helpers import snapshot
+from tests.jobs import Net, make_data
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+def bad_jobs():
+    net, opt = Net(), torch.optim.Adam
+    other = torch.optim.Adam(Net().parameters())
+    frozen = Net().requires_grad_(False)
+    loader = DataLoader(make_data(), batch_size=16)
+    ce = functional.cross_entropy
+    words = [["a", "b"], ["c", "d"]]
+    yield "empty loader", (net, [], opt(net.parameters()), ce), {}, ValueError, "empty"
+    yield "nothing to train", (frozen, loader, None, ce), {}, ValueError, "nothing to train"
+    yield "no tensors", (net, words, opt(net.parameters()), ce), {}, ValueError, "no tensor"
+    yield "foreign optimizer", (net, loader, other, ce), {}, ValueError, "none of the model's"
+    vector = lambda out, y: functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+    yield "vector loss", (net, loader, opt(net.parameters()), vector), {}, ValueError, r"scalar.*\(16,\)"
+    number = lambda out, y: 1.0  # noqa: E731
+    yield (
+        "loss not a tensor",
+        (net, loader, opt(net.parameters()), number),
+        {},
+        TypeError,
+        "must be a tensor, got float",
+    )
+    detached = lambda out, y: ce(out.detach(), y)  # noqa: E731
+    yield "detached loss", (net, loader, opt(net.parameters()), detached), {}, ValueError, "does not depend"
+    job = (net, loader, opt(net.parameters()), ce)
+    yield "misspelt", job, {"techniques": {"compil": False}}, ValueError, "did you mean 'compile'"
+    yield "bad value", job, {"techniques": {"workers": -1}}, ValueError, "number of workers"
+    yield "bad precision", job, {"precision": "fp8"}, ValueError, "'fp8'"
+    yield "bad norm", job, {"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be > 0, got -1.0"
+    yield "bad accumulate", job, {"accumulate": 0}, ValueError, "accumulate must be >= 1, got 0"
+    yield "bad budget", job, {"budget": -1.0}, ValueError, "budget must be >= 0"
+    yield "not a model", (ce, *job[1:]), {}, TypeError, "torch.nn.Module"
+    yield "not a loader", (net, 3, *job[2:]), {}, TypeError, "iterable of batches"
+    no_opt = (net, loader, None, ce)
+    yield "norm without optimizer", no_opt, {"max_grad_norm": 1.0}, ValueError, "max_grad_norm is used by run.step"
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt(net.parameters()))
+    yield "plateau", job, {"scheduler": plateau}, ValueError, "ReduceLROnPlateau"
+    lbfgs = torch.optim.LBFGS(net.parameters())
+    yield "lbfgs", (net, loader, lbfgs, ce), {}, ValueError, "LBFGS"
+    yield "plan and techniques", job, {"plan": flatout.Plan({}, {}), "precision": "fp32"}, ValueError, "a plan decides"
+    yield "no loss", (net, loader, opt(net.parameters())), {}, ValueError, "loss_fn or compute_loss"
+    yield "two losses", job, {"compute_loss": ce}, ValueError, "not both"
+    yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "words"), [pytest.param(*c[1:], id=c[0]) for c in bad_jobs()])
+def test_bad_input_is_refused_and_changes_nothing(args, kwargs, error, words):
+    model, optimizer = args[0], args[2] if len(args) > 2 else None
+    before = snapshot(model, optimizer) if isinstance(model, Net) and words != "none of the model's" else None
+    kind = type(model)
+    with pytest.raises(error, match=words):
+        flatout.optimize(*args, **kwargs)
+    assert type(model) is kind
+    if before:
+        assert snapshot(model, optimizer) == before
+
+
+def test_an_error_in_the_users_model_passes_through_whole():
+    class Broken(Net):
+        def forward(self, x):
+            raise RuntimeError("mine")
+
+    model = Broken()
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        flatout.optimize(model, DataLoader(make_data(), batch_size=16), None, functional.cross_entropy)
+    assert snapshot(model) == before

@@ -1,0 +1,88 @@
+"""What optimize() decides, reports and plans."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.techniques import PLANNED, REGISTRY, Measured
+from tests.helpers import snapshot
+from tests.jobs import FORCED, Net, make_job
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+def test_every_row_is_in_the_report():
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=0)
+    rows = {row.technique: row for row in run.report.rows}
+    assert rows.keys() == {t.name for t in REGISTRY} | {name for _, name, _, _ in PLANNED}
+    assert sorted(r.number for r in rows.values() if r.number) == list(range(1, 14))
+    assert all(row.why for row in rows.values())
+    assert all(rows[name].status == "not built yet" for _, name, _, _ in PLANNED)
+    measured = [rows[t.name] for t in REGISTRY if isinstance(t, Measured)]
+    assert {row.status for row in measured} <= {"not tried", "not applicable"}
+    text = str(run.report)
+    assert all(row.title in text for row in rows.values())
+
+
+def test_forbidden_and_forced_rows_say_so():
+    model, loader, opt = make_job()
+    run = flatout.optimize(
+        model,
+        loader,
+        opt,
+        functional.cross_entropy,
+        techniques={"compile": False, "in_memory": True},
+        budget=0,
+    )
+    rows = {row.technique: row for row in run.report.rows}
+    assert "does without it" in rows["compile"].why
+    assert rows["in_memory"].status == "kept"
+    assert "asks for it" in rows["in_memory"].why
+
+
+def test_deterministic_mode_times_only_what_is_bit_identical():
+    model, loader, opt = make_job()
+    try:
+        run = flatout.optimize(
+            model,
+            loader,
+            opt,
+            functional.cross_entropy,
+            deterministic=True,
+            seed=3,
+            techniques={"workers": False},
+        )
+        tried = {row.technique for row in run.report.rows if row.trials}
+        assert tried <= {"in_memory"}
+        first = torch.rand(3)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(3), first)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        flatout.undo(model)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_plan_is_applied_without_measuring_and_refused_elsewhere(tmp_path):
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    assert run.plan.decisions == {"fused_optimizer": True, "in_memory": True, "precision": "bf16"}
+    run.plan.save(tmp_path / "plan.json")
+
+    model, loader, opt = make_job()
+    again = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=tmp_path / "plan.json")
+    assert again.plan == run.plan
+    assert not any(row.trials for row in again.report.rows)
+    assert type(model) is not Net
+
+    wider = nn.Linear(8, 3)
+    before = snapshot(wider)
+    with pytest.raises(ValueError, match="another model"):
+        flatout.optimize(wider, loader, torch.optim.Adam(wider.parameters()), functional.cross_entropy, plan=run.plan)
+    assert snapshot(wider) == before
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a flatout plan"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=tmp_path / "other.json")

@@ -1,0 +1,227 @@
+"""optimize() leaves no trace, and undo gives everything back."""
+
+import copy
+import gc
+import multiprocessing
+import pickle
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import flatout
+from flatout.measure.bench import Bench
+from flatout.measure.track import Track
+from flatout.report.model import Pace
+from tests.helpers import bits, snapshot, trained_state
+from tests.jobs import FORCED, OPTIMIZERS, QUICK, Net, SlowSamples, make_data, make_job, train
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trials_leave_no_trace(name, warm):
+    generator = torch.Generator().manual_seed(5)
+    model, loader, opt = make_job(OPTIMIZERS[name], generator=generator)
+    if warm:
+        train(model, loader, opt)
+    random.random(), np.random.rand()
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    generator_before, threads = bits(generator.get_state()), threading.active_count()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=60)
+    assert any(row.trials for row in run.report.rows) or name == "rmsprop"  # which has no fused form to try
+    assert trained_state(model, opt) == before
+    assert bits(generator.get_state()) == generator_before
+    assert threading.active_count() == threads
+    assert run.model is model
+    assert run.optimizer is opt
+    run.undo()
+    assert snapshot(model, opt) == everything
+
+
+@pytest.mark.slow
+def test_compile_precision_and_worker_trials_leave_no_trace():
+    model, _, opt = make_job()
+    loader = DataLoader(SlowSamples(), batch_size=16, shuffle=True)
+    train(model, loader, opt)
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    forbid = {"in_memory": False}
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=forbid, budget=120, expected_steps=10**6
+    )
+    assert trained_state(model, opt) == before
+    tried = {row.technique for row in run.report.rows if row.trials}
+    assert {"compile", "precision", "workers", "fused_optimizer"} <= tried
+    assert not multiprocessing.active_children()
+    run.undo()
+    assert snapshot(model, opt) == everything
+
+
+def test_parameters_outside_the_model_are_left_as_they_were():
+    model, head = Net(), nn.Linear(3, 1)
+    opt = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.5)
+    loader = DataLoader(make_data(), batch_size=16)
+    before = [bits(p) for p in head.parameters()]
+    flatout.optimize(
+        model, loader, opt, compute_loss=lambda m, b: head(m(b[0])).square().mean(), techniques=QUICK, budget=20
+    )
+    assert [bits(p) for p in head.parameters()] == before
+
+
+@pytest.mark.parametrize("when", [3, 10, 25])
+def test_an_interrupt_in_the_middle_of_a_trial_leaves_no_trace(when):
+    model, loader, opt = make_job()
+    before, calls = snapshot(model, opt), 0
+
+    def interrupted(output, target):
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            raise KeyboardInterrupt
+        return functional.cross_entropy(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        flatout.optimize(model, loader, opt, interrupted, techniques={"compile": False}, budget=20)
+    assert snapshot(model, opt) == before
+
+
+def test_a_failing_second_call_leaves_the_first_in_place():
+    model, loader, opt = make_job()
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    kinds = type(model), type(opt)
+    with pytest.raises(ValueError, match="empty"):
+        flatout.optimize(model, [], opt, functional.cross_entropy)
+    assert (type(model), type(opt)) == kinds
+    flatout.undo(model)
+    assert (type(model), type(opt)) == (Net, torch.optim.Adam)
+
+
+def test_an_earlier_runs_undo_does_not_touch_a_later_one():
+    model, loader, opt = make_job()
+    runs = [
+        flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0) for _ in range(2)
+    ]
+    runs[0].undo()
+    assert type(model) is not Net
+    runs[1].undo()
+    assert type(model) is Net
+
+
+def test_what_is_slower_together_is_taken_back_and_the_rows_say_so(monkeypatch):
+    model, loader, opt = make_job()
+    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
+    monkeypatch.setattr(Track, "pace", Pace(step_ms=1.0, load_ms=1.0, samples_per_second=1.0))
+    monkeypatch.setattr(Bench, "interleave", lambda self, old, new: ([2.0] * 10, [1.0] * 10))
+    monkeypatch.setattr(Bench, "alternate", lambda self, old, new, to_new: ([1.0] * 10, [2.0] * 10))
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=QUICK | {"in_memory": False}, budget=30
+    )
+    row = next(row for row in run.report.rows if row.technique == "fused_optimizer")
+    assert row.status == "rejected"
+    assert "together" in row.why
+    assert row.trials
+    assert run.plan.decisions == {}
+    assert type(opt) is torch.optim.Adam
+
+
+def test_training_afterwards_matches_the_plain_loop():
+    model, loader, opt = make_job()
+    plain_model, plain_loader, plain_opt = make_job()
+    torch.manual_seed(7)
+    expected = train(plain_model, plain_loader, plain_opt, epochs=3)
+    run = flatout.optimize(
+        model,
+        loader,
+        opt,
+        functional.cross_entropy,
+        techniques=QUICK | {"in_memory": True, "fused_optimizer": True},
+    )
+    torch.manual_seed(7)
+    losses = [run.step(batch).item() for _ in range(3) for batch in run.loader]
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_undo_gives_back_the_original_behaviour():
+    model, loader, opt = make_job()
+    kind, step = type(opt), opt.step.__func__
+    keys = list(model.state_dict())
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    assert type(opt) is not kind
+    assert list(model.state_dict()) == keys
+    run.undo()
+    assert type(model) is Net
+    assert type(opt) is kind
+    assert opt.step.__func__ is step
+    assert run.loader is loader
+    plain_model, plain_loader, plain_opt = make_job()
+    torch.manual_seed(7)
+    expected = train(plain_model, plain_loader, plain_opt)
+    torch.manual_seed(7)
+    assert train(model, loader, opt) == expected
+
+
+def test_undo_works_without_the_run():
+    model, loader, opt = make_job()
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    gc.collect()
+    assert type(model) is not Net
+    flatout.undo(model)
+    assert type(model) is Net
+    flatout.undo(model)
+    flatout.undo(nn.Linear(1, 1))
+
+
+def test_nothing_keeps_the_model_alive():
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    gone = weakref.ref(model)
+    del model, run, opt
+    gc.collect()
+    assert gone() is None
+
+
+def test_optimizing_twice_is_the_same_as_once():
+    model, loader, opt = make_job()
+    for _ in range(2):
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+        assert type(model).__mro__[1] is Net
+    run.undo()
+    assert type(model) is Net
+
+
+def test_copies_and_pickles_are_plain_models():
+    model, loader, _ = make_job()
+    model, loader = flatout.optimize(model, loader, techniques=FORCED, budget=0)
+    x = torch.randn(4, 8)
+    model.eval()
+    assert model(x).dtype is torch.float32
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is Net
+        with torch.no_grad():
+            copied.body[0].weight.zero_()
+        assert not torch.equal(copied(x), model(x))
+    assert isinstance(model, Net)
+    assert repr(model) == repr(Net())
+
+
+def test_two_value_form_keeps_the_users_loop():
+    model, loader, opt = make_job()
+    model, loader = flatout.optimize(model, loader, techniques=QUICK, budget=2)
+    losses = train(model, loader, opt, epochs=8)
+    assert len(losses) == 8 * 6
+    assert losses[-1] < losses[0]
+
+
+def test_the_users_own_autocast_wins():
+    model, loader, _ = make_job()
+    model, loader = flatout.optimize(model, loader, techniques=FORCED, budget=0)
+    with torch.autocast("cpu", torch.float16):
+        assert model.body[0](torch.randn(4, 8)).dtype is torch.float16
+        assert model(torch.randn(4, 8)).dtype is torch.float16

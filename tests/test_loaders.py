@@ -1,0 +1,153 @@
+"""optimize() and loaders: no sample is lost, repeated or reordered."""
+
+import time
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import flatout
+from tests.helpers import bits
+from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_data, make_job
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+class Stream(IterableDataset):
+    """Each sample is seen once, whatever is iterated how often."""
+
+    def __init__(self, n):
+        self.left = iter(range(n))
+
+    def __iter__(self):
+        for i in self.left:
+            yield torch.full((8,), float(i)), i % 3
+
+
+def test_a_source_that_cannot_rewind_loses_no_sample():
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(Stream(64), batch_size=8)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=2)
+    seen = [value for x, _ in run.loader for value in x[:, 0].tolist()]
+    assert seen == [float(i) for i in range(64)]
+    status = {row.technique: row.status for row in run.report.rows}
+    assert status["in_memory"] in ("not tried", "not applicable")
+
+
+def test_a_stream_is_not_lost_by_force_or_by_undo():
+    for undone in (False, True):
+        model = Net()
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(Stream(64), batch_size=8)
+        force = QUICK | {"workers": 1}
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=force, budget=0)
+        if undone:
+            run.undo()
+        assert [value for x, _ in run.loader for value in x[:, 0].tolist()] == [float(i) for i in range(64)]
+
+
+class Subclassed(DataLoader):
+    """What libraries make of a DataLoader: not known to be rewindable."""
+
+
+def test_epochs_of_a_loader_that_is_not_rewound_keep_their_own_orders():
+    torch.manual_seed(0)
+    model = Net()
+    loader = Subclassed(make_data(), batch_size=16, shuffle=True)
+    run = flatout.optimize(
+        model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, techniques=QUICK, budget=1
+    )
+    epochs = [[bits(y) for _, y in run.loader] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+
+
+def test_optimizing_an_optimized_loader_starts_from_the_users_own():
+    model, own, opt = make_job()
+    loader = own
+    for _ in range(2):
+        _, loader = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+        assert loader.original is own
+
+
+class OnlyAtHome(Dataset):
+    """Cannot run in a worker process."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("not in a worker")
+        time.sleep(0.001)
+        return torch.ones(8), i % 3
+
+
+def test_a_loader_that_fails_in_its_trial_is_rejected_with_the_reason():
+    model = Net()
+    run = flatout.optimize(
+        model,
+        DataLoader(OnlyAtHome(), batch_size=16),
+        torch.optim.SGD(model.parameters(), 0.1),
+        functional.cross_entropy,
+        techniques={"compile": False, "precision": False, "in_memory": False, "fused_optimizer": False},
+        budget=20,
+    )
+    row = next(row for row in run.report.rows if row.technique == "workers")
+    assert row.status == "rejected"
+    assert "not in a worker" in " ".join(trial.failure for trial in row.trials)
+    assert len(list(run.loader)) == 4
+
+
+def test_random_augmentation_is_neither_moved_to_workers_nor_frozen_in_memory():
+    class Augmented(SlowSamples):
+        def __getitem__(self, i):
+            return super().__getitem__(i)[0] + torch.rand(8), i % 3
+
+    model = Net()
+    run = flatout.optimize(
+        model,
+        DataLoader(Augmented(), batch_size=16),
+        torch.optim.SGD(model.parameters(), 0.1),
+        functional.cross_entropy,
+        techniques={"in_memory": True, "workers": 1},
+        budget=0,
+    )
+    rows = {row.technique: row for row in run.report.rows}
+    assert rows["workers"].status == "not applicable"
+    assert "draws" in rows["workers"].why
+    assert rows["in_memory"].status == "not applicable"
+    assert "random" in rows["in_memory"].why
+    assert isinstance(run.loader.original, DataLoader)
+
+
+def test_plain_iterators_and_lists_of_batches_are_loaders():
+    batches = [(torch.randn(4, 8), torch.randint(0, 3, (4,))) for _ in range(6)]
+    for loader in (batches, iter(batches)):
+        model = Net()
+        run = flatout.optimize(
+            model,
+            loader,
+            torch.optim.SGD(model.parameters(), 0.1),
+            functional.cross_entropy,
+            techniques=QUICK,
+        )
+        assert [bits(x) for x, _ in run.loader] == [bits(x) for x, _ in batches]
+
+
+def test_the_cached_loader_yields_what_the_dataloader_does():
+    model = Net()
+    loader = DataLoader(SlowSamples(), batch_size=10, shuffle=True)
+    run = flatout.optimize(
+        model,
+        loader,
+        torch.optim.SGD(model.parameters(), 0.1),
+        functional.cross_entropy,
+        techniques=QUICK | {"in_memory": True},
+        budget=0,
+    )
+    torch.manual_seed(3)
+    expected = [(bits(x), bits(y)) for x, y in loader]
+    torch.manual_seed(3)
+    assert [(bits(x), bits(y)) for x, y in run.loader] == expected
