@@ -2,30 +2,53 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
-  // One read of the gradients (of one dtype and device): 0-dim tensors on their device. grad_factor =
+  // One read of the gradients (of one device, any dtypes): 0-dim tensors on their device. grad_factor =
   // inv_scale x clip coefficient is what the step multiplies each gradient with, in registers. found_inf is
-  // float32; grad_norm (of the unscaled gradients) and grad_factor are float32, float64 for float64
-  // gradients.
+  // float32; grad_norm (of the unscaled gradients, of order 1, 2 or inf) and grad_factor are float32, float64
+  // where all gradients are.
   m.def(
-      "unscale_and_check(Tensor[] grads, Tensor? inv_scale, float? max_norm) -> "
+      "unscale_and_check(Tensor[] grads, Tensor? inv_scale, float? max_norm, float norm_type=2.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
-  // The rewriting form, for users' own loops: gradients come back unscaled; (found_inf, grad_norm).
+  // The rewriting form, for users' own loops: gradients come back unscaled. Here and in scale_, none may
+  // share memory with another.
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor? inv_scale) -> (Tensor found_inf, Tensor grad_norm)");
   // grads *= factor; a factor of 1, known to the device only, costs no memory traffic.
   m.def("scale_(Tensor(a!)[] grads, Tensor factor) -> ()");
 
-  // One optimizer step over many tensors of one dtype and device. lr_tensor, where given, wins over lr.
-  // grad_factor and found_inf are read on the device: a step whose found_inf is set changes nothing, step
-  // counts included. amsgrad is on when max_exp_avg_sqs is not empty.
+  // One optimizer step. `rule` is adam (states: exp_avgs, exp_avg_sqs and, with amsgrad, max_exp_avg_sqs;
+  // options: beta1, beta2, eps, decoupled), sgd (momentum_buffers or none; momentum, dampening, nesterov) or
+  // lion (exp_avgs; beta1, beta2). Tensors of one device:
+  //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
+  //             parameters whose missing 16 bits are `lows`
+  //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
+  //             or 16-bit
+  //   steps     float32 counts, where needed: adam; sgd with dampening; a seed
+  //   averages  of the weights (EMA), in the compute type, or none
+  //   lows      float16 or bfloat16: receive the weights rounded; int16: remainders; or none
+  //   ids       key a tensor's random bits; none: its position
+  // lr_tensor, where given, wins over lr. grad_factor and found_inf are read on the device: a step whose
+  // found_inf is set changes nothing, step counts included. A seed rounds bfloat16 weights without lows and
+  // bfloat16 states stochastically.
   m.def(
-      "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, *, float lr, Tensor? lr_tensor, float beta1, "
-      "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, "
-      "Tensor? grad_factor, Tensor? found_inf) -> ()");
-  // No momentum_buffers: plain SGD. steps_taken (float32 counts) may be empty when dampening is 0: with
-  // buffers that start as zeros, only dampening makes the first step taken differ from the others.
+      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "
+      "Tensor(d!)[] averages, Tensor(e!)[] lows, int[] ids, float[] options, *, float lr, Tensor? lr_tensor, "
+      "float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? grad_factor, "
+      "Tensor? found_inf) -> ()");
+
+  // The same over and over: a bucket is all of it but the gradients, checked once and kept by number.
   m.def(
-      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] steps_taken, *, "
-      "float lr, Tensor? lr_tensor, float momentum, float dampening, float weight_decay, bool nesterov, "
-      "bool maximize, Tensor? grad_factor, Tensor? found_inf) -> ()");
+      "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] steps, Tensor[] averages, "
+      "Tensor[] lows, int[] ids) -> int");
+  m.def("free_bucket(int bucket) -> ()");
+  // Gradients for the next step, of the weights at the indices `which` ([]: all). Only their addresses are
+  // kept. 0: ready; 1: the bucket's tensors have moved, it must be made anew; 2: a gradient's strides are not
+  // its weight's; 3: a gradient is not strided, not float or elsewhere.
+  m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
+  // unscale_and_check over the gradients set in buckets of one device.
+  m.def(
+      "check_buckets(int[] buckets, Tensor? inv_scale, float? max_norm) -> "
+      "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
+  m.def(
+      "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
+      "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf) -> ()");
 }

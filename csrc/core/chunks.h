@@ -16,13 +16,14 @@ namespace flatout {
 // tensor share its misalignment.
 inline constexpr uint32_t kChunk = 16384;
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kMaxStreams = 5;  // p, g, exp_avg, exp_avg_sq, max_exp_avg_sq
+inline constexpr int kMaxStreams = 7;  // weight, gradient, three states, average, 16-bit companion
 
-// One tensor and its companions of equal numel and dtype, as flat arrays.
+// One tensor and its companions of equal numel, as flat arrays.
 struct FlatTensor {
   void* address[kMaxStreams] = {};
   float* step = nullptr;  // its step count, where the rule has one
   int64_t numel = 0;
+  uint32_t id = 0;  // keys its random bits
 };
 
 FLATOUT_HD uint32_t chunks_of(int64_t numel) { return static_cast<uint32_t>((numel + kChunk - 1) / kChunk); }
@@ -42,71 +43,75 @@ FLATOUT_HD uint32_t tensor_of(const uint32_t* first_chunk, uint32_t tensors, uin
   return low;
 }
 
-// What one launch works on. Passed by value as a kernel argument (at most 32,764 bytes, CUDA >= 12.1).
-template <int Streams, int Capacity>
+// What one launch works on. Passed by value as a kernel argument (at most 32,764 bytes, CUDA >= 12.1): as
+// many tensors as fit beside the other arguments, for which 512 bytes are kept.
+template <int Streams, bool Steps = false, bool Ids = false,
+          int Capacity = (32764 - 512) / (Streams * 8 + Steps * 8 + Ids * 4 + 4 + 2)>
 struct TensorTable {
   static constexpr int kStreams = Streams;
   static constexpr int kCapacity = Capacity;
   void* address[Streams][Capacity];
-  float* step[Capacity];
-  uint32_t numel[Capacity];  // tensors beyond 2^31 elements are entered as several
+  float* step[Steps ? Capacity : 1];
+  uint32_t id[Ids ? Capacity : 1];
   uint32_t first_chunk[Capacity + 1];
+  uint16_t tail[Capacity];  // elements in the tensor's last chunk
   uint32_t tensors;
+
+  FLATOUT_HD uint32_t chunks() const { return first_chunk[tensors]; }
+
+  void add(const FlatTensor& tensor, uint32_t chunks) {
+    const uint32_t slot = tensors++;
+    for (int s = 0; s < Streams; ++s) address[s][slot] = tensor.address[s];
+    if constexpr (Steps) step[slot] = tensor.step;
+    if constexpr (Ids) id[slot] = tensor.id;
+    tail[slot] = static_cast<uint16_t>(chunks == 0 ? 0 : tensor.numel - int64_t{chunks - 1} * kChunk);
+    first_chunk[tensors] = first_chunk[slot] + chunks;
+  }
 };
 
-// As many tensors as fit beside the other kernel arguments (512 bytes are kept for those).
-template <int Streams>
-inline constexpr int kTableCapacity = (32764 - 512) / ((Streams + 1) * 8 + 8);
-
-// Calls launch(table) for as many full tables as the tensors need; `piece` (a multiple of kChunk) is where
-// very large tensors are split.
+// Calls launch(table) for as many full tables as the tensors need.
 template <class Table, class Launch>
-void for_each_table(const std::vector<FlatTensor>& list, size_t element_size, const Launch& launch,
-                    int64_t piece = int64_t{1} << 31) {
-  Table table;
-  table.tensors = 0;
-  uint32_t chunks = 0;
-  const auto flush = [&] {
-    if (table.tensors == 0) return;
-    table.first_chunk[table.tensors] = chunks;
-    launch(table, chunks);
-    table.tensors = 0;
-    chunks = 0;
-  };
+void for_each_table(const std::vector<FlatTensor>& list, const Launch& launch) {
+  constexpr uint32_t kMostChunks = 1u << 30;  // a grid has fewer than 2^31 blocks
+  Table table{};
   for (const FlatTensor& tensor : list) {
-    for (int64_t begin = 0; begin < tensor.numel; begin += piece) {
-      const int64_t numel = tensor.numel - begin < piece ? tensor.numel - begin : piece;
-      if (table.tensors == Table::kCapacity || chunks > (1u << 30)) flush();
-      const uint32_t slot = table.tensors++;
-      for (int s = 0; s < Table::kStreams; ++s)
-        table.address[s][slot] = static_cast<char*>(tensor.address[s]) + begin * element_size;
-      table.step[slot] = tensor.step;
-      table.numel[slot] = static_cast<uint32_t>(numel);
-      table.first_chunk[slot] = chunks;
-      chunks += chunks_of(numel);
+    const uint32_t chunks = chunks_of(tensor.numel);
+    if (table.tensors == Table::kCapacity || table.chunks() + chunks > kMostChunks) {
+      launch(table);
+      table.tensors = 0;
     }
+    table.add(tensor, chunks);
   }
-  flush();
+  if (table.tensors != 0) launch(table);
 }
 
-// A chunk as [head | vectors | tail]: single elements up to the first 16-byte boundary, whole vectors, the
-// rest. When the streams are misaligned differently no boundary serves all of them, and everything is head.
+// Where a chunk lies: elements [begin, begin + count) of a tensor.
+struct Place {
+  uint32_t tensor;
+  uint32_t count;
+  int64_t begin;
+};
+
+template <class Table>
+FLATOUT_HD Place locate(const Table& table, uint32_t chunk) {
+  const uint32_t tensor = tensor_of(table.first_chunk, table.tensors, chunk);
+  const bool last = chunk + 1 == table.first_chunk[tensor + 1];
+  return {tensor, last ? table.tail[tensor] : kChunk, int64_t{chunk - table.first_chunk[tensor]} * kChunk};
+}
+
+// A chunk as [head | vectors | tail]: single elements up to the first 16-byte boundary, whole vectors of
+// `width` elements, the rest.
 struct Split {
   uint32_t head;     // elements before the first vector
   uint32_t vectors;  // number of whole vectors
   uint32_t count;    // elements in the chunk
 };
 
-template <class T, int Streams>
-FLATOUT_HD Split split_chunk(T* const (&stream)[Streams], uint32_t count) {
-  constexpr uint32_t kWidth = kVectorBytes / sizeof(T);
-  const uintptr_t misaligned = reinterpret_cast<uintptr_t>(stream[0]) % kVectorBytes;
-  bool together = misaligned % sizeof(T) == 0;
-  for (int s = 1; s < Streams; ++s)
-    together = together && reinterpret_cast<uintptr_t>(stream[s]) % kVectorBytes == misaligned;
-  uint32_t head = misaligned == 0 ? 0 : static_cast<uint32_t>((kVectorBytes - misaligned) / sizeof(T));
-  if (!together || head > count) head = count;
-  return {head, (count - head) / kWidth, count};
+FLATOUT_HD Split split_chunk(const void* first, uint32_t element_size, uint32_t width, uint32_t count) {
+  const uint32_t misaligned = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first) % kVectorBytes);
+  uint32_t head = misaligned == 0 ? 0 : (kVectorBytes - misaligned) / element_size;
+  if (misaligned % element_size != 0 || head > count) head = count;  // no element ever meets the boundary
+  return {head, (count - head) / width, count};
 }
 
 // How many vectors a thread loads before it stores one: a compiler cannot move loads over stores, and a
@@ -114,8 +119,8 @@ FLATOUT_HD Split split_chunk(T* const (&stream)[Streams], uint32_t count) {
 template <int Streams>
 inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
 
-// The share of one thread out of `threads`: single(i) for its elements; for its vectors, Batch at a time,
-// vectors(std::integral_constant<int, N>, i, stride): N of them, at i, i + stride, ...
+// The share of one thread out of `threads`: single(i) for its elements; for its vectors of Width elements,
+// Batch at a time, vectors(std::integral_constant<int, N>, i, stride): N of them, at i, i + stride, ...
 template <int Width, int Batch, class Single, class Vectors>
 FLATOUT_HD void walk(const Split& split, uint32_t thread, uint32_t threads, const Single& single,
                      const Vectors& vectors) {
@@ -132,7 +137,7 @@ FLATOUT_HD void walk(const Split& split, uint32_t thread, uint32_t threads, cons
   for (uint32_t i = split.head + split.vectors * Width + thread; i < split.count; i += threads) single(i);
 }
 
-// A chunk's streams, as pointers to its first element.
+// A chunk of streams that all hold Ts, as pointers to its first element.
 template <class T, int Streams>
 struct ChunkView {
   T* stream[Streams];
@@ -142,13 +147,12 @@ struct ChunkView {
 
 template <class T, class Table>
 FLATOUT_HD ChunkView<T, Table::kStreams> view_chunk(const Table& table, uint32_t chunk) {
+  const Place place = locate(table, chunk);
   ChunkView<T, Table::kStreams> view;
-  view.tensor = tensor_of(table.first_chunk, table.tensors, chunk);
-  const uint32_t begin = (chunk - table.first_chunk[view.tensor]) * kChunk;
-  const uint32_t left = table.numel[view.tensor] - begin;
-  view.count = left < kChunk ? left : kChunk;
+  view.tensor = place.tensor;
+  view.count = place.count;
   for (int s = 0; s < Table::kStreams; ++s)
-    view.stream[s] = static_cast<T*>(table.address[s][view.tensor]) + begin;
+    view.stream[s] = static_cast<T*>(table.address[s][place.tensor]) + place.begin;
   return view;
 }
 

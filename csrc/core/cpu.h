@@ -31,13 +31,27 @@ template <class Body>
   body();
 }
 
+// Asks for `bytes` of memory that lie `ahead`: hardware prefetchers stop at the end of a page, so that a loop
+// over few streams waits at each one's beginning. Any address may be asked for.
+FLATOUT_HD void prefetch_ahead(const void* address, size_t bytes, size_t ahead) {
+  const char* begin = static_cast<const char*>(address) + ahead;
+  for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(begin + line);
+}
+
 enum class Isa { kBaseline, kV3, kV4 };
 
 inline Isa detect_isa() {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("x86-64-v4")) return Isa::kV4;
-  if (__builtin_cpu_supports("x86-64-v3")) return Isa::kV3;
+  // Feature by feature: compilers before GCC 12 do not know the levels by name.
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
+      !__builtin_cpu_supports("bmi2"))
+    return Isa::kBaseline;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                 __builtin_cpu_supports("avx512vl")
+             ? Isa::kV4
+             : Isa::kV3;
 #endif
   return Isa::kBaseline;
 }
@@ -64,11 +78,14 @@ inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
   return first;
 }
 
+// Backwards, a second pass begins with what the first one read last and caches still hold.
+enum class Direction { kForwards, kBackwards };
+
 // Calls body(tensor, begin, count, chunk) for every chunk, in one parallel region for all tensors. Chunks are
 // claimed a few at a time: 2,000 small tensors beside one large one, or a busy core, leave no thread waiting.
 template <class Body>
-void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint32_t>& first,
-                    const Body& body) {
+void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint32_t>& first, const Body& body,
+                    Direction direction = Direction::kForwards) {
   constexpr int64_t kWorthAThread =
       2 * int64_t{kChunk};  // elements; below that, waking a thread costs more than it saves
   const uint32_t chunks = first.back();
@@ -79,9 +96,9 @@ void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint3
   std::atomic<uint32_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     for (uint32_t begin; (begin = next.fetch_add(batch, std::memory_order_relaxed)) < chunks;) {
-      uint32_t tensor = tensor_of(first.data(), static_cast<uint32_t>(list.size()), begin);
-      for (uint32_t chunk = begin; chunk < std::min(begin + batch, chunks); ++chunk) {
-        while (first[tensor + 1] <= chunk) ++tensor;
+      for (uint32_t i = begin; i < std::min(begin + batch, chunks); ++i) {
+        const uint32_t chunk = direction == Direction::kForwards ? i : chunks - 1 - i;
+        const uint32_t tensor = tensor_of(first.data(), static_cast<uint32_t>(list.size()), chunk);
         const int64_t offset = static_cast<int64_t>(chunk - first[tensor]) * kChunk;
         body(tensor, offset, static_cast<uint32_t>(std::min<int64_t>(kChunk, list[tensor].numel - offset)),
              chunk);

@@ -55,10 +55,13 @@ FLATOUT_HD uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(((word & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : finite));
 }
 
-FLATOUT_HD uint16_t float_to_bfloat(float value) {
+FLATOUT_HD uint16_t bfloat_from_sum(float value, uint32_t added) {
   const uint32_t word = bit_cast<uint32_t>(value);
-  const uint32_t rounded = word + 0x7FFFu + ((word >> 16) & 1u);  // to nearest even
-  return static_cast<uint16_t>((word & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded >> 16);
+  return static_cast<uint16_t>((word & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : (word + added) >> 16);
+}
+
+FLATOUT_HD uint16_t float_to_bfloat(float value) {
+  return bfloat_from_sum(value, 0x7FFFu + ((bit_cast<uint32_t>(value) >> 16) & 1u));  // to nearest even
 }
 
 }  // namespace detail
@@ -89,6 +92,28 @@ FLATOUT_HD void store(f16& to, float value) {
 #else
   to.bits = detail::float_to_half(value);
 #endif
+}
+
+// Stochastic rounding: up with the probability of the fraction that is cut off; `random` is uniform over 16
+// bits.
+FLATOUT_HD void store_stochastic(bf16& to, float value, uint16_t random) {
+  to.bits = detail::bfloat_from_sum(value, random);
+}
+
+// A float32 weight as a bfloat16 (to nearest, ties away from zero) and the 16 bits that it lacks, as a signed
+// distance: together they are exactly the weight, in 4 bytes instead of 2 + 4.
+FLATOUT_HD float join(bf16 high, int16_t remainder) {
+  const uint32_t upper = static_cast<uint32_t>(high.bits) << 16;
+  const float weight = detail::bit_cast<float>(upper + static_cast<uint32_t>(int32_t{remainder}));
+  // Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
+  const float written = detail::bit_cast<float>(upper);
+  return weight == weight ? weight : written;
+}
+FLATOUT_HD void split(float value, bf16& high, int16_t& remainder) {
+  uint32_t word = detail::bit_cast<uint32_t>(value);
+  if ((word & 0x7FFFFFFFu) > 0x7F800000u) word = 0x7FC00000u;  // or a NaN's payload could carry into the sign
+  high.bits = static_cast<uint16_t>((word + 0x8000u) >> 16);
+  remainder = static_cast<int16_t>(word);
 }
 
 // The type in which a dtype is computed: double for double, float for everything narrower.

@@ -50,6 +50,10 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
 inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
   const ScalarType dtype = tensor.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
@@ -63,41 +67,50 @@ inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
 inline void check_leader(const TensorList& list, const char* name) {
   STD_TORCH_CHECK(!list.empty(), name, " must hold at least one tensor");
   const ScalarType dtype = check_dtype(list[0], name);
-  const int32_t device = list[0].get_device_index();
-  const bool cuda = list[0].is_cuda();
   for (size_t i = 0; i < list.size(); ++i) {
     STD_TORCH_CHECK(list[i].scalar_type() == dtype, name, "[", i, "] must have the dtype of ", name, "[0]");
-    STD_TORCH_CHECK(list[i].get_device_index() == device && list[i].is_cuda() == cuda, name, "[", i,
-                    "] must be on the device of ", name, "[0]");
+    STD_TORCH_CHECK(same_device(list[i], list[0]), name, "[", i, "] must be on the device of ", name, "[0]");
     STD_TORCH_CHECK(is_dense(list[i]), name, "[", i,
                     "] must be dense (contiguous in some order of its dimensions)");
   }
 }
 
-// Every other list follows: tensor by tensor the dtype, device, shape and strides of the leader.
-inline void check_follower(const TensorList& list, const char* name, const TensorList& leader,
-                           const char* leader_name) {
-  STD_TORCH_CHECK(list.size() == leader.size(), name, " must hold as many tensors as ", leader_name, " (",
-                  leader.size(), "), got ", list.size());
+// A companion of a leader's tensor: its device, shape and strides.
+inline void check_beside(const Tensor& tensor, const char* name, size_t i, const Tensor& leader,
+                         const char* leader_name) {
+  STD_TORCH_CHECK(same_device(tensor, leader), name, "[", i, "] must be on the device of ", leader_name, "[",
+                  i, "]");
+  STD_TORCH_CHECK(same_layout(tensor, leader), name, "[", i, "] must have the shape and strides of ",
+                  leader_name, "[", i, "]");
+}
+
+// Kernels write many tensors at once: of two that share memory, one would be rewritten while the other is
+// read.
+inline void check_apart(const TensorList& list, const char* name) {
+  struct Extent {
+    uintptr_t begin, end;
+    size_t tensor;
+  };
+  std::vector<Extent> extents;
+  extents.reserve(list.size());
   for (size_t i = 0; i < list.size(); ++i) {
-    STD_TORCH_CHECK(list[i].scalar_type() == leader[i].scalar_type(), name, "[", i,
-                    "] must have the dtype of ", leader_name, "[", i, "]");
-    STD_TORCH_CHECK(list[i].get_device_index() == leader[i].get_device_index() &&
-                        list[i].is_cuda() == leader[i].is_cuda(),
-                    name, "[", i, "] must be on the device of ", leader_name, "[", i, "]");
-    STD_TORCH_CHECK(same_layout(list[i], leader[i]), name, "[", i, "] must have the shape and strides of ",
-                    leader_name, "[", i, "]");
+    const auto begin = reinterpret_cast<uintptr_t>(list[i].data_ptr());
+    if (list[i].numel() != 0) extents.push_back({begin, begin + list[i].numel() * list[i].element_size(), i});
   }
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < extents.size(); ++i)
+    STD_TORCH_CHECK(extents[i - 1].end <= extents[i].begin, name, "[", extents[i - 1].tensor, "] and ", name,
+                    "[", extents[i].tensor, "] share memory");
 }
 
 inline void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
-  STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as params (",
+  STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
                   leader.size(), "), got ", steps.size());
   for (size_t i = 0; i < steps.size(); ++i)
     STD_TORCH_CHECK(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1 &&
-                        steps[i].is_cuda() == leader[i].is_cuda() &&
-                        steps[i].get_device_index() == leader[i].get_device_index(),
-                    name, "[", i, "] must be one float32 number on the device of params[", i, "]");
+                        same_device(steps[i], leader[i]),
+                    name, "[", i, "] must be one float32 number on the device of weights[", i, "]");
 }
 
 // A number on the tensors' device, or `otherwise` when none is given.
@@ -110,9 +123,7 @@ inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const cha
   STD_TORCH_CHECK((dtype == ScalarType::Float || dtype == ScalarType::Double) && tensor->numel() == 1, name,
                   " must be one float32 or float64 number, got ", tensor->numel(), " elements of ",
                   torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(
-      tensor->is_cuda() == leader.is_cuda() && tensor->get_device_index() == leader.get_device_index(), name,
-      " must be on the device of the parameters");
+  STD_TORCH_CHECK(same_device(*tensor, leader), name, " must be on the device of the parameters");
   scalar.address = tensor->const_data_ptr();
   scalar.is_double = dtype == ScalarType::Double;
   return scalar;
@@ -122,18 +133,6 @@ inline const float* device_flag(const std::optional<Tensor>& tensor, const char*
   if (!tensor.has_value()) return nullptr;
   STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Float, name, " must be float32");
   return static_cast<const float*>(device_scalar(tensor, name, leader, 0).address);
-}
-
-// Checked lists as flat arrays; lists that are empty (no amsgrad, no step counts) leave their stream null.
-inline std::vector<FlatTensor> flatten(const std::vector<const TensorList*>& streams,
-                                       const TensorList* steps) {
-  std::vector<FlatTensor> flat(streams[0]->size());
-  for (size_t i = 0; i < flat.size(); ++i) {
-    flat[i].numel = (*streams[0])[i].numel();
-    for (size_t s = 0; s < streams.size(); ++s) flat[i].address[s] = (*streams[s])[i].data_ptr();
-    if (steps != nullptr && !steps->empty()) flat[i].step = static_cast<float*>((*steps)[i].data_ptr());
-  }
-  return flat;
 }
 
 // Calls body with a null pointer of the C++ type of a dtype that check_dtype let through.

@@ -7,8 +7,8 @@
 #include <memory>
 #include <optional>
 
+#include "core/nvtx.h"
 #include "mfu/counter.h"
-#include "mfu/nvtx.h"
 #include "mfu/step_timer.h"
 
 namespace py = pybind11;

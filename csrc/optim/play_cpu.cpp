@@ -1,80 +1,72 @@
-// play_cpu.cpp: test-only. The host plays the blocks and threads of the CUDA kernels over the same tables,
-// views, splits and thread functions, so that their index arithmetic is proved where there is no GPU.
+// play_cpu.cpp: test-only. The host plays the blocks and threads of the CUDA step over the same tables and
+// thread functions, so that its index arithmetic is proved where there is no GPU.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
-#include "optim/step.h"
-#include "optim/step_chunk.h"
-#include "scaling/check.h"
-#include "scaling/check_chunk.h"
+#include "optim/buckets.h"
+#include "optim/step_block.h"
 
 namespace flatout {
 namespace {
 
 constexpr int kSmallCapacity = 3;  // tensors per table: a handful of tensors needs several "launches"
 
-// adamw_ as step.cu runs it; returns the number of launches. `piece` (a multiple of kChunk) is where the
-// tables split large tensors.
-int64_t play_adamw_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-                    const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
-                    const TensorList& state_steps, double lr, double weight_decay, int64_t threads,
-                    int64_t piece) {
-  const AdamStep step = prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr,
-                                      std::nullopt, 0.9, 0.999, 1e-8, weight_decay, /*decoupled=*/true,
-                                      /*maximize=*/false, std::nullopt, std::nullopt);
-  int64_t launches = 0;
-  with_rule(step, [&]<class T, class Rule>(T*, Rule*) {
-    using Table = TensorTable<Rule::kStreams, kSmallCapacity>;
-    for_each_table<Table>(
-        step.tensors, sizeof(T),
-        [&](const Table& table, uint32_t chunks) {
-          ++launches;
-          for (uint32_t block = 0; block < chunks; ++block) {
-            const auto view = view_chunk<T>(table, block);
-            const Rule rule = step.config.at<Rule>(double{*table.step[view.tensor]} + 1);
-            for (uint32_t thread = 0; thread < threads; ++thread)
-              step_chunk<T, Rule>(view, rule, thread, static_cast<uint32_t>(threads));
-          }
-        },
-        piece);
-  });
-  for (const FlatTensor& tensor : step.tensors) *tensor.step += 1;
-  return launches;
-}
+class PlayedBucket final : public Bucket {
+ public:
+  using Bucket::Bucket;
+  CheckResult check(const Check& check) const override { return check_on_cpu(check, leader()); }
 
-// unscale_and_check_ as check.cu runs it: (sum of squares, non-zero when something is not finite).
-std::tuple<double, double> play_check_(const TensorList& grads, double inv_scale, int64_t threads,
-                                       int64_t piece) {
-  const GradCheck check = prepare_check(grads, std::nullopt, std::nullopt);
-  Partial total{0, 0};
-  with_dtype(check.dtype, [&]<class T>(T*) {
-    using Table = TensorTable<1, kSmallCapacity>;
-    for_each_table<Table>(
-        check.tensors, sizeof(T),
-        [&](const Table& table, uint32_t chunks) {
-          for (uint32_t block = 0; block < chunks; ++block)
-            for (uint32_t thread = 0; thread < threads; ++thread)
-              total.add(check_chunk<true, T>(view_chunk<T>(table, block),
-                                             static_cast<compute_t<T>>(inv_scale), thread,
-                                             static_cast<uint32_t>(threads)));
-        },
-        piece);
-  });
-  return {total.sum, total.bad};
+  uint32_t threads = 1;
+  int64_t launches = 0;
+
+ private:
+  void run(RuleName name, int states, ScalarType dtype, const Storage& storage, const StepConfig& common,
+           const std::vector<double>& options, const std::vector<FlatTensor>& tensors) override {
+    with_config(name, common, options, [&](const auto& config) {
+      with_dtype(dtype, [&]<class T>(T*) {
+        config.template with_rule<compute_t<T>>(states, [&]<class Rule>(Rule*) {
+          with_kind<T>(storage, common.stochastic,
+                       [&](auto kind) { play<T, Rule, decltype(kind)::value>(config, storage, tensors); });
+        });
+      });
+    });
+  }
+
+  template <class T, class Rule, Kind K, class Config>
+  void play(const Config& config, const Storage& storage, const std::vector<FlatTensor>& tensors) {
+    using Table = TensorTable<kStreamsOf<Rule, K>, true, K == Kind::kRandom, kSmallCapacity>;
+    for_each_table<Table>(tensors, [&](const Table& table) {
+      ++launches;
+      for (uint32_t chunk = table.chunks(); chunk-- > 0;) {
+        const BlockStart<T, Rule> start = block_start<T, Rule, K>(table, chunk, config, storage);
+        for (uint32_t thread = 0; thread < threads; ++thread)
+          step_thread<T, Rule, K>(table, start, thread, threads);
+      }
+      for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, thread, threads);
+    });
+  }
+};
+
+// step_ as step_kernel.cuh runs it; returns the number of launches.
+int64_t play_step_(const std::string& rule, const TensorList& weights, const TensorList& grads,
+                   const TensorList& states, const TensorList& steps, const TensorList& averages,
+                   const TensorList& lows, const std::vector<int64_t>& ids,
+                   const std::vector<double>& options, double lr, double weight_decay, bool maximize,
+                   double ema_decay, std::optional<int64_t> seed, int64_t threads) {
+  PlayedBucket bucket(rule, weights, states, steps, averages, lows, ids);
+  bucket.threads = static_cast<uint32_t>(threads);
+  step_once(bucket, grads,
+            {options, lr, std::nullopt, weight_decay, maximize, ema_decay, seed, std::nullopt, std::nullopt});
+  return bucket.launches;
 }
 
 }  // namespace
 }  // namespace flatout
 
-STABLE_TORCH_LIBRARY(flatout_testing, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(flatout_testing, m) {
   m.def(
-      "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps, *, float lr, float weight_decay, int threads, "
-      "int piece) -> int");
-  m.def("check_(Tensor(a!)[] grads, *, float inv_scale, int threads, int piece) -> (float, float)");
+      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "
+      "Tensor(d!)[] averages, Tensor(e!)[] lows, int[] ids, float[] options, *, float lr, "
+      "float weight_decay, bool maximize, float ema_decay, int? seed, int threads) -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flatout_testing, CPU, m) {
-  m.impl("adamw_", TORCH_BOX(&flatout::play_adamw_));
-  m.impl("check_", TORCH_BOX(&flatout::play_check_));
-}
+STABLE_TORCH_LIBRARY_IMPL(flatout_testing, CPU, m) { m.impl("step_", TORCH_BOX(&flatout::play_step_)); }

@@ -1,30 +1,50 @@
 // rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels.
 //
-// A *config* holds what a whole launch shares; `at(step)` derives from it the *rule* for tensors at one step
-// count: a handful of numbers in the compute type. A rule updates one element, given as its streams x = {p,
-// g, state...}.
+// A *config* holds what a whole step shares; `at(step)` derives from it the *rule* for tensors at one step
+// count: a handful of numbers in the compute type. A rule updates one element, given as its streams x = {w,
+// g, state...}. To add an optimizer: its rule and config here, and a line in RuleName and with_config.
 #pragma once
 
 #include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "core/scalar.h"
 
 namespace flatout {
 
+inline constexpr int kMaxStates = 3;
+
+// What every optimizer's step is told.
+struct StepConfig {
+  DeviceScalar lr, grad_factor;
+  const float* found_inf = nullptr;  // a step with *found_inf != 0 changes nothing
+  double weight_decay = 0;
+  bool maximize = false;
+  double ema_decay = 0;
+  bool stochastic = false;  // 16-bit results are rounded by chance, with bits that `seed` determines
+  uint64_t seed = 0;
+
+  // What gradients are multiplied with.
+  FLATOUT_HD double factor() const { return maximize ? -grad_factor.get() : grad_factor.get(); }
+};
+
 // Adam and AdamW as torch.optim defines them; the coefficients of the variant that is off are neutral.
 template <class Acc, bool Amsgrad>
 struct AdamRule {
   using acc = Acc;
-  static constexpr int kStreams = Amsgrad ? 5 : 4;  // p, g, exp_avg, exp_avg_sq, max_exp_avg_sq
-  Acc factor;                                       // gradient scale x clip coefficient, negated to maximize
-  Acc keep;                                         // 1 - lr * weight_decay (decoupled), else 1
-  Acc l2;                                           // weight_decay (coupled), else 0
-  Acc beta1, beta2, new1, new2;                     // new = 1 - beta
-  Acc step_size;                                    // lr / (1 - beta1^step)
-  Acc inv_bias2;                                    // 1 / sqrt(1 - beta2^step)
+  static constexpr int kStates = Amsgrad ? 3 : 2;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+  Acc factor;                                      // gradient scale x clip coefficient, negated to maximize
+  Acc keep;                                        // 1 - lr * weight_decay (decoupled), else 1
+  Acc l2;                                          // weight_decay (coupled), else 0
+  Acc beta1, beta2, new1, new2;                    // new = 1 - beta
+  Acc step_size;                                   // lr / (1 - beta1^step)
+  Acc inv_bias2;                                   // 1 / sqrt(1 - beta2^step)
   Acc eps;
 
-  FLATOUT_HD void operator()(Acc (&x)[kStreams]) const {
+  FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     const Acc g = x[1] * factor + l2 * x[0];
     const Acc m = beta1 * x[2] + new1 * g;
     const Acc v = beta2 * x[3] + new2 * g * g;
@@ -43,19 +63,32 @@ struct AdamRule {
   FLATOUT_HD static double root(double value) { return sqrt(value); }
 };
 
-struct AdamConfig {
-  DeviceScalar lr, grad_factor;
-  const float* found_inf = nullptr;  // a step with *found_inf != 0 changes nothing
-  double beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  bool decoupled = false, maximize = false;
+struct AdamConfig : StepConfig {
+  static constexpr size_t kOptions = 4;
+  double beta1, beta2, eps;
+  bool decoupled;
+
+  AdamConfig(const StepConfig& common, const double* options)
+      : StepConfig(common),
+        beta1(options[0]),
+        beta2(options[1]),
+        eps(options[2]),
+        decoupled(options[3] != 0) {}
+
+  // Calls body with a null pointer of the rule's type; false when tensors cannot have that many states.
+  template <class Acc, class Body>
+  bool with_rule(int states, const Body& body) const {
+    if (states == 2) return body(static_cast<AdamRule<Acc, false>*>(nullptr)), true;
+    if (states == 3) return body(static_cast<AdamRule<Acc, true>*>(nullptr)), true;
+    return false;
+  }
 
   template <class Rule>
   FLATOUT_HD Rule at(double step) const {
     using Acc = typename Rule::acc;
     const double rate = lr.get();
-    const double factor = grad_factor.get();
     Rule rule;
-    rule.factor = static_cast<Acc>(maximize ? -factor : factor);
+    rule.factor = static_cast<Acc>(factor());
     rule.keep = static_cast<Acc>(decoupled ? 1 - rate * weight_decay : 1);
     rule.l2 = static_cast<Acc>(decoupled ? 0 : weight_decay);
     rule.beta1 = static_cast<Acc>(beta1);
@@ -74,13 +107,13 @@ struct AdamConfig {
 template <class Acc, bool Momentum, bool Nesterov>
 struct SgdRule {
   using acc = Acc;
-  static constexpr int kStreams = Momentum ? 3 : 2;  // p, g, momentum_buffer
+  static constexpr int kStates = Momentum ? 1 : 0;  // momentum_buffer
   Acc factor, l2, lr;
   Acc keep;   // of the buffer: momentum, 0 in the first step
   Acc add;    // of the gradient: 1 - dampening, 1 in the first step
   Acc ahead;  // momentum, for Nesterov's look ahead
 
-  FLATOUT_HD void operator()(Acc (&x)[kStreams]) const {
+  FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     Acc direction = x[1] * factor + l2 * x[0];
     if constexpr (Momentum) {
       x[2] = keep * x[2] + add * direction;
@@ -90,19 +123,31 @@ struct SgdRule {
   }
 };
 
-struct SgdConfig {
-  DeviceScalar lr, grad_factor;
-  const float* found_inf = nullptr;
-  double momentum = 0, dampening = 0, weight_decay = 0;
-  bool maximize = false;
+struct SgdConfig : StepConfig {
+  static constexpr size_t kOptions = 3;
+  double momentum, dampening;
+  bool nesterov;
 
+  SgdConfig(const StepConfig& common, const double* options)
+      : StepConfig(common), momentum(options[0]), dampening(options[1]), nesterov(options[2] != 0) {}
+
+  template <class Acc, class Body>
+  bool with_rule(int states, const Body& body) const {
+    if (states == 0 && momentum == 0) return body(static_cast<SgdRule<Acc, false, false>*>(nullptr)), true;
+    if (states != 1) return false;
+    nesterov ? body(static_cast<SgdRule<Acc, true, true>*>(nullptr))
+             : body(static_cast<SgdRule<Acc, true, false>*>(nullptr));
+    return true;
+  }
+
+  // Without step counts `step` is never 1: with buffers that start as zeros, only dampening makes the first
+  // step differ from the others.
   template <class Rule>
   FLATOUT_HD Rule at(double step) const {
     using Acc = typename Rule::acc;
-    const double factor = grad_factor.get();
     const bool first = step == 1;
     Rule rule;
-    rule.factor = static_cast<Acc>(maximize ? -factor : factor);
+    rule.factor = static_cast<Acc>(factor());
     rule.l2 = static_cast<Acc>(weight_decay);
     rule.lr = static_cast<Acc>(lr.get());
     rule.keep = static_cast<Acc>(first ? 0 : momentum);
@@ -111,5 +156,81 @@ struct SgdConfig {
     return rule;
   }
 };
+
+// Chen et al., "Symbolic discovery of optimization algorithms" (2023), program 1; decoupled decay.
+template <class Acc>
+struct LionRule {
+  using acc = Acc;
+  static constexpr int kStates = 1;  // exp_avg
+  Acc factor, keep, lr;
+  Acc beta1, beta2, new1, new2;
+
+  FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
+    const Acc g = x[1] * factor;
+    const Acc c = beta1 * x[2] + new1 * g;
+    const Acc sign = c > 0 ? Acc(1) : c < 0 ? Acc(-1) : c;  // of 0 and NaN: itself, as torch.sign
+    x[0] = x[0] * keep - lr * sign;
+    x[2] = beta2 * x[2] + new2 * g;
+  }
+};
+
+struct LionConfig : StepConfig {
+  static constexpr size_t kOptions = 2;
+  double beta1, beta2;
+
+  LionConfig(const StepConfig& common, const double* options)
+      : StepConfig(common), beta1(options[0]), beta2(options[1]) {}
+
+  template <class Acc, class Body>
+  bool with_rule(int states, const Body& body) const {
+    if (states != 1) return false;
+    return body(static_cast<LionRule<Acc>*>(nullptr)), true;
+  }
+
+  template <class Rule>
+  FLATOUT_HD Rule at(double /*step*/) const {
+    using Acc = typename Rule::acc;
+    const double rate = lr.get();
+    Rule rule;
+    rule.factor = static_cast<Acc>(factor());
+    rule.keep = static_cast<Acc>(1 - rate * weight_decay);
+    rule.lr = static_cast<Acc>(rate);
+    rule.beta1 = static_cast<Acc>(beta1);
+    rule.beta2 = static_cast<Acc>(beta2);
+    rule.new1 = static_cast<Acc>(1 - beta1);
+    rule.new2 = static_cast<Acc>(1 - beta2);
+    return rule;
+  }
+};
+
+enum class RuleName { kAdam, kSgd, kLion };
+
+inline RuleName rule_named(const std::string& name) {
+  if (name == "adam") return RuleName::kAdam;
+  if (name == "sgd") return RuleName::kSgd;
+  if (name == "lion") return RuleName::kLion;
+  throw std::invalid_argument("rule must be adam, sgd or lion, got " + name);
+}
+
+// Calls body with the config of a rule, made of what all steps share and the rule's own options.
+template <class Body>
+void with_config(RuleName rule, const StepConfig& common, const std::vector<double>& options,
+                 const Body& body) {
+  const auto call = [&](auto* config) {
+    using Config = std::remove_pointer_t<decltype(config)>;
+    if (options.size() != Config::kOptions)
+      throw std::invalid_argument("options must hold " + std::to_string(Config::kOptions) + " numbers, got " +
+                                  std::to_string(options.size()));
+    body(Config(common, options.data()));
+  };
+  switch (rule) {
+    case RuleName::kAdam:
+      return call(static_cast<AdamConfig*>(nullptr));
+    case RuleName::kSgd:
+      return call(static_cast<SgdConfig*>(nullptr));
+    case RuleName::kLion:
+      return call(static_cast<LionConfig*>(nullptr));
+  }
+}
 
 }  // namespace flatout

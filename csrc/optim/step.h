@@ -1,107 +1,84 @@
-// step.h: what the CPU and the CUDA form of an optimizer step have in common: checked arguments as plain
-// data.
+// step.h: the tensors of an optimizer step: checked once, before anything is changed, then plain data.
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "core/tensors.h"
 #include "optim/rules.h"
+#include "optim/storage.h"
+#include "scaling/check.h"
 
 namespace flatout {
 
-struct AdamStep {
-  AdamConfig config;
-  std::vector<FlatTensor> tensors;
-  ScalarType dtype;
-  bool amsgrad;
+// The numbers of a step, as the operators take them.
+struct StepNumbers {
+  std::vector<double> options;
+  double lr;
+  std::optional<Tensor> lr_tensor;
+  double weight_decay;
+  bool maximize;
+  double ema_decay;
+  std::optional<int64_t> seed;
+  std::optional<Tensor> grad_factor, found_inf;
 };
 
-struct SgdStep {
-  SgdConfig config;
-  std::vector<FlatTensor> tensors;
-  ScalarType dtype;
-  bool momentum, nesterov;
+// Parameters of one device and dtype with everything that belongs to them but gradients. Keeps the tensors
+// alive, and looks before each step whether they are still where they were.
+class Bucket {
+ public:
+  Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
+         const TensorList& steps, const TensorList& averages, const TensorList& lows,
+         const std::vector<int64_t>& ids);
+  Bucket(const Bucket&) = delete;
+  Bucket& operator=(const Bucket&) = delete;
+  virtual ~Bucket() = default;
+
+  enum class Fit : uint8_t { kReady = 0, kMoved = 1, kOtherStrides = 2, kNotNative = 3 };
+  // Only addresses are kept: the caller keeps the gradients until the step. No `which`: all of them.
+  Fit set_grads(const TensorList& grads, const std::vector<int64_t>& which);
+  // Updates what gradients were set for, and forgets them.
+  void step(const StepNumbers& numbers);
+
+  // One verdict over gradients on the bucket's device.
+  virtual CheckResult check(const Check& check) const = 0;
+
+  const Tensor& leader() const { return streams_[0].tensors[0]; }
+  const std::vector<FlatTensor>& held() const { return held_; }
+  ScalarType grad_dtype() const { return grad_dtype_; }
+
+ protected:
+  // `dtype` is the type that `storage` is about: the narrowest one.
+  virtual void run(RuleName rule, int states, ScalarType dtype, const Storage& storage,
+                   const StepConfig& config, const std::vector<double>& options,
+                   const std::vector<FlatTensor>& tensors) = 0;
+
+ private:
+  // One tensor per weight: the weights, a state, the averages or the 16-bit companions.
+  struct Stream {
+    TensorList tensors;
+    int slot;  // in FlatTensor::address
+  };
+  void add_stream(TensorList tensors, const char* name, int slot);
+  bool has_moved(size_t tensor) const;
+  Fit fit(const Tensor& grad, ScalarType dtype, size_t tensor) const;
+  // The 16-bit type among the streams, else the compute type.
+  ScalarType narrowest_stream() const;
+  Storage storage() const;
+
+  RuleName rule_;
+  int states_;
+  Low low_ = Low::kNone;
+  std::vector<Stream> streams_;
+  TensorList steps_;
+  std::vector<FlatTensor> flat_;  // without gradients
+  std::vector<char> contiguous_;  // of the weights
+  std::vector<FlatTensor> held_;  // those that gradients were set for
+  ScalarType compute_;            // float64 for float64 weights, else float32
+  ScalarType narrow_;             // the 16-bit type among the streams, else compute_
+  bool is_cuda_;
+  int32_t device_;  // its index
+  ScalarType grad_dtype_;
 };
-
-inline AdamStep prepare_adamw(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-                              const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
-                              const TensorList& state_steps, double lr,
-                              const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double eps,
-                              double weight_decay, bool decoupled, bool maximize,
-                              const std::optional<Tensor>& grad_factor,
-                              const std::optional<Tensor>& found_inf) {
-  check_leader(params, "params");
-  check_follower(grads, "grads", params, "params");
-  check_follower(exp_avgs, "exp_avgs", params, "params");
-  check_follower(exp_avg_sqs, "exp_avg_sqs", params, "params");
-  check_steps(state_steps, "state_steps", params);
-  const bool amsgrad = !max_exp_avg_sqs.empty();
-  std::vector<const TensorList*> streams{&params, &grads, &exp_avgs, &exp_avg_sqs};
-  if (amsgrad) {
-    check_follower(max_exp_avg_sqs, "max_exp_avg_sqs", params, "params");
-    streams.push_back(&max_exp_avg_sqs);
-  }
-  AdamConfig config;
-  config.lr = device_scalar(lr_tensor, "lr_tensor", params[0], lr);
-  config.grad_factor = device_scalar(grad_factor, "grad_factor", params[0], 1);
-  config.found_inf = device_flag(found_inf, "found_inf", params[0]);
-  config.beta1 = beta1;
-  config.beta2 = beta2;
-  config.eps = eps;
-  config.weight_decay = weight_decay;
-  config.decoupled = decoupled;
-  config.maximize = maximize;
-  return {config, flatten(streams, &state_steps), params[0].scalar_type(), amsgrad};
-}
-
-inline SgdStep prepare_sgd(const TensorList& params, const TensorList& grads,
-                           const TensorList& momentum_buffers, const TensorList& steps_taken, double lr,
-                           const std::optional<Tensor>& lr_tensor, double momentum, double dampening,
-                           double weight_decay, bool nesterov, bool maximize,
-                           const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
-  check_leader(params, "params");
-  check_follower(grads, "grads", params, "params");
-  const bool buffered = !momentum_buffers.empty();
-  STD_TORCH_CHECK(buffered || momentum == 0, "momentum_buffers must hold as many tensors as params (",
-                  params.size(), ") when momentum is ", momentum, ", got 0");
-  std::vector<const TensorList*> streams{&params, &grads};
-  if (buffered) {
-    check_follower(momentum_buffers, "momentum_buffers", params, "params");
-    streams.push_back(&momentum_buffers);
-  }
-  STD_TORCH_CHECK(!buffered || dampening == 0 || !steps_taken.empty(),
-                  "steps_taken must hold as many tensors as params (", params.size(), ") when dampening is ",
-                  dampening, ", got 0");
-  if (!steps_taken.empty()) check_steps(steps_taken, "steps_taken", params);
-  SgdConfig config;
-  config.lr = device_scalar(lr_tensor, "lr_tensor", params[0], lr);
-  config.grad_factor = device_scalar(grad_factor, "grad_factor", params[0], 1);
-  config.found_inf = device_flag(found_inf, "found_inf", params[0]);
-  config.momentum = momentum;
-  config.dampening = dampening;
-  config.weight_decay = weight_decay;
-  config.maximize = maximize;
-  return {config, flatten(streams, &steps_taken), params[0].scalar_type(), buffered, nesterov};
-}
-
-// Calls body with (null pointer of the element type, null pointer of the rule type) for a checked step.
-template <class Body>
-void with_rule(const AdamStep& step, const Body& body) {
-  with_dtype(step.dtype, [&](auto* element) {
-    using Acc = compute_t<std::remove_pointer_t<decltype(element)>>;
-    step.amsgrad ? body(element, static_cast<AdamRule<Acc, true>*>(nullptr))
-                 : body(element, static_cast<AdamRule<Acc, false>*>(nullptr));
-  });
-}
-
-template <class Body>
-void with_rule(const SgdStep& step, const Body& body) {
-  with_dtype(step.dtype, [&](auto* element) {
-    using Acc = compute_t<std::remove_pointer_t<decltype(element)>>;
-    if (!step.momentum) return body(element, static_cast<SgdRule<Acc, false, false>*>(nullptr));
-    step.nesterov ? body(element, static_cast<SgdRule<Acc, true, true>*>(nullptr))
-                  : body(element, static_cast<SgdRule<Acc, true, false>*>(nullptr));
-  });
-}
 
 }  // namespace flatout

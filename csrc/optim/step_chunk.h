@@ -2,46 +2,291 @@
 // prologue.
 #pragma once
 
-#include "core/chunks.h"
+#include <stdexcept>
+
+#include "optim/storage.h"
 
 namespace flatout {
 
-// Every stream is read, all but the gradient (stream 1) are written.
-template <class T, class Rule>
-FLATOUT_HD void step_chunk(const ChunkView<T, Rule::kStreams>& view, const Rule& rule, uint32_t thread,
-                           uint32_t threads) {
-  constexpr int kStreams = Rule::kStreams;
-  using Acc = typename Rule::acc;
-  using Vector = Pack<T>;
-  const Split split = split_chunk<T, kStreams>(view.stream, view.count);
-  walk<Vector::kWidth, kBatch<kStreams>>(
-      split, thread, threads,
-      [&](uint32_t i) {
-        Acc x[kStreams];
-        for (int s = 0; s < kStreams; ++s) x[s] = load(view.stream[s][i]);
-        rule(x);
-        for (int s = 0; s < kStreams; ++s)
-          if (s != 1) store(view.stream[s][i], x[s]);
-      },
-      [&](auto batch, uint32_t i, uint32_t stride) {
-        constexpr int kCount = decltype(batch)::value;
-        Vector packs[kCount][kStreams];
-        for (int b = 0; b < kCount; ++b)
-          for (int s = 0; s < kStreams; ++s)
-            packs[b][s] = *reinterpret_cast<const Vector*>(view.stream[s] + i + b * stride);
-        for (int b = 0; b < kCount; ++b) {
-          Vector(&pack)[kStreams] = packs[b];
-          for (int l = 0; l < Vector::kWidth; ++l) {
-            Acc x[kStreams];
-            for (int s = 0; s < kStreams; ++s) x[s] = load(pack[s].lane[l]);
-            rule(x);
-            for (int s = 0; s < kStreams; ++s)
-              if (s != 1) store(pack[s].lane[l], x[s]);
-          }
-          for (int s = 0; s < kStreams; ++s)
-            if (s != 1) *reinterpret_cast<Vector*>(view.stream[s] + i + b * stride) = pack[s];
-        }
-      });
+// What a kernel can do beside the rule; what it cannot costs it no registers.
+enum class Kind {
+  kPlain,
+  kExtended /* averages, 16-bit companions */,
+  kRandom /* random rounding as well */
+};
+
+// Streams of a kernel: weight, gradient, states; unless it is plain, average and 16-bit companion.
+template <class Rule, Kind K>
+inline constexpr int kStreamsOf = 2 + Rule::kStates + (K == Kind::kPlain ? 0 : 2);
+
+struct alignas(kVectorBytes) Bytes16 {
+  uint32_t word[4];
+};
+
+// Where blocks are played on the host, an access that a GPU would refuse must not pass unseen.
+FLATOUT_HD void must_be_aligned([[maybe_unused]] const void* address) {
+#ifndef __CUDA_ARCH__
+  if (reinterpret_cast<uintptr_t>(address) % kVectorBytes != 0) throw std::logic_error("misaligned vector");
+#endif
 }
+
+FLATOUT_HD Bytes16 load_aligned(const void* from, int k) {
+  must_be_aligned(from);
+#ifdef __CUDA_ARCH__
+  return static_cast<const Bytes16*>(from)[k];
+#else
+  Bytes16 bytes;
+  memcpy(&bytes, static_cast<const char*>(from) + int64_t{k} * kVectorBytes, sizeof(bytes));
+  return bytes;
+#endif
+}
+
+FLATOUT_HD void store_aligned(void* to, int k, const Bytes16& bytes) {
+  must_be_aligned(to);
+#ifdef __CUDA_ARCH__
+  static_cast<Bytes16*>(to)[k] = bytes;
+#else
+  memcpy(static_cast<char*>(to) + int64_t{k} * kVectorBytes, &bytes, sizeof(bytes));
+#endif
+}
+
+// A vector of kWidth elements as it lies in memory: 16 bytes of Ts, or as much as it takes of the compute
+// type. Loaded as such and converted later, so that the loads of all streams are under way together.
+template <class T>
+struct Raw {
+  using Acc = compute_t<T>;
+  static constexpr int kWidth = kVectorBytes / sizeof(T);
+  static constexpr int kParts = kWidth * sizeof(Acc) / kVectorBytes;
+  Bytes16 part[kParts];
+
+  template <class Element>
+  FLATOUT_HD void load_as(const Element* from, bool aligned) {
+    constexpr int kUsed = kWidth * sizeof(Element) / kVectorBytes;
+    if (aligned) {
+      for (int k = 0; k < kUsed; ++k) part[k] = load_aligned(from, k);
+    } else {
+      Element lane[kWidth];
+      for (int l = 0; l < kWidth; ++l) lane[l] = from[l];
+      memcpy(part, lane, sizeof(lane));
+    }
+  }
+  template <class Element>
+  FLATOUT_HD void store_as(Element* to, bool aligned) const {
+    constexpr int kUsed = kWidth * sizeof(Element) / kVectorBytes;
+    if (aligned) {
+      for (int k = 0; k < kUsed; ++k) store_aligned(to, k, part[k]);
+    } else {
+      Element lane[kWidth];
+      memcpy(lane, part, sizeof(lane));
+      for (int l = 0; l < kWidth; ++l) to[l] = lane[l];
+    }
+  }
+  // The lanes as Elements; a copy that compilers keep in registers.
+  template <class Element>
+  struct Lanes {
+    Element lane[kWidth];
+  };
+  template <class Element>
+  FLATOUT_HD Lanes<Element> as() const {
+    Lanes<Element> lanes;
+    memcpy(&lanes, part, sizeof(lanes));
+    return lanes;
+  }
+  template <class Element>
+  FLATOUT_HD void set(const Lanes<Element>& lanes) {
+    memcpy(part, &lanes, sizeof(lanes));
+  }
+};
+
+// One thread's walk over one chunk. Every stream is read but a 16-bit copy; all but the gradient are written.
+template <class T, class Rule, Kind K>
+struct StepThread {
+  using Acc = compute_t<T>;
+  static constexpr int kStreams = kStreamsOf<Rule, K>;
+  static constexpr int kCore = kStreamsOf<Rule, Kind::kPlain>;
+  static constexpr int kAverage = kCore, kLow = kCore + 1;
+  static constexpr int kWidth = Raw<T>::kWidth;
+  static constexpr int kAtOnce = kWidth < 4 ? kWidth : 4;  // lanes computed together: more cost registers
+  static constexpr bool kRemainder = K != Kind::kPlain && std::is_same_v<T, bf16>;
+  static constexpr bool kRandom = K == Kind::kRandom && std::is_same_v<T, bf16>;
+  // 16-bit buckets may hold streams of the compute type as well.
+  static constexpr bool kMixed = !std::is_same_v<T, Acc>;
+
+  const Rule& rule;
+  const Extras<Acc>& extras;
+  char* stream[kStreams];  // at the chunk's first element; null where there is none
+  int64_t begin;           // the chunk's first element in its tensor
+  uint32_t count;
+
+  FLATOUT_HD bool wide(int s) const { return !kMixed || extras.storage.is_wide(s); }
+  FLATOUT_HD uint32_t size_of(int s) const { return wide(s) ? sizeof(Acc) : sizeof(T); }
+  template <class Element>
+  FLATOUT_HD Element* at(int s, uint32_t i) const {
+    return reinterpret_cast<Element*>(stream[s]) + i;
+  }
+
+  FLATOUT_HD uint32_t group_of(uint32_t i) const { return static_cast<uint32_t>((begin + i) / kGroup); }
+
+  FLATOUT_HD void run(uint32_t thread, uint32_t threads) const {
+    Split split = split_chunk(stream[0], size_of(0), kWidth, count);
+    // A vector's random bits are one group's; chunks begin with a group.
+    if (kRandom && split.head % kGroup != 0) split = {count, 0, count};
+    uint32_t aligned = 0;
+    for (int s = 0; s < kStreams; ++s)
+      if ((reinterpret_cast<uintptr_t>(stream[s]) + split.head * size_of(s)) % kVectorBytes == 0)
+        aligned |= 1u << s;
+    constexpr uint32_t kAll = (1u << kStreams) - 1;
+    const auto single = [&](uint32_t i) { update_one(i); };
+    if (aligned == kAll) {
+      walk<kWidth, kBatch<kStreams>>(split, thread, threads, single,
+                                     [&](auto batch, uint32_t i, uint32_t stride) {
+                                       update_vectors<decltype(batch)::value>(i, stride, kAll);
+                                     });
+    } else {  // gradients in a communication bucket lie anywhere: their lanes are loaded one by one
+      walk<kWidth, 1>(split, thread, threads, single,
+                      [&](auto, uint32_t i, uint32_t) { update_vectors<1>(i, 0, aligned); });
+    }
+  }
+
+ private:
+  FLATOUT_HD Raw<T> fetch(int s, uint32_t i, uint32_t aligned) const {
+    Raw<T> raw;
+    const bool whole = (aligned >> s & 1u) != 0;
+    wide(s) ? raw.load_as(at<Acc>(s, i), whole) : raw.load_as(at<T>(s, i), whole);
+    return raw;
+  }
+  FLATOUT_HD void put(int s, uint32_t i, uint32_t aligned, const Raw<T>& raw) const {
+    const bool whole = (aligned >> s & 1u) != 0;
+    wide(s) ? raw.store_as(at<Acc>(s, i), whole) : raw.store_as(at<T>(s, i), whole);
+  }
+
+  template <int Batch>
+  FLATOUT_HD void update_vectors(uint32_t first, uint32_t stride, uint32_t aligned) const {
+    Raw<T> raw[Batch][kStreams];
+    for (int b = 0; b < Batch; ++b)
+      for (int s = 0; s < kStreams; ++s)
+        raw[b][s] = is_read(s) ? fetch(s, first + b * stride, aligned) : Raw<T>{};
+    for (int b = 0; b < Batch; ++b) {
+      const uint32_t i = first + b * stride;
+      Philox random[kRandom ? kCore : 1];
+      if constexpr (kRandom)
+        for (int s = 0; s < kCore; ++s)
+          if (s != 1 && !wide(s)) random[s] = extras.random(s, group_of(i));
+      for (int from = 0; from < kWidth; from += kAtOnce) {
+        Acc x[kAtOnce][kCore];
+        for (int s = 0; s < kCore; ++s) unpack(raw[b], s, from, x);
+        for (int l = 0; l < kAtOnce; ++l) rule(x[l]);
+        for (int s = 0; s < kCore; ++s)
+          if (s != 1) pack(raw[b], s, from, x, random);
+        if constexpr (K != Kind::kPlain) extend(raw[b], from, x);
+      }
+      for (int s = 0; s < kStreams; ++s)
+        if (s != 1 && is_there(s)) put(s, i, aligned, raw[b][s]);
+    }
+  }
+
+  FLATOUT_HD bool is_there(int s) const {
+    if (s == kAverage) return extras.storage.average;
+    if (s == kLow) return kMixed && extras.storage.low != Low::kNone;
+    return true;
+  }
+  FLATOUT_HD bool is_read(int s) const {
+    if (s == kLow) return kRemainder && has_remainder();
+    return is_there(s);
+  }
+  FLATOUT_HD bool has_remainder() const { return extras.storage.low == Low::kRemainder; }
+  using Block = Acc (&)[kAtOnce][kCore];
+  using ConstBlock = const Acc (&)[kAtOnce][kCore];
+
+  FLATOUT_HD void unpack(const Raw<T> (&raw)[kStreams], int s, int from, Block x) const {
+    if (wide(s)) {
+      const auto lanes = raw[s].template as<Acc>();
+      for (int l = 0; l < kAtOnce; ++l) x[l][s] = lanes.lane[from + l];
+      return;
+    }
+    const auto lanes = raw[s].template as<T>();
+    if constexpr (kRemainder) {
+      if (s == 0 && has_remainder()) {
+        const auto rest = raw[kLow].template as<int16_t>();
+        for (int l = 0; l < kAtOnce; ++l) x[l][0] = join(lanes.lane[from + l], rest.lane[from + l]);
+        return;
+      }
+    }
+    for (int l = 0; l < kAtOnce; ++l) x[l][s] = load(lanes.lane[from + l]);
+  }
+
+  FLATOUT_HD void pack(Raw<T> (&raw)[kStreams], int s, int from, ConstBlock x,
+                       const Philox (&random)[kRandom ? kCore : 1]) const {
+    if (wide(s)) {
+      auto lanes = raw[s].template as<Acc>();
+      for (int l = 0; l < kAtOnce; ++l) lanes.lane[from + l] = x[l][s];
+      raw[s].set(lanes);
+      return;
+    }
+    auto lanes = raw[s].template as<T>();
+    if constexpr (kRemainder) {
+      if (s == 0 && has_remainder()) {
+        auto rest = raw[kLow].template as<int16_t>();
+        for (int l = 0; l < kAtOnce; ++l) split(x[l][0], lanes.lane[from + l], rest.lane[from + l]);
+        raw[0].set(lanes);
+        raw[kLow].set(rest);
+        return;
+      }
+    }
+    for (int l = 0; l < kAtOnce; ++l) {
+      if constexpr (kRandom) {
+        store_stochastic(lanes.lane[from + l], x[l][s], random[s].bits(from + l));
+      } else {
+        store(lanes.lane[from + l], x[l][s]);
+      }
+    }
+    raw[s].set(lanes);
+  }
+
+  // Average and rounded copy of the new weights.
+  FLATOUT_HD void extend(Raw<T> (&raw)[kStreams], int from, ConstBlock x) const {
+    if (extras.storage.average) {
+      auto average = raw[kAverage].template as<Acc>();
+      for (int l = 0; l < kAtOnce; ++l)
+        average.lane[from + l] = extras.average(average.lane[from + l], x[l][0]);
+      raw[kAverage].set(average);
+    }
+    if (extras.storage.low == Low::kCopy) {
+      auto copy = raw[kLow].template as<T>();
+      for (int l = 0; l < kAtOnce; ++l) store(copy.lane[from + l], x[l][0]);
+      raw[kLow].set(copy);
+    }
+  }
+
+  FLATOUT_HD void update_one(uint32_t i) const {
+    Acc x[kCore];
+    for (int s = 0; s < kCore; ++s) x[s] = wide(s) ? *at<Acc>(s, i) : load(*at<T>(s, i));
+    if constexpr (kRemainder)
+      if (has_remainder()) x[0] = join(*at<T>(0, i), *at<int16_t>(kLow, i));
+    rule(x);
+    for (int s = 0; s < kCore; ++s)
+      if (s != 1) store_one(s, i, x[s]);
+    if constexpr (K != Kind::kPlain) {
+      if (extras.storage.average) {
+        Acc* average = at<Acc>(kAverage, i);
+        *average = extras.average(*average, x[0]);
+      }
+      if (extras.storage.low == Low::kCopy) store(*at<T>(kLow, i), x[0]);
+    }
+  }
+
+  FLATOUT_HD void store_one(int s, uint32_t i, Acc value) const {
+    if (wide(s)) {
+      *at<Acc>(s, i) = value;
+      return;
+    }
+    if constexpr (kRemainder) {
+      if (s == 0 && has_remainder()) return split(value, *at<T>(0, i), *at<int16_t>(kLow, i));
+    }
+    if constexpr (kRandom)
+      return store_stochastic(*at<T>(s, i), value, extras.random(s, group_of(i)).bits(i % kGroup));
+    store(*at<T>(s, i), value);
+  }
+};
 
 }  // namespace flatout

@@ -3,113 +3,216 @@
 
 #include "core/cpu.h"
 #include "core/staging.h"
-#include "optim/step.h"
+#include "optim/buckets.h"
 
 namespace flatout {
 namespace {
 
 // The loop itself. The rule is a local copy and the streams are restrict, so that it vectorises.
-template <class Rule, class T>
-FLATOUT_HD void apply(const Rule rule, T* const (&stream)[Rule::kStreams], uint32_t count) {
-  T* __restrict p = stream[0];
-  const T* __restrict g = stream[1];
-  T* __restrict a = stream[Rule::kStreams > 2 ? 2 : 0];
-  T* __restrict b = stream[Rule::kStreams > 3 ? 3 : 0];
-  T* __restrict c = stream[Rule::kStreams > 4 ? 4 : 0];
+template <class Rule, class Acc>
+FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], uint32_t count) {
+  constexpr int kStreams = 2 + Rule::kStates;
+  Acc* __restrict w = stream[0];
+  const Acc* __restrict g = stream[1];
+  Acc* __restrict a = stream[kStreams > 2 ? 2 : 0];
+  Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
+  Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
+  constexpr uint32_t kRun = 256 / sizeof(Acc);  // a prefetch inside the loop would keep it from vectorising
+  for (uint32_t begin = 0; begin < count; begin += kRun) {
+    const uint32_t end = begin + kRun < count ? begin + kRun : count;
+    for (const Acc* address : stream) prefetch_ahead(address + begin, kRun * sizeof(Acc), 2048);
 #pragma GCC ivdep
-  for (uint32_t i = 0; i < count; ++i) {
-    T x[Rule::kStreams];
-    x[0] = p[i];
-    x[1] = g[i];
-    if constexpr (Rule::kStreams > 2) x[2] = a[i];
-    if constexpr (Rule::kStreams > 3) x[3] = b[i];
-    if constexpr (Rule::kStreams > 4) x[4] = c[i];
-    rule(x);
-    p[i] = x[0];
-    if constexpr (Rule::kStreams > 2) a[i] = x[2];
-    if constexpr (Rule::kStreams > 3) b[i] = x[3];
-    if constexpr (Rule::kStreams > 4) c[i] = x[4];
+    for (uint32_t i = begin; i < end; ++i) {
+      Acc x[kStreams];
+      x[0] = w[i];
+      x[1] = g[i];
+      if constexpr (kStreams > 2) x[2] = a[i];
+      if constexpr (kStreams > 3) x[3] = b[i];
+      if constexpr (kStreams > 4) x[4] = c[i];
+      rule(x);
+      w[i] = x[0];
+      if constexpr (kStreams > 2) a[i] = x[2];
+      if constexpr (kStreams > 3) b[i] = x[3];
+      if constexpr (kStreams > 4) c[i] = x[4];
+    }
   }
 }
 
-// One chunk of one tensor.
+// One chunk of one tensor. What is not stored in the compute type is staged a block at a time: widened into a
+// buffer that stays in L1, computed there, narrowed.
 template <class T, class Rule>
 struct StepChunk {
+  using Acc = compute_t<T>;
+  static constexpr int kCore = 2 + Rule::kStates;
+  static constexpr int kAverage = kCore, kLow = kCore + 1;
+
   Rule rule;
-  T* stream[Rule::kStreams];
+  Extras<Acc> extras;
+  char* stream[kCore + 2];  // at the chunk's first element; null where there is none
+  int64_t begin;            // the chunk's first element in its tensor
   uint32_t count;
 
+  template <class Element>
+  Element* at(int s, uint32_t i) const {
+    return reinterpret_cast<Element*>(stream[s]) + i;
+  }
+
   [[gnu::always_inline]] void operator()() const {
-    if constexpr (std::is_same_v<T, typename Rule::acc>) {
-      apply(rule, stream, count);
-    } else {
-      alignas(64) float buffer[Rule::kStreams][kBlock];
-      float* staged[Rule::kStreams];
-      for (int s = 0; s < Rule::kStreams; ++s) staged[s] = buffer[s];
-      for (uint32_t begin = 0; begin < count; begin += kBlock) {
-        const uint32_t n = begin + kBlock < count ? kBlock : count - begin;
-        for (int s = 0; s < Rule::kStreams; ++s) widen(stream[s] + begin, staged[s], n);
-        apply(rule, staged, n);
-        for (int s = 0; s < Rule::kStreams; ++s)
-          if (s != 1) narrow(staged[s], stream[s] + begin, n);  // gradients stay as they are
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (!extras.storage.average) {
+        Acc* direct[kCore];
+        for (int s = 0; s < kCore; ++s) direct[s] = at<Acc>(s, 0);
+        return apply(rule, direct, count);
       }
     }
+    for (uint32_t i = 0; i < count; i += kBlock) block(i, i + kBlock < count ? kBlock : count - i);
+  }
+
+  FLATOUT_HD void block(uint32_t i, uint32_t n) const {
+    alignas(64) Acc buffer[kCore][kBlock];
+    Acc* staged[kCore];
+    for (int s = 0; s < kCore; ++s) {
+      staged[s] = is_wide(s) ? at<Acc>(s, i) : buffer[s];
+      if (!is_wide(s)) fetch(s, i, staged[s], n);
+    }
+    apply(rule, staged, n);
+    for (int s = 0; s < kCore; ++s)
+      if (s != 1 && !is_wide(s)) put(s, i, staged[s], n);
+    if (extras.storage.average) {
+      Acc* __restrict average = at<Acc>(kAverage, i);
+      const Acc* __restrict weight = staged[0];
+      for (uint32_t k = 0; k < n; ++k) average[k] = extras.average(average[k], weight[k]);
+    }
+    if constexpr (!std::is_same_v<T, Acc>)
+      if (extras.storage.low == Low::kCopy) narrow(staged[0], at<T>(kLow, i), n);
+  }
+
+ private:
+  FLATOUT_HD bool is_wide(int s) const { return std::is_same_v<T, Acc> || extras.storage.is_wide(s); }
+  FLATOUT_HD bool has_remainder(int s) const { return s == 0 && extras.storage.low == Low::kRemainder; }
+
+  FLATOUT_HD void fetch(int s, uint32_t i, Acc* __restrict to, uint32_t n) const {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (has_remainder(s)) {
+        const T* __restrict high = at<T>(s, i);
+        const int16_t* __restrict rest = at<int16_t>(kLow, i);
+        for (uint32_t k = 0; k < n; ++k) to[k] = join(high[k], rest[k]);
+        return;
+      }
+    }
+    if constexpr (!std::is_same_v<T, Acc>) {
+      prefetch_ahead(at<T>(s, i), n * sizeof(T), 4096);
+      widen(at<T>(s, i), to, n);
+    }
+  }
+
+  FLATOUT_HD void put(int s, uint32_t i, const Acc* __restrict from, uint32_t n) const {
+    if constexpr (std::is_same_v<T, bf16>) {
+      T* __restrict to = at<T>(s, i);
+      if (has_remainder(s)) {
+        int16_t* __restrict rest = at<int16_t>(kLow, i);
+        for (uint32_t k = 0; k < n; ++k) split(from[k], to[k], rest[k]);
+        return;
+      }
+      if (extras.stochastic) return put_stochastic(s, i, from, to, n);
+    }
+    if constexpr (!std::is_same_v<T, Acc>) narrow(from, at<T>(s, i), n);
+  }
+
+  FLATOUT_HD void put_stochastic(int s, uint32_t i, const float* __restrict from, bf16* __restrict to,
+                                 uint32_t n) const {
+    alignas(64) uint16_t random[kBlock + kGroup];
+    static_assert(kChunk % kGroup == 0 && kBlock % kGroup == 0, "blocks begin with a group");
+    const auto group = static_cast<uint32_t>((begin + i) / kGroup);
+    for (uint32_t g = 0; g * kGroup < n; ++g) {
+      const Philox bits = extras.random(s, group + g);
+      for (uint32_t j = 0; j < kGroup; ++j) random[g * kGroup + j] = bits.bits(j);
+    }
+    for (uint32_t k = 0; k < n; ++k) store_stochastic(to[k], from[k], random[k]);
   }
 };
 
-// The rule of each tensor; neighbours mostly share a step count, so the powers are taken once.
+// What differs between tensors at different step counts; neighbours mostly share one, so the powers are taken
+// once.
+template <class Rule>
+struct AtStep {
+  Rule rule;
+  uint32_t step;
+};
+
 template <class Rule, class Config>
-std::vector<Rule> rules_of(const Config& config, const std::vector<FlatTensor>& tensors) {
-  const auto next_step = [](const FlatTensor& tensor) {
-    return tensor.step ? double{*tensor.step} + 1 : 2.0;
-  };
-  std::vector<Rule> rules;
+std::vector<AtStep<Rule>> rules_of(const Config& config, const std::vector<FlatTensor>& tensors) {
+  std::vector<AtStep<Rule>> rules;
   rules.reserve(tensors.size());
-  for (size_t t = 0; t < tensors.size(); ++t) {
-    const bool same = t > 0 && next_step(tensors[t]) == next_step(tensors[t - 1]);
-    rules.push_back(same ? rules.back() : config.template at<Rule>(next_step(tensors[t])));
+  for (const FlatTensor& tensor : tensors) {
+    const double step = next_step(tensor.step);
+    const bool same = !rules.empty() && rules.back().step == static_cast<uint32_t>(step);
+    rules.push_back(same ? rules.back()
+                         : AtStep<Rule>{config.template at<Rule>(step), static_cast<uint32_t>(step)});
   }
   return rules;
 }
 
-template <class Step>
-void run_step(const Step& step) {
-  if (step.config.found_inf != nullptr && *step.config.found_inf != 0) return;
-  const std::vector<uint32_t> first = first_chunks(step.tensors);
-  with_rule(step, [&]<class T, class Rule>(T*, Rule*) {
-    const std::vector<Rule> rules = rules_of<Rule>(step.config, step.tensors);
-    for_each_chunk(step.tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
-      StepChunk<T, Rule> chunk{rules[t], {}, count};
-      for (int s = 0; s < Rule::kStreams; ++s)
-        chunk.stream[s] = static_cast<T*>(step.tensors[t].address[s]) + begin;
-      run_vectorised(chunk);
+template <class T, class Rule, class Config>
+void run_chunks(const Config& config, const Storage& storage, const std::vector<FlatTensor>& tensors) {
+  using Acc = compute_t<T>;
+  const std::vector<uint32_t> first = first_chunks(tensors);
+  const std::vector<AtStep<Rule>> rules = rules_of<Rule>(config, tensors);
+  for_each_chunk(
+      tensors, first,
+      [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
+        StepChunk<T, Rule> chunk{
+            rules[t].rule, extras_of<Acc>(config, storage, tensors[t].id, rules[t].step), {}, begin, count};
+        for (int s = 0; s < 4 + Rule::kStates; ++s)
+          chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, begin);
+        run_vectorised(chunk);
+      },
+      Direction::kBackwards);
+}
+
+class CpuBucket final : public Bucket {
+ public:
+  using Bucket::Bucket;
+
+  CheckResult check(const Check& check) const override { return check_on_cpu(check, leader()); }
+
+ private:
+  void run(RuleName rule, int states, ScalarType dtype, const Storage& storage, const StepConfig& common,
+           const std::vector<double>& options, const std::vector<FlatTensor>& tensors) override {
+    if (common.found_inf != nullptr && *common.found_inf != 0) return;
+    with_config(rule, common, options, [&](const auto& config) {
+      with_dtype(dtype, [&]<class T>(T*) {
+        const bool known = config.template with_rule<compute_t<T>>(
+            states, [&]<class Rule>(Rule*) { run_chunks<T, Rule>(config, storage, tensors); });
+        STD_TORCH_CHECK(known, "the rule cannot have ", states, " states per weight with these options");
+      });
     });
-  });
-  for (const FlatTensor& tensor : step.tensors)
-    if (tensor.step != nullptr) *tensor.step += 1;
+    for (const FlatTensor& tensor : tensors)
+      if (tensor.step != nullptr) *tensor.step += 1;
+  }
+};
+
+int64_t make_bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
+                    const TensorList& steps, const TensorList& averages, const TensorList& lows,
+                    const std::vector<int64_t>& ids) {
+  return keep_bucket(std::make_shared<CpuBucket>(rule, weights, states, steps, averages, lows, ids));
 }
 
-void adamw_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-            const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs, const TensorList& state_steps,
-            double lr, const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double eps,
-            double weight_decay, bool decoupled, bool maximize, const std::optional<Tensor>& grad_factor,
-            const std::optional<Tensor>& found_inf) {
-  run_step(prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, lr_tensor,
-                         beta1, beta2, eps, weight_decay, decoupled, maximize, grad_factor, found_inf));
-}
-
-void sgd_(const TensorList& params, const TensorList& grads, const TensorList& momentum_buffers,
-          const TensorList& steps_taken, double lr, const std::optional<Tensor>& lr_tensor, double momentum,
-          double dampening, double weight_decay, bool nesterov, bool maximize,
-          const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
-  run_step(prepare_sgd(params, grads, momentum_buffers, steps_taken, lr, lr_tensor, momentum, dampening,
-                       weight_decay, nesterov, maximize, grad_factor, found_inf));
+void step_(const std::string& rule, const TensorList& weights, const TensorList& grads,
+           const TensorList& states, const TensorList& steps, const TensorList& averages,
+           const TensorList& lows, const std::vector<int64_t>& ids, const std::vector<double>& options,
+           double lr, const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
+           double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
+           const std::optional<Tensor>& found_inf) {
+  CpuBucket bucket(rule, weights, states, steps, averages, lows, ids);
+  step_once(bucket, grads,
+            {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
 }
 
 }  // namespace
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) {
-  m.impl("adamw_", TORCH_BOX(&flatout::adamw_));
-  m.impl("sgd_", TORCH_BOX(&flatout::sgd_));
+  m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket));
+  m.impl("step_", TORCH_BOX(&flatout::step_));
 }

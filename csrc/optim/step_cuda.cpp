@@ -1,39 +1,59 @@
 // step_cuda.cpp: optimizer steps under torch's CUDA key.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include "core/cuda_glue.h"
-#include "optim/step.h"
+#include "core/nvtx.h"
+#include "optim/buckets.h"
 #include "optim/step_launch.h"
 
 namespace flatout {
 namespace {
 
-void adamw_cuda_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-                 const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
-                 const TensorList& state_steps, double lr, const std::optional<Tensor>& lr_tensor,
-                 double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-                 const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
-  const AdamStep step =
-      prepare_adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, lr_tensor, beta1,
-                    beta2, eps, weight_decay, decoupled, maximize, grad_factor, found_inf);
-  const CudaScope scope(params[0]);
-  launch_adamw(step.config, step.tensors, element_of(step.dtype), step.amsgrad, scope.stream());
+class CudaBucket final : public Bucket {
+ public:
+  using Bucket::Bucket;
+
+  CheckResult check(const Check& check) const override { return check_on_cuda(check, leader()); }
+
+ private:
+  void run(RuleName rule, int states, ScalarType dtype, const Storage& storage, const StepConfig& common,
+           const std::vector<double>& options, const std::vector<FlatTensor>& tensors) override {
+    const nvtx::Range range("flatout::step");
+    const CudaScope scope(leader());
+    // Counts the blocks that are done. Of this step alone, like the scratch memory of a check.
+    const int64_t size[] = {1};
+    const Tensor ticket = torch::stable::new_empty(leader(), {size, 1}, ScalarType::Int);
+    check_cuda(cudaMemsetAsync(ticket.data_ptr(), 0, sizeof(uint32_t), scope.stream()), "cudaMemsetAsync");
+    with_dtype(dtype, [&]<class T>(T*) {
+      const bool known = launch_step<T>(rule, states, storage, common, options, tensors,
+                                        static_cast<uint32_t*>(ticket.data_ptr()), scope.stream());
+      STD_TORCH_CHECK(known, "the rule cannot have ", states, " states per weight with these options");
+    });
+  }
+};
+
+int64_t make_bucket_cuda(const std::string& rule, const TensorList& weights, const TensorList& states,
+                         const TensorList& steps, const TensorList& averages, const TensorList& lows,
+                         const std::vector<int64_t>& ids) {
+  return keep_bucket(std::make_shared<CudaBucket>(rule, weights, states, steps, averages, lows, ids));
 }
 
-void sgd_cuda_(const TensorList& params, const TensorList& grads, const TensorList& momentum_buffers,
-               const TensorList& steps_taken, double lr, const std::optional<Tensor>& lr_tensor,
-               double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-               const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
-  const SgdStep step = prepare_sgd(params, grads, momentum_buffers, steps_taken, lr, lr_tensor, momentum,
-                                   dampening, weight_decay, nesterov, maximize, grad_factor, found_inf);
-  const CudaScope scope(params[0]);
-  launch_sgd(step.config, step.tensors, element_of(step.dtype), step.momentum, step.nesterov, scope.stream());
+void step_cuda_(const std::string& rule, const TensorList& weights, const TensorList& grads,
+                const TensorList& states, const TensorList& steps, const TensorList& averages,
+                const TensorList& lows, const std::vector<int64_t>& ids, const std::vector<double>& options,
+                double lr, const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
+                double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
+                const std::optional<Tensor>& found_inf) {
+  CudaBucket bucket(rule, weights, states, steps, averages, lows, ids);
+  step_once(bucket, grads,
+            {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
 }
 
 }  // namespace
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CUDA, m) {
-  m.impl("adamw_", TORCH_BOX(&flatout::adamw_cuda_));
-  m.impl("sgd_", TORCH_BOX(&flatout::sgd_cuda_));
+  m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket_cuda));
+  m.impl("step_", TORCH_BOX(&flatout::step_cuda_));
 }

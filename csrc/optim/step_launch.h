@@ -1,5 +1,5 @@
-// step_launch.h: the CUDA launchers of optimizer steps, callable from code that knows torch and code that
-// does not.
+// step_launch.h: the CUDA launcher of optimizer steps, callable from code that knows torch and code that does
+// not.
 #pragma once
 
 #include <vector>
@@ -7,12 +7,28 @@
 #include "core/chunks.h"
 #include "core/cuda_launch.h"
 #include "optim/rules.h"
+#include "optim/storage.h"
 
 namespace flatout {
 
-void launch_adamw(const AdamConfig& config, const std::vector<FlatTensor>& tensors, Element element,
-                  bool amsgrad, cudaStream_t stream);
-void launch_sgd(const SgdConfig& config, const std::vector<FlatTensor>& tensors, Element element,
-                bool momentum, bool nesterov, cudaStream_t stream);
+// A step over tensors whose narrowest type is T. `ticket` is a zero on the device, and is one again after
+// each launch. False when the rule cannot have that many states; then nothing has been launched.
+template <class T>
+bool launch_step(RuleName rule, int states, const Storage& storage, const StepConfig& common,
+                 const std::vector<double>& options, const std::vector<FlatTensor>& tensors, uint32_t* ticket,
+                 cudaStream_t stream);
+
+extern template bool launch_step<float>(RuleName, int, const Storage&, const StepConfig&,
+                                        const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
+                                        cudaStream_t);
+extern template bool launch_step<double>(RuleName, int, const Storage&, const StepConfig&,
+                                         const std::vector<double>&, const std::vector<FlatTensor>&,
+                                         uint32_t*, cudaStream_t);
+extern template bool launch_step<f16>(RuleName, int, const Storage&, const StepConfig&,
+                                      const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
+                                      cudaStream_t);
+extern template bool launch_step<bf16>(RuleName, int, const Storage&, const StepConfig&,
+                                       const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
+                                       cudaStream_t);
 
 }  // namespace flatout

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <cmath>
+#include <map>
 #include <tuple>
 
 #include "core/tensors.h"
@@ -10,27 +12,85 @@
 
 namespace flatout {
 
-struct GradCheck {
-  std::vector<FlatTensor> tensors;
+// Gradients of one dtype; address[0] of each.
+struct GradList {
+  const std::vector<FlatTensor>* tensors;
   ScalarType dtype;
-  DeviceScalar inv_scale;
-  double max_norm;  // < 0: no clipping
 };
 
-inline GradCheck prepare_check(const TensorList& grads, const std::optional<Tensor>& inv_scale,
-                               std::optional<double> max_norm) {
-  check_leader(grads, "grads");
-  STD_TORCH_CHECK(!max_norm.has_value() || *max_norm >= 0, "max_norm must be >= 0, got ",
-                  max_norm.value_or(0));
-  return {flatten({&grads}, nullptr), grads[0].scalar_type(),
-          device_scalar(inv_scale, "inv_scale", grads[0], 1), max_norm.value_or(-1)};
+// What is asked about gradients of one device: all lists share one verdict.
+struct Check {
+  std::vector<GradList> lists;
+  DeviceScalar inv_scale;
+  double max_norm = -1;  // < 0: no clipping
+  Norm norm = Norm::kTwo;
+  bool rewrite = false;  // gradients come back times inv_scale; the norm is of order 2
+};
+
+// found_inf, grad_norm, grad_factor: 0-dim on the device of `leader`; float64 (the last two) only if all
+// lists are.
+using CheckResult = std::tuple<Tensor, Tensor, Tensor>;
+CheckResult check_on_cpu(const Check& check, const Tensor& leader);
+CheckResult check_on_cuda(const Check& check, const Tensor& leader);
+
+// The results, uninitialised.
+inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
+  const bool wide = std::all_of(check.lists.begin(), check.lists.end(),
+                                [](const GradList& list) { return list.dtype == ScalarType::Double; });
+  const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
+  return {torch::stable::new_empty(leader, {}, ScalarType::Float),
+          torch::stable::new_empty(leader, {}, dtype), torch::stable::new_empty(leader, {}, dtype)};
 }
 
-// The 0-dim results, uninitialised: found_inf, grad_norm, grad_factor.
-inline std::tuple<Tensor, Tensor, Tensor> new_verdict(const Tensor& leader) {
-  const ScalarType wide = leader.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  return {torch::stable::new_empty(leader, {}, ScalarType::Float), torch::stable::new_empty(leader, {}, wide),
-          torch::stable::new_empty(leader, {}, wide)};
+inline VerdictAddress address_of(const CheckResult& result) {
+  const auto& [found_inf, grad_norm, grad_factor] = result;
+  return {static_cast<float*>(found_inf.data_ptr()), grad_norm.data_ptr(), grad_factor.data_ptr(),
+          grad_norm.scalar_type() == ScalarType::Double};
+}
+
+// Gradients of one device (there is at least one, or torch could not have found the operator) as flat arrays,
+// by dtype.
+using FlatGrads = std::map<ScalarType, std::vector<FlatTensor>>;
+
+inline FlatGrads flatten_grads(const TensorList& grads) {
+  const int32_t device = grads[0].get_device_index();
+  const bool cuda = grads[0].is_cuda();
+  FlatGrads flat;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    STD_TORCH_CHECK(grads[i].get_device_index() == device && grads[i].is_cuda() == cuda, "grads[", i,
+                    "] must be on the device of grads[0]");
+    STD_TORCH_CHECK(is_dense(grads[i]), "grads[", i,
+                    "] must be dense (contiguous in some order of its dimensions)");
+    FlatTensor tensor;
+    tensor.address[0] = grads[i].data_ptr();
+    tensor.numel = grads[i].numel();
+    flat[check_dtype(grads[i], "grads")].push_back(tensor);
+  }
+  return flat;
+}
+
+// The operators' arguments, checked before anything is changed. `flat` outlives the check.
+inline Check prepare_check(const FlatGrads& flat, const Tensor& leader,
+                           const std::optional<Tensor>& inv_scale, std::optional<double> max_norm,
+                           double norm_type) {
+  STD_TORCH_CHECK(!max_norm.has_value() || *max_norm >= 0, "max_norm must be >= 0, got ",
+                  max_norm.value_or(0));
+  STD_TORCH_CHECK(norm_type == 1 || norm_type == 2 || norm_type == INFINITY,
+                  "norm_type must be 1, 2 or inf, got ", norm_type);
+  Check check;
+  for (const auto& [dtype, tensors] : flat) check.lists.push_back({&tensors, dtype});
+  check.inv_scale = device_scalar(inv_scale, "inv_scale", leader, 1);
+  check.max_norm = max_norm.value_or(-1);
+  check.norm = norm_type == 1 ? Norm::kOne : norm_type == 2 ? Norm::kTwo : Norm::kInf;
+  return check;
+}
+
+inline Check prepare_rewrite(const FlatGrads& flat, const TensorList& grads,
+                             const std::optional<Tensor>& inv_scale) {
+  check_apart(grads, "grads");
+  Check check = prepare_check(flat, grads[0], inv_scale, std::nullopt, 2);
+  check.rewrite = true;
+  return check;
 }
 
 }  // namespace flatout

@@ -19,15 +19,16 @@ struct Vector16<double> {
   typedef double type __attribute__((vector_size(16)));
 };
 
-// Sum of squares and finiteness of a block, in a fixed order. Explicit 16-byte vectors: every CPU has them,
+// Norm and finiteness of a block, in a fixed order. Explicit 16-byte vectors: every CPU has them,
 // they are wide enough to keep up with memory, and the order of additions is the same on all of them.
-template <class Acc>
+template <Norm kNorm, class Acc>
 FLATOUT_HD Partial check_block(const Acc* x, uint32_t count, Acc inv_scale) {
   using Vector = typename Vector16<Acc>::type;
   constexpr uint32_t kWidth = 16 / sizeof(Acc), kVectors = 4;
-  Lane<Vector> lanes[kVectors] = {};  // 4 x 4 floats or 4 x 2 doubles
+  Lane<kNorm, Vector> lanes[kVectors] = {};  // 4 x 4 floats or 4 x 2 doubles
   uint32_t i = 0;
   for (; i + kVectors * kWidth <= count; i += kVectors * kWidth) {
+    prefetch_ahead(x + i, sizeof(lanes[0].norm) * kVectors, 4096);
 #pragma GCC unroll 4
     for (uint32_t v = 0; v < kVectors; ++v) {
       Vector gradient;
@@ -35,11 +36,11 @@ FLATOUT_HD Partial check_block(const Acc* x, uint32_t count, Acc inv_scale) {
       lanes[v].add(gradient, gradient * inv_scale);
     }
   }
-  Lane<Acc> rest{0, 0};
+  Lane<kNorm, Acc> rest{0, 0};
   for (; i < count; ++i) rest.add(x[i], x[i] * inv_scale);
-  Partial partial{static_cast<double>(rest.sum), static_cast<double>(rest.bad)};
-  for (const Lane<Vector>& lane : lanes)
-    for (uint32_t w = 0; w < kWidth; ++w) partial.add({lane.sum[w], lane.bad[w]});
+  Partial partial{static_cast<double>(rest.norm), static_cast<double>(rest.bad)};
+  for (const Lane<kNorm, Vector>& lane : lanes)
+    for (uint32_t w = 0; w < kWidth; ++w) partial.add<kNorm>({lane.norm[w], lane.bad[w]});
   return partial;
 }
 
@@ -48,13 +49,14 @@ FLATOUT_HD void multiply(T* __restrict x, uint32_t count, T factor) {
   for (uint32_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-// One chunk of one tensor; with Rewrite the gradients are multiplied by inv_scale on the way.
-template <class T, bool Rewrite>
+// One chunk of one tensor; with `rewrite` the gradients are multiplied by inv_scale on the way.
+template <class T, Norm kNorm>
 struct CheckChunk {
   using Acc = compute_t<T>;
   T* gradients;
   uint32_t count;
   Acc inv_scale;
+  bool rewrite;
   Partial* partial;
 
   [[gnu::always_inline]] void operator()() const {
@@ -66,11 +68,12 @@ struct CheckChunk {
       if constexpr (std::is_same_v<T, Acc>) {
         x = gradients + begin;
       } else {
+        prefetch_ahead(gradients + begin, n * sizeof(T), 4096);
         widen(gradients + begin, buffer, n);
         x = buffer;
       }
-      total.add(check_block(x, n, inv_scale));
-      if constexpr (Rewrite) {
+      total.add<kNorm>(check_block<kNorm>(x, n, inv_scale));
+      if (rewrite) {
         multiply(x, n, inv_scale);
         if constexpr (!std::is_same_v<T, Acc>) narrow(x, gradients + begin, n);
       }
@@ -100,73 +103,68 @@ struct ScaleChunk {
   }
 };
 
-template <bool Rewrite>
-Partial run_check(const GradCheck& check) {
-  const std::vector<uint32_t> first = first_chunks(check.tensors);
+// The sum over one list, in an order that does not depend on the number of threads.
+template <class T, Norm kNorm>
+Partial sum_list(const std::vector<FlatTensor>& tensors, double inv_scale, bool rewrite) {
+  const std::vector<uint32_t> first = first_chunks(tensors);
   std::vector<Partial> partials(first.back());
-  const double inv_scale = check.inv_scale.get();
-  with_dtype(check.dtype, [&]<class T>(T*) {
-    const auto inv = static_cast<compute_t<T>>(inv_scale);
-    for_each_chunk(check.tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t chunk) {
-      T* gradients = static_cast<T*>(check.tensors[t].address[0]) + begin;
-      // An inv_scale of 1 leaves every gradient as it is: nothing to write.
-      if (Rewrite && inv_scale != 1) {
-        run_vectorised(CheckChunk<T, true>{gradients, count, inv, &partials[chunk]});
-      } else {
-        run_vectorised(CheckChunk<T, false>{gradients, count, inv, &partials[chunk]});
-      }
-    });
+  for_each_chunk(tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t chunk) {
+    run_vectorised(CheckChunk<T, kNorm>{static_cast<T*>(tensors[t].address[0]) + begin, count,
+                                        static_cast<compute_t<T>>(inv_scale), rewrite, &partials[chunk]});
   });
   Partial total{0, 0};
-  for (const Partial& partial : partials) total.add(partial);
+  for (const Partial& partial : partials) total.add<kNorm>(partial);
   return total;
 }
 
-void set_scalar(const Tensor& tensor, double value) {
-  if (tensor.scalar_type() == ScalarType::Double) {
-    *static_cast<double*>(tensor.data_ptr()) = value;
-  } else {
-    *static_cast<float*>(tensor.data_ptr()) = static_cast<float>(value);
-  }
-}
-
-std::tuple<Tensor, Tensor, Tensor> unscale_and_check(const TensorList& grads,
-                                                     const std::optional<Tensor>& inv_scale,
-                                                     std::optional<double> max_norm) {
-  const GradCheck check = prepare_check(grads, inv_scale, max_norm);
-  auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
-  const Verdict verdict = conclude(run_check<false>(check), check.inv_scale.get(), check.max_norm);
-  set_scalar(found_inf, verdict.found_inf);
-  set_scalar(grad_norm, verdict.grad_norm);
-  set_scalar(grad_factor, verdict.grad_factor);
-  return {found_inf, grad_norm, grad_factor};
+CheckResult unscale_and_check(const TensorList& grads, const std::optional<Tensor>& inv_scale,
+                              std::optional<double> max_norm, double norm_type) {
+  const FlatGrads flat = flatten_grads(grads);
+  return check_on_cpu(prepare_check(flat, grads[0], inv_scale, max_norm, norm_type), grads[0]);
 }
 
 std::tuple<Tensor, Tensor> unscale_and_check_(const TensorList& grads,
                                               const std::optional<Tensor>& inv_scale) {
-  const GradCheck check = prepare_check(grads, inv_scale, std::nullopt);
-  auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
-  const Verdict verdict = conclude(run_check<true>(check), check.inv_scale.get(), check.max_norm);
-  set_scalar(found_inf, verdict.found_inf);
-  set_scalar(grad_norm, verdict.grad_norm);
+  const FlatGrads flat = flatten_grads(grads);
+  const auto [found_inf, grad_norm, grad_factor] =
+      check_on_cpu(prepare_rewrite(flat, grads, inv_scale), grads[0]);
   return {found_inf, grad_norm};
 }
 
 void scale_(const TensorList& grads, const Tensor& factor) {
-  check_leader(grads, "grads");
+  const FlatGrads flat = flatten_grads(grads);
+  check_apart(grads, "grads");
   const double value = device_scalar(factor, "factor", grads[0], 1).get();
   if (value == 1) return;
-  const std::vector<FlatTensor> tensors = flatten({&grads}, nullptr);
-  const std::vector<uint32_t> first = first_chunks(tensors);
-  with_dtype(grads[0].scalar_type(), [&]<class T>(T*) {
-    for_each_chunk(tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
-      run_vectorised(ScaleChunk<T>{static_cast<T*>(tensors[t].address[0]) + begin, count,
-                                   static_cast<compute_t<T>>(value)});
+  for (const auto& entry : flat) {
+    const std::vector<FlatTensor>& tensors = entry.second;
+    with_dtype(entry.first, [&]<class T>(T*) {
+      for_each_chunk(tensors, first_chunks(tensors),
+                     [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
+                       run_vectorised(ScaleChunk<T>{static_cast<T*>(tensors[t].address[0]) + begin, count,
+                                                    static_cast<compute_t<T>>(value)});
+                     });
     });
-  });
+  }
 }
 
 }  // namespace
+
+CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
+  CheckResult result = new_verdict(check, leader);
+  const double inv_scale = check.inv_scale.get();
+  const bool rewrite = check.rewrite && inv_scale != 1;  // times 1 changes nothing
+  with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
+    Partial total{0, 0};
+    for (const GradList& list : check.lists)
+      with_dtype(list.dtype, [&]<class T>(T*) {
+        total.add<kNorm>(sum_list<T, kNorm>(*list.tensors, inv_scale, rewrite));
+      });
+    address_of(result).write(conclude<kNorm>(total, inv_scale, check.max_norm));
+  });
+  return result;
+}
+
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) {

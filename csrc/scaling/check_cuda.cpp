@@ -2,56 +2,69 @@
 #include <torch/csrc/stable/library.h>
 
 #include "core/cuda_glue.h"
+#include "core/nvtx.h"
 #include "scaling/check.h"
 #include "scaling/check_launch.h"
 
 namespace flatout {
-namespace {
 
-std::tuple<Tensor, Tensor, Tensor> check_on_device(const TensorList& grads,
-                                                   const std::optional<Tensor>& inv_scale,
-                                                   std::optional<double> max_norm, bool rewrite) {
-  const GradCheck check = prepare_check(grads, inv_scale, max_norm);
-  const CudaScope scope(grads[0]);
-  int64_t chunks = 0;
-  for (const FlatTensor& tensor : check.tensors) chunks += chunks_of(tensor.numel);
-  static_assert(sizeof(Partial) == 2 * sizeof(double));
-  // Freed on return while kernels still use it: torch's allocator gives it out again only behind them in the
-  // stream.
-  const int64_t size[] = {2 * chunks};
-  const Tensor partials = torch::stable::new_empty(grads[0], {size, 1}, ScalarType::Double);
-  auto [found_inf, grad_norm, grad_factor] = new_verdict(grads[0]);
-  launch_check(check.tensors, element_of(check.dtype), rewrite, check.inv_scale, check.max_norm,
-               static_cast<Partial*>(partials.data_ptr()),
-               {static_cast<float*>(found_inf.data_ptr()), grad_norm.data_ptr(), grad_factor.data_ptr()},
-               scope.stream());
-  return {found_inf, grad_norm, grad_factor};
+CheckResult check_on_cuda(const Check& check, const Tensor& leader) {
+  const CudaScope scope(leader);
+  const nvtx::Range range(check.rewrite ? "flatout::unscale" : "flatout::check");
+  uint32_t chunks = 0;
+  for (const GradList& list : check.lists)
+    for (const FlatTensor& tensor : *list.tensors) chunks += chunks_of(tensor.numel);
+  // Partials, and behind them the count of blocks that are done. Of this call alone: checks on other streams
+  // have their own, and a CUDA graph keeps its own. Freed on return while kernels still use it: torch's
+  // allocator gives it out again only behind them in the stream.
+  static_assert(sizeof(Partial) == 2 * sizeof(double) && sizeof(uint32_t) <= sizeof(double));
+  const int64_t size[] = {2 * int64_t{chunks} + 1};
+  const Tensor scratch = torch::stable::new_empty(leader, {size, 1}, ScalarType::Double);
+  auto* partials = static_cast<Partial*>(scratch.data_ptr());
+  CheckResult result = new_verdict(check, leader);
+  const Conclusion conclusion{partials,        chunks,         reinterpret_cast<uint32_t*>(partials + chunks),
+                              check.inv_scale, check.max_norm, address_of(result)};
+  begin_check(conclusion, scope.stream());
+  uint32_t first_partial = 0;
+  for (const GradList& list : check.lists) {
+    launch_check(*list.tensors, element_of(list.dtype), check.norm, check.rewrite, conclusion, first_partial,
+                 scope.stream());
+    for (const FlatTensor& tensor : *list.tensors) first_partial += chunks_of(tensor.numel);
+  }
+  return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor> unscale_and_check_cuda(const TensorList& grads,
-                                                          const std::optional<Tensor>& inv_scale,
-                                                          std::optional<double> max_norm) {
-  return check_on_device(grads, inv_scale, max_norm, /*rewrite=*/false);
+namespace {
+
+CheckResult unscale_and_check_cuda(const TensorList& grads, const std::optional<Tensor>& inv_scale,
+                                   std::optional<double> max_norm, double norm_type) {
+  const FlatGrads flat = flatten_grads(grads);
+  return check_on_cuda(prepare_check(flat, grads[0], inv_scale, max_norm, norm_type), grads[0]);
 }
 
 std::tuple<Tensor, Tensor> unscale_and_check_cuda_(const TensorList& grads,
                                                    const std::optional<Tensor>& inv_scale) {
-  auto [found_inf, grad_norm, grad_factor] =
-      check_on_device(grads, inv_scale, std::nullopt, /*rewrite=*/true);
+  const FlatGrads flat = flatten_grads(grads);
+  const auto [found_inf, grad_norm, grad_factor] =
+      check_on_cuda(prepare_rewrite(flat, grads, inv_scale), grads[0]);
   return {found_inf, grad_norm};
 }
 
 void scale_cuda_(const TensorList& grads, const Tensor& factor) {
-  check_leader(grads, "grads");
+  const FlatGrads flat = flatten_grads(grads);
+  check_apart(grads, "grads");
   const DeviceScalar value = device_scalar(factor, "factor", grads[0], 1);
   const CudaScope scope(grads[0]);
-  launch_scale(flatten({&grads}, nullptr), element_of(grads[0].scalar_type()), value, scope.stream());
+  const nvtx::Range range("flatout::scale");
+  for (const auto& [dtype, tensors] : flat) launch_scale(tensors, element_of(dtype), value, scope.stream());
 }
 
 bool cuda_kernels_run(int64_t device) {
   if (current_stream_function() == nullptr) return false;
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
-  return cudaSetDevice(static_cast<int>(device)) == cudaSuccess && kernels_run();
+  const bool run = cudaSetDevice(static_cast<int>(device)) == cudaSuccess && kernels_run();
+  static_cast<void>(cudaGetLastError());  // "no" is an answer, not an error to leave behind
+  return run;
 }
 
 // Needs no GPU, so that a machine without one can test it.

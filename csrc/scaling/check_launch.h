@@ -6,22 +6,15 @@
 
 #include "core/chunks.h"
 #include "core/cuda_launch.h"
-#include "scaling/norm.h"
+#include "scaling/check_chunk.h"
 
 namespace flatout {
 
-// Where the verdict goes, on the device; null where it is not wanted. The last two are double for double
-// gradients.
-struct VerdictAddress {
-  float* found_inf;
-  void* grad_norm;
-  void* grad_factor;
-};
-
-// `partials` has room for one entry per chunk of all tensors.
-void launch_check(const std::vector<FlatTensor>& tensors, Element element, bool rewrite,
-                  const DeviceScalar& inv_scale, double max_norm, Partial* partials,
-                  const VerdictAddress& verdict, cudaStream_t stream);
+// Before the launches of a check. Without anything to add up, this is the verdict already.
+void begin_check(const Conclusion& conclusion, cudaStream_t stream);
+// One list of a check; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
+void launch_check(const std::vector<FlatTensor>& tensors, Element element, Norm norm, bool rewrite,
+                  const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);
 void launch_scale(const std::vector<FlatTensor>& tensors, Element element, const DeviceScalar& factor,
                   cudaStream_t stream);
 // True when the current device can run the kernels: a driver new enough, code for its architecture.

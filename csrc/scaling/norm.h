@@ -2,31 +2,60 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "core/scalar.h"
 
 namespace flatout {
 
+enum class Norm { kOne, kTwo, kInf };
+
+// Calls body with std::integral_constant<Norm, norm>.
+template <class Body>
+void with_norm(Norm norm, const Body& body) {
+  switch (norm) {
+    case Norm::kOne:
+      return body(std::integral_constant<Norm, Norm::kOne>{});
+    case Norm::kTwo:
+      return body(std::integral_constant<Norm, Norm::kTwo>{});
+    case Norm::kInf:
+      return body(std::integral_constant<Norm, Norm::kInf>{});
+  }
+}
+
+// A number, or a vector of them, at a time. NaN spreads through the maximum too, as in torch.
+template <class X>
+FLATOUT_HD X magnitude(X x) {
+  return x < 0 ? -x : x;
+}
+template <class X>
+FLATOUT_HD X larger(X a, X b) {
+  return ((b > a) | (b != b)) ? b : a;
+}
+
 // A lane's running result. `bad` stays 0 while every gradient is finite and is NaN afterwards (inf - inf, NaN
-// - NaN): kept apart from the sum, which may overflow although no gradient did.
-template <class Acc>
+// - NaN): kept apart from the norm, which may overflow although no gradient did.
+template <Norm kNorm, class Acc>
 struct Lane {
-  Acc sum;
+  Acc norm;  // a sum of magnitudes, a sum of squares or a maximum
   Acc bad;
 
   FLATOUT_HD void add(Acc gradient, Acc unscaled) {
-    sum += unscaled * unscaled;
+    if constexpr (kNorm == Norm::kOne) norm += magnitude(unscaled);
+    if constexpr (kNorm == Norm::kTwo) norm += unscaled * unscaled;
+    if constexpr (kNorm == Norm::kInf) norm = larger(norm, magnitude(unscaled));
     bad += gradient - gradient;
   }
 };
 
 // A chunk's result, always in double: 3,000 gradients of 1,000 in half precision must not overflow.
 struct Partial {
-  double sum;
+  double norm;
   double bad;
 
+  template <Norm kNorm>
   FLATOUT_HD void add(const Partial& other) {
-    sum += other.sum;
+    norm = kNorm == Norm::kInf ? larger(norm, other.norm) : norm + other.norm;
     bad += other.bad;
   }
 };
@@ -38,10 +67,11 @@ struct Verdict {
 };
 
 // The coefficient is torch.nn.utils.clip_grad_norm_'s, a NaN norm included; max_norm < 0 means no clipping.
+template <Norm kNorm>
 FLATOUT_HD Verdict conclude(const Partial& total, double inv_scale, double max_norm) {
   Verdict verdict;
   verdict.found_inf = total.bad == 0 ? 0.0f : 1.0f;
-  verdict.grad_norm = sqrt(total.sum);
+  verdict.grad_norm = kNorm == Norm::kTwo ? sqrt(total.norm) : total.norm;
   double coefficient = 1;
   if (max_norm >= 0) {
     coefficient = max_norm / (verdict.grad_norm + 1e-6);
@@ -50,5 +80,24 @@ FLATOUT_HD Verdict conclude(const Partial& total, double inv_scale, double max_n
   verdict.grad_factor = inv_scale * coefficient;
   return verdict;
 }
+
+// Where a verdict goes, on the gradients' device.
+struct VerdictAddress {
+  float* found_inf;
+  void* grad_norm;    // double when `wide`, else float
+  void* grad_factor;  // as grad_norm
+  bool wide;
+
+  FLATOUT_HD void write(const Verdict& verdict) const {
+    *found_inf = verdict.found_inf;
+    if (wide) {
+      *static_cast<double*>(grad_norm) = verdict.grad_norm;
+      *static_cast<double*>(grad_factor) = verdict.grad_factor;
+    } else {
+      *static_cast<float*>(grad_norm) = static_cast<float>(verdict.grad_norm);
+      *static_cast<float*>(grad_factor) = static_cast<float>(verdict.grad_factor);
+    }
+  }
+};
 
 }  // namespace flatout

@@ -23,4 +23,12 @@ inline void pop() {
 #endif
 }
 
+class Range {
+ public:
+  explicit Range(const char* name) { push(name); }
+  ~Range() { pop(); }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+};
+
 }  // namespace flatout::nvtx

@@ -1,0 +1,47 @@
+// philox.h: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the
+// counter-based generator of torch and cuRAND: the same bits for an element, whichever thread asks.
+#pragma once
+
+#include <cstdint>
+
+#include "core/scalar.h"
+
+namespace flatout {
+
+// Which random bits: the same seed, stream, tensor and step give the same ones.
+struct RandomKey {
+  uint64_t seed;
+  uint32_t stream, tensor, step;
+};
+
+inline constexpr uint32_t kGroup = 8;  // elements that one call serves, 16 bits each
+
+struct Philox {
+  uint32_t word[4];
+
+  // Element `j` (0..7) of the group. Chosen by comparison: an index known at run time would cost a stack.
+  FLATOUT_HD uint16_t bits(uint32_t j) const {
+    const uint32_t pair = j < 4 ? (j < 2 ? word[0] : word[1]) : (j < 6 ? word[2] : word[3]);
+    return static_cast<uint16_t>(pair >> (j % 2 * 16));
+  }
+};
+
+FLATOUT_HD Philox philox(const RandomKey& key, uint32_t group) {
+  uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+  uint32_t c0 = group, c1 = key.stream, c2 = key.tensor, c3 = key.step;
+#ifndef __CUDACC__
+#pragma GCC unroll 10
+#endif
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t even = uint64_t{0xD2511F53} * c0, odd = uint64_t{0xCD9E8D57} * c2;
+    c0 = static_cast<uint32_t>(odd >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(odd);
+    c2 = static_cast<uint32_t>(even >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(even);
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+}  // namespace flatout

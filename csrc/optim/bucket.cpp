@@ -1,0 +1,285 @@
+// bucket.cpp: the tensors of optimizer steps, checked once; and the operators that know buckets by number.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "optim/buckets.h"
+
+namespace flatout {
+namespace {
+
+bool is_16_bit(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
+
+bool is_strided(const Tensor& tensor) {
+  static const int32_t strided = aoti_torch_layout_strided();
+  int32_t layout = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return layout == strided;
+}
+
+}  // namespace
+
+Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
+               const TensorList& steps, const TensorList& averages, const TensorList& lows,
+               const std::vector<int64_t>& ids)
+    : rule_(rule_named(rule)), states_(0), steps_(steps) {
+  check_leader(weights, "weights");
+  check_apart(weights, "weights");
+  const size_t count = weights.size();
+  compute_ = weights[0].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  grad_dtype_ = weights[0].scalar_type();
+  is_cuda_ = weights[0].is_cuda();
+  device_ = weights[0].get_device_index();
+  streams_.push_back({weights, 0});
+  STD_TORCH_CHECK(states.size() % count == 0 && states.size() / count <= kMaxStates,
+                  "states must hold 0 to 3 tensors per weight (", count, "), got ", states.size());
+  states_ = static_cast<int>(states.size() / count);
+  for (int s = 0; s < states_; ++s)
+    add_stream({states.begin() + static_cast<int64_t>(s * count),
+                states.begin() + static_cast<int64_t>((s + 1) * count)},
+               "states", 2 + s);
+  if (!averages.empty()) {
+    STD_TORCH_CHECK(averages[0].scalar_type() == compute_, "averages must be ",
+                    torch::headeronly::toString(compute_));
+    add_stream(averages, "averages", 2 + states_);
+  }
+  if (!lows.empty()) {
+    const bool remainder = lows[0].scalar_type() == ScalarType::Short;
+    low_ = remainder ? Low::kRemainder : Low::kCopy;
+    STD_TORCH_CHECK(remainder || is_16_bit(lows[0].scalar_type()), "lows must be float16, bfloat16 or int16");
+    STD_TORCH_CHECK(weights[0].scalar_type() == (remainder ? ScalarType::BFloat16 : ScalarType::Float),
+                    remainder ? "weights with int16 remainders must be bfloat16"
+                              : "weights with 16-bit copies must be float32");
+    add_stream(lows, "lows", 3 + states_);
+  }
+  if (!steps.empty()) {
+    check_steps(steps, "steps", weights);
+    check_apart(steps, "steps");
+  }
+  STD_TORCH_CHECK(ids.empty() || ids.size() == count, "ids must hold as many numbers as weights (", count,
+                  "), got ", ids.size());
+  flat_.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    flat_[i].numel = weights[i].numel();
+    flat_[i].id = static_cast<uint32_t>(ids.empty() ? static_cast<int64_t>(i) : ids[i]);
+    for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.tensors[i].data_ptr();
+    if (!steps.empty()) flat_[i].step = static_cast<float*>(steps[i].data_ptr());
+    contiguous_.push_back(weights[i].is_contiguous());
+  }
+  narrow_ = narrowest_stream();
+}
+
+void Bucket::add_stream(TensorList tensors, const char* name, int slot) {
+  const TensorList& weights = streams_[0].tensors;
+  STD_TORCH_CHECK(tensors.size() == weights.size(), name, " must hold as many tensors as weights (",
+                  weights.size(), "), got ", tensors.size());
+  const ScalarType dtype = tensors[0].scalar_type();
+  STD_TORCH_CHECK(
+      dtype == compute_ || is_16_bit(dtype) || (dtype == ScalarType::Short && low_ == Low::kRemainder), name,
+      " must be ", torch::headeronly::toString(compute_), " or of 16 bits, got ",
+      torch::headeronly::toString(dtype));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    STD_TORCH_CHECK(tensors[i].scalar_type() == dtype, name, "[", i,
+                    "] must have the dtype of its neighbours");
+    check_beside(tensors[i], name, i, weights[i], "weights");
+  }
+  streams_.push_back({std::move(tensors), slot});
+}
+
+ScalarType Bucket::narrowest_stream() const {
+  ScalarType found = compute_;
+  for (const Stream& stream : streams_) {
+    const ScalarType dtype = stream.tensors[0].scalar_type();
+    if (!is_16_bit(dtype)) continue;
+    STD_TORCH_CHECK(compute_ == ScalarType::Float, "float64 weights have no 16-bit companions");
+    STD_TORCH_CHECK(found == compute_ || found == dtype,
+                    "one bucket cannot hold both float16 and bfloat16 tensors");
+    found = dtype;
+  }
+  return found;
+}
+
+Storage Bucket::storage() const {
+  Storage storage{};
+  for (const Stream& stream : streams_)
+    if (stream.tensors[0].scalar_type() == compute_) storage.wide |= 1u << stream.slot;
+  if (grad_dtype_ == compute_) storage.wide |= 2u;
+  storage.average = (storage.wide >> (2 + states_) & 1u) != 0;
+  storage.low = low_;
+  return storage;
+}
+
+// Of the weights' own memory and strides the caller takes care.
+bool Bucket::has_moved(size_t tensor) const {
+  const FlatTensor& flat = flat_[tensor];
+  for (size_t s = 1; s < streams_.size(); ++s)
+    if (streams_[s].tensors[tensor].data_ptr() != flat.address[streams_[s].slot]) return true;
+  return !steps_.empty() && steps_[tensor].data_ptr() != flat.step;
+}
+
+// Called for thousands of tensors in every step, so what is known of the weights is not asked again.
+Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, size_t tensor) const {
+  if (has_moved(tensor)) return Fit::kMoved;
+  if (!is_strided(grad) || grad.scalar_type() != dtype || grad.is_cuda() != is_cuda_ ||
+      (is_cuda_ && grad.get_device_index() != device_))
+    return Fit::kNotNative;
+  const Tensor& weight = streams_[0].tensors[tensor];
+  if (contiguous_[tensor] && grad.is_contiguous()) {
+    const auto sizes = grad.sizes(), expected = weight.sizes();
+    return sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin())
+               ? Fit::kReady
+               : Fit::kOtherStrides;
+  }
+  return same_layout(grad, weight) ? Fit::kReady : Fit::kOtherStrides;
+}
+
+Bucket::Fit Bucket::set_grads(const TensorList& grads, const std::vector<int64_t>& which) {
+  held_.clear();
+  const size_t count = which.empty() ? flat_.size() : which.size();
+  STD_TORCH_CHECK(grads.size() == count, "grads must hold one tensor per weight (", count, "), got ",
+                  grads.size());
+  const ScalarType dtype = is_strided(grads[0]) ? grads[0].scalar_type() : ScalarType::Short;
+  if (dtype != compute_ && !(is_16_bit(dtype) && (narrow_ == dtype || narrow_ == ScalarType::Float)))
+    return Fit::kNotNative;
+  std::vector<FlatTensor> held;
+  held.reserve(count);
+  Fit worst = Fit::kReady;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t at = which.empty() ? i : static_cast<size_t>(which[i]);
+    STD_TORCH_CHECK(at < flat_.size(), "which[", i, "] must be below ", flat_.size(), ", got ", at);
+    const Fit here = fit(grads[i], dtype, at);
+    if (here == Fit::kMoved || here == Fit::kNotNative) return here;
+    if (here == Fit::kOtherStrides) worst = here;
+    held.push_back(flat_[at]);
+    held.back().address[1] = grads[i].data_ptr();
+  }
+  grad_dtype_ = dtype;
+  if (worst == Fit::kReady) held_ = std::move(held);
+  return worst;
+}
+
+void Bucket::step(const StepNumbers& numbers) {
+  const std::vector<FlatTensor> tensors = std::exchange(held_, {});  // forgotten whatever happens
+  if (tensors.empty()) return;
+  StepConfig config;
+  config.lr = device_scalar(numbers.lr_tensor, "lr_tensor", leader(), numbers.lr);
+  config.grad_factor = device_scalar(numbers.grad_factor, "grad_factor", leader(), 1);
+  config.found_inf = device_flag(numbers.found_inf, "found_inf", leader());
+  config.weight_decay = numbers.weight_decay;
+  config.maximize = numbers.maximize;
+  config.ema_decay = numbers.ema_decay;
+  config.stochastic = numbers.seed.has_value();
+  config.seed = static_cast<uint64_t>(numbers.seed.value_or(0));
+  STD_TORCH_CHECK(!config.stochastic || !steps_.empty(), "steps must be given with a seed");
+  const ScalarType dtype = is_16_bit(grad_dtype_) ? grad_dtype_ : narrow_;
+  STD_TORCH_CHECK(!config.stochastic || dtype == ScalarType::BFloat16,
+                  "a seed rounds bfloat16 tensors stochastically, and there are none");
+  run(rule_, states_, dtype, storage(), config, numbers.options, tensors);
+}
+
+namespace {
+
+class Registry {
+ public:
+  int64_t keep(std::shared_ptr<Bucket> bucket) {
+    const std::lock_guard lock(mutex_);
+    buckets_[++last_] = std::move(bucket);
+    return last_;
+  }
+  std::shared_ptr<Bucket> find(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = buckets_.find(number);
+    STD_TORCH_CHECK(found != buckets_.end(), "there is no bucket ", number);
+    return found->second;
+  }
+  std::shared_ptr<Bucket> remove(int64_t number) {  // to be destroyed outside the lock
+    const std::lock_guard lock(mutex_);
+    auto node = buckets_.extract(number);
+    return node.empty() ? nullptr : std::move(node.mapped());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<Bucket>> buckets_;
+  int64_t last_ = 0;
+};
+
+// Never destroyed: tensors must not be freed after torch has been.
+Registry& registry() {
+  static Registry& instance = *new Registry;
+  return instance;
+}
+
+int64_t set_grads(int64_t bucket, const TensorList& grads, const std::vector<int64_t>& which) {
+  return static_cast<int64_t>(registry().find(bucket)->set_grads(grads, which));
+}
+
+CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::optional<Tensor>& inv_scale,
+                          std::optional<double> max_norm) {
+  STD_TORCH_CHECK(!numbers.empty(), "buckets must hold at least one number");
+  std::vector<std::shared_ptr<Bucket>> buckets;
+  buckets.reserve(numbers.size());
+  for (const int64_t number : numbers) buckets.push_back(registry().find(number));
+  FlatGrads gradients;
+  for (const std::shared_ptr<Bucket>& bucket : buckets) {
+    STD_TORCH_CHECK(same_device(bucket->leader(), buckets[0]->leader()), "buckets must be on one device");
+    for (const FlatTensor& tensor : bucket->held()) {
+      FlatTensor gradient;
+      gradient.address[0] = tensor.address[1];
+      gradient.numel = tensor.numel;
+      gradients[bucket->grad_dtype()].push_back(gradient);
+    }
+  }
+  return buckets[0]->check(prepare_check(gradients, buckets[0]->leader(), inv_scale, max_norm, 2));
+}
+
+void step_bucket_(int64_t bucket, const std::vector<double>& options, double lr,
+                  const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
+                  double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
+                  const std::optional<Tensor>& found_inf) {
+  registry().find(bucket)->step(
+      {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
+}
+
+void free_bucket(int64_t bucket) { registry().remove(bucket); }
+
+}  // namespace
+
+int64_t keep_bucket(std::shared_ptr<Bucket> bucket) { return registry().keep(std::move(bucket)); }
+
+void step_once(Bucket& bucket, const TensorList& grads, const StepNumbers& numbers) {
+  switch (bucket.set_grads(grads, {})) {
+    case Bucket::Fit::kReady:
+      return bucket.step(numbers);
+    case Bucket::Fit::kOtherStrides:
+      STD_TORCH_CHECK(false, "grads must have the shapes and strides of weights");
+    default:
+      STD_TORCH_CHECK(false, "grads must be strided float tensors of one dtype, beside weights");
+  }
+}
+
+namespace {
+
+// Gradients whose memory holds the negative (torch's negation bit): torch would pass copies that do not
+// outlive the call.
+int64_t not_in_memory(int64_t, const TensorList&, const std::vector<int64_t>&) {
+  return static_cast<int64_t>(Bucket::Fit::kNotNative);
+}
+
+}  // namespace
+}  // namespace flatout
+
+STABLE_TORCH_LIBRARY_IMPL(flatout, ZeroTensor, m) { m.impl("set_grads", TORCH_BOX(&flatout::not_in_memory)); }
+
+STABLE_TORCH_LIBRARY_IMPL(flatout, Negative, m) { m.impl("set_grads", TORCH_BOX(&flatout::not_in_memory)); }
+
+STABLE_TORCH_LIBRARY_IMPL(flatout, CompositeExplicitAutograd, m) {
+  m.impl("set_grads", TORCH_BOX(&flatout::set_grads));
+  m.impl("check_buckets", TORCH_BOX(&flatout::check_buckets));
+  m.impl("step_bucket_", TORCH_BOX(&flatout::step_bucket_));
+  m.impl("free_bucket", TORCH_BOX(&flatout::free_bucket));
+}

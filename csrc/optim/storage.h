@@ -1,0 +1,60 @@
+// storage.h: in which types the streams of a step are stored. Arithmetic knows one compute type; memory may
+// hold 16-bit parameters beside float32 moments, masters beside the parameters they are rounded to, and so
+// on.
+#pragma once
+
+#include "core/chunks.h"
+#include "core/philox.h"
+#include "optim/rules.h"
+
+namespace flatout {
+
+// The 16-bit companion of a weight: a rounded copy that a step writes, or the bits that a bfloat16 lacks.
+enum class Low : uint8_t { kNone, kCopy, kRemainder };
+
+// Streams are numbered: 0 weight, 1 gradient, 2.. states; behind them average and 16-bit companion.
+struct Storage {
+  uint32_t wide;  // bit s: stream s holds the compute type, else the type that the storage is about
+  bool average;
+  Low low;
+
+  FLATOUT_HD bool is_wide(int stream) const { return (wide >> stream & 1u) != 0; }
+  // Where element `i` of a stream lies; null stays null.
+  template <class T>
+  FLATOUT_HD char* move(void* address, int stream, int64_t i) const {
+    const int64_t size = is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T);
+    return address == nullptr ? nullptr : static_cast<char*>(address) + i * size;
+  }
+};
+
+// What surrounds the rule in a step.
+template <class Acc>
+struct Extras {
+  Storage storage;
+  Acc ema_new;      // 1 - ema_decay
+  bool stochastic;  // round 16-bit results by chance
+  RandomKey key;    // its stream is filled in per stream
+
+  FLATOUT_HD Acc average(Acc old, Acc weight) const { return old + ema_new * (weight - old); }
+  FLATOUT_HD Philox random(int stream, uint32_t group) const {
+    RandomKey mine = key;
+    mine.stream = static_cast<uint32_t>(stream);
+    return philox(mine, group);
+  }
+};
+
+// The count that a step brings a tensor to; without a count no step is the first.
+FLATOUT_HD double next_step(const float* steps_taken) {
+  return steps_taken != nullptr ? static_cast<double>(*steps_taken) + 1 : 2.0;
+}
+
+template <class Acc>
+FLATOUT_HD Extras<Acc> extras_of(const StepConfig& config, const Storage& storage, uint32_t tensor,
+                                 double step) {
+  return {storage,
+          static_cast<Acc>(1 - config.ema_decay),
+          config.stochastic,
+          {config.seed, 0, tensor, static_cast<uint32_t>(step)}};
+}
+
+}  // namespace flatout
