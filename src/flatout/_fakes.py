@@ -6,22 +6,18 @@ import torch
 from torch import Tensor
 
 
-def _scalar(leader: Tensor, *, wide: bool) -> Tensor:
-    dtype = torch.float64 if wide and leader.dtype == torch.float64 else torch.float32
-    return leader.new_empty((), dtype=dtype)
-
-
 @torch.library.register_fake("flatout::unscale_and_check")
 def _unscale_and_check(
-    grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None
+    grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None, norm_type: float = 2.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    first = grads[0]
-    return _scalar(first, wide=False), _scalar(first, wide=True), _scalar(first, wide=True)
+    wide = torch.float64 if all(g.dtype == torch.float64 for g in grads) else torch.float32
+    found_inf, grad_norm, grad_factor = (grads[0].new_empty((), dtype=d) for d in (torch.float32, wide, wide))
+    return found_inf, grad_norm, grad_factor
 
 
 @torch.library.register_fake("flatout::unscale_and_check_")
 def _unscale_and_check_(grads: list[Tensor], inv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _scalar(grads[0], wide=False), _scalar(grads[0], wide=True)
+    return _unscale_and_check(grads, inv_scale, None)[:2]
 
 
 @torch.library.register_fake("flatout::scale_")
@@ -29,11 +25,6 @@ def _scale_(grads: list[Tensor], factor: Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("flatout::adamw_")
-def _adamw_(*lists: list[Tensor], **options: object) -> None:
-    return None
-
-
-@torch.library.register_fake("flatout::sgd_")
-def _sgd_(*lists: list[Tensor], **options: object) -> None:
+@torch.library.register_fake("flatout::step_")
+def _step_(rule: str, *lists: list[Tensor], **numbers: object) -> None:
     return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flatout.optim as fo
+from flatout.optim.bucket import Bucket
 from tests.optim.helpers import assert_same, parameters, set_grads
 
 ALL = [("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9, "dampening": 0.1})]
@@ -62,7 +63,7 @@ def test_native_step_runs_under_a_scheduler(when, monkeypatch):
     if when == "after":
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     native = []
-    monkeypatch.setattr(fo.AdamW, "_native_step", lambda *a, **k: native.append(1))
+    monkeypatch.setattr(Bucket, "step", lambda *a, **k: native.append(1))
     set_grads(params, 0)
     optimizer.step()
     assert native == [1]
@@ -96,6 +97,9 @@ def test_why_not():
     class Mine(torch.optim.AdamW):
         pass
 
+    class Wrapped(torch.Tensor):
+        pass
+
     patched = torch.optim.SGD(params)
     patched.step = lambda: None
     cases = {
@@ -104,7 +108,7 @@ def test_why_not():
         "is native already": fo.SGD(params),
         "not by an LR scheduler": patched,
         "differentiable=True": torch.optim.SGD(params, differentiable=True),
-        "complex64": torch.optim.SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+        "a Wrapped of torch.float32": torch.optim.SGD([torch.ones(2).as_subclass(Wrapped)]),
         "kernels for parameters on meta": torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="meta"))]),
     }
     for reason, optimizer in cases.items():

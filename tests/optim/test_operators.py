@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fakes, tracing."""
+"""The operators as torch sees them: schemas, fakes, tracing, errors; and what a bucket says of its tensors."""
 
 from __future__ import annotations
 
@@ -8,48 +8,54 @@ import torch
 import flatout.optim  # noqa: F401  (loads the operators)
 
 ops = torch.ops.flatout
-STEP = {"lr_tensor": None, "weight_decay": 0.1, "maximize": False}
+NUMBERS = dict(lr=0.1, lr_tensor=None, weight_decay=0.1, maximize=False, ema_decay=0.9, seed=None)
+SCALARS = dict(grad_factor=None, found_inf=None)
+SHAPES = [(5,), (2, 3), (0,)]
 
 
-def tensors(dtype, n=3):
-    return [torch.rand(s, dtype=torch.float32).to(dtype) for s in [(5,), (2, 3), (0,)][:n]]
+def tensors(dtype, fill=torch.rand):
+    return [fill(shape).to(dtype) for shape in SHAPES]
 
 
-def adamw(dtype, **kw):
-    lists = [tensors(dtype) for _ in range(4)]
-    options = dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decoupled=True, **STEP)
-    return (*lists, [], [torch.zeros(()) for _ in range(3)]), options | {
-        "grad_factor": None,
-        "found_inf": None,
-    } | kw
+def steps():
+    return [torch.zeros(()) for _ in SHAPES]
 
 
-def sgd(dtype, **kw):
-    options = dict(lr=0.1, momentum=0.9, dampening=0.1, nesterov=False, **STEP)
-    lists = (tensors(dtype), tensors(dtype), tensors(dtype), [torch.zeros(()) for _ in range(3)])
-    return lists, options | {"grad_factor": torch.tensor(0.5), "found_inf": torch.tensor(0.0)} | kw
+def step_arguments(rule, dtype):
+    states, options = {"adam": (3, [0.9, 0.99, 1e-8, 1.0]), "sgd": (1, [0.9, 0.1, 0.0]), "lion": (1, [0.9, 0.99])}[rule]
+    masters = dtype == torch.bfloat16
+    wide = torch.float32 if masters else dtype
+    lists = [
+        tensors(wide),
+        tensors(dtype),
+        [t for _ in range(states) for t in tensors(wide)],
+        steps(),
+        tensors(wide),
+        tensors(dtype) if masters else [],
+        [],
+    ]
+    scalars = dict(grad_factor=torch.tensor(0.5), found_inf=torch.tensor(0.0))
+    return (rule, *lists, options), NUMBERS | scalars
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_", "adamw_", "sgd_"])
+@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_", "adam", "sgd", "lion"])
 def test_opcheck(name, dtype):
-    args, kwargs = {
-        "unscale_and_check": lambda: ((tensors(dtype), torch.tensor(0.5), 1.0), {}),
-        "unscale_and_check_": lambda: ((tensors(dtype), torch.tensor(0.5)), {}),
-        "scale_": lambda: ((tensors(dtype), torch.tensor(0.5)), {}),
-        "adamw_": lambda: adamw(dtype),
-        "sgd_": lambda: sgd(dtype),
-    }[name]()
-    torch.library.opcheck(getattr(ops, name).default, args, kwargs)
+    if name in ("adam", "sgd", "lion"):
+        args, kwargs = step_arguments(name, dtype)
+        operator = ops.step_.default
+    else:
+        args = (tensors(dtype), torch.tensor(0.5), *((1.0,) if name == "unscale_and_check" else ()))
+        kwargs, operator = {}, getattr(ops, name).default
+    torch.library.opcheck(operator, args, kwargs)
 
 
 def test_operators_trace_without_a_graph_break():
     def one_update(p, g, buffer):
-        found_inf, norm, factor = ops.unscale_and_check([g], None, 1.0)
-        ops.sgd_(
-            [p], [g], [buffer], [], lr=0.1, momentum=0.9, dampening=0.0, nesterov=False, **STEP,
-            grad_factor=factor, found_inf=found_inf,
-        )  # fmt: skip
+        _, norm, factor = ops.unscale_and_check([g], None, 1.0)
+        ops.step_(
+            "sgd", [p], [g], [buffer], [], [], [], [], [0.9, 0.0, 0.0], **NUMBERS, grad_factor=factor, found_inf=None
+        )
         return norm
 
     eager, traced = ([torch.ones(7), torch.full((7,), 2.0), torch.zeros(7)] for _ in range(2))
@@ -61,11 +67,155 @@ def test_operators_trace_without_a_graph_break():
 
 def test_lr_tensor_and_device_scalars_win():
     p, g = torch.ones(3), torch.ones(3)
-    options = dict(momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False)
     for dtype in (torch.float32, torch.float64):
         p.fill_(1)
-        ops.sgd_(
-            [p], [g], [], [], lr=100.0, lr_tensor=torch.tensor(0.5, dtype=dtype), **options,
+        ops.step_(
+            "sgd", [p], [g], [], [], [], [], [], [0.0, 0.0, 0.0], lr=100.0, lr_tensor=torch.tensor(0.5, dtype=dtype),
+            weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None,
             grad_factor=torch.tensor(0.5, dtype=dtype), found_inf=None,
         )  # fmt: skip
         assert torch.equal(p, torch.full((3,), 0.75))
+
+
+def one_step(
+    rule="sgd", weights=None, grads=None, states=(), counts=(), averages=(), lows=(), options=(0.0, 0.0, 0.0), **kw
+):
+    p = torch.ones(4)
+    ops.step_(
+        rule,
+        [p] if weights is None else weights,
+        [p] if grads is None else grads,
+        list(states), list(counts), list(averages), list(lows), [], list(options), **NUMBERS | SCALARS | kw,
+    )  # fmt: skip
+
+
+BAD = [
+    (dict(grads=[torch.ones(5)]), "grads must have the shapes and strides of weights"),
+    (dict(grads=[torch.ones(4), torch.ones(4)]), r"grads must hold one tensor per weight \(1\), got 2"),
+    (dict(grads=[torch.ones(4).int()]), "grads must be strided float tensors of one dtype"),
+    (dict(grads=[torch.ones(4).double()]), "grads must be strided float tensors of one dtype"),
+    (dict(weights=[torch.ones(4).int()]), "weights must be float32, float64, float16 or bfloat16"),
+    (dict(weights=[torch.ones(4, 4)[:, ::2]]), r"weights\[0\] must be dense"),
+    (dict(weights=[torch.ones(1).expand(4)]), r"weights\[0\] must be dense"),
+    (dict(weights=[]), "weights must hold at least one tensor"),
+    (dict(weights=[torch.ones(4), torch.ones(4).double()]), r"weights\[1\] must have the dtype of weights\[0\]"),
+    (dict(states=[torch.ones(5)]), r"states\[0\] must have the shape and strides of weights\[0\]"),
+    (dict(states=[torch.ones(4)] * 4), "states must hold 0 to 3 tensors per weight"),
+    (dict(states=[torch.ones(4).long()]), "states must be Float or of 16 bits, got Long"),
+    (dict(states=[torch.ones(4, dtype=torch.int16)]), "states must be Float or of 16 bits, got Short"),
+    (dict(states=[torch.ones(4)] * 2), "the rule cannot have 2 states per weight"),
+    (dict(counts=[torch.zeros((), dtype=torch.float64)]), r"steps\[0\] must be one float32 number"),
+    (dict(averages=[torch.ones(4).half()]), "averages must be Float"),
+    (dict(lows=[torch.ones(4)]), "lows must be float16, bfloat16 or int16"),
+    (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights with int16 remainders must be bfloat16"),
+    (dict(rule="adamax"), "rule must be adam, sgd or lion, got adamax"),
+    (dict(options=(1.0,)), "options must hold 3 numbers, got 1"),
+    (dict(seed=1), "steps must be given with a seed"),
+    (dict(seed=1, counts=[torch.zeros(())]), "a seed rounds bfloat16 tensors stochastically, and there are none"),
+    (dict(grad_factor=torch.ones(2)), "grad_factor must be one float32 or float64 number, got 2 elements"),
+    (dict(found_inf=torch.ones((), dtype=torch.float64)), "found_inf must be float32"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m.split("\\")[0] for _, m in BAD])
+def test_errors_name_the_argument_that_is_wrong(arguments, message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        one_step(**arguments)
+
+
+def test_weights_that_share_memory_are_refused():
+    base = torch.ones(10)
+    with pytest.raises(RuntimeError, match="share memory"):
+        one_step(weights=[base[:6], base[5:]], grads=[torch.ones(6), torch.ones(5)])
+    one_step(weights=[base[:5], base[5:]], grads=[torch.ones(5), torch.ones(5)])
+    with pytest.raises(RuntimeError, match="max_norm must be >= 0, got -1"):
+        ops.unscale_and_check([base], None, -1.0)
+
+
+READY, MOVED, OTHER_STRIDES, NOT_NATIVE = range(4)
+
+
+@pytest.fixture
+def bucket():
+    weights = [torch.ones(4, 6), torch.ones(3)]
+    states = [torch.zeros(4, 6), torch.zeros(3)]
+    number = ops.make_bucket("sgd", weights, states, [], [], [], [])
+    yield number, weights, states
+    ops.free_bucket(number)
+
+
+def momentum_step(number, **kw):
+    ops.step_bucket_(number, [0.9, 0.0, 0.0], **(NUMBERS | dict(weight_decay=0.0) | SCALARS | kw))
+
+
+def test_a_bucket_steps_what_gradients_were_set_for(bucket):
+    number, (p, q), (a, b) = bucket
+    grads = [torch.ones(3)]  # kept: the bucket has only the address
+    assert ops.set_grads(number, grads, [1]) == READY
+    found_inf, norm, _ = ops.check_buckets([number], torch.tensor(0.5), 1.0)
+    assert (found_inf, norm) == (0, pytest.approx(0.75**0.5))
+    momentum_step(number)
+    assert (p == 1).all()
+    assert torch.allclose(q, torch.tensor(0.9))
+    assert (a == 0).all()
+    assert (b == 1).all()
+    momentum_step(number)  # the gradients are used up
+    assert torch.allclose(q, torch.tensor(0.9))
+
+
+def test_a_bucket_notices_what_has_changed(bucket):
+    number, (p, q), (a, _) = bucket
+    grads = [torch.ones(4, 6), torch.ones(3)]
+    assert ops.set_grads(number, [torch.ones(6, 4).t(), grads[1]], []) == OTHER_STRIDES
+    assert ops.set_grads(number, [grads[0].double(), grads[1].double()], []) == NOT_NATIVE
+    assert ops.set_grads(number, [grads[0], grads[1].half()], []) == NOT_NATIVE
+    assert ops.set_grads(number, [torch._neg_view(grads[0]), grads[1]], []) == NOT_NATIVE
+    assert ops.set_grads(number, [grads[0].to_sparse(), grads[1]], []) == NOT_NATIVE
+    assert ops.set_grads(number, grads, []) == READY
+    with pytest.raises(RuntimeError, match="which"):
+        ops.set_grads(number, grads, [0, 2])
+    a.data = torch.zeros(4, 6)
+    assert ops.set_grads(number, grads, []) == MOVED
+    assert ops.set_grads(number, grads[1:], [1]) == READY, "that one has not moved"
+    momentum_step(number)
+    assert torch.allclose(q, torch.tensor(0.9))
+    assert (p == 1).all(), "what had moved was not touched"
+
+
+def test_a_step_that_fails_keeps_no_gradients(bucket):
+    number, (p, _), _ = bucket
+    grads = [torch.ones(4, 6), torch.ones(3)]
+    assert ops.set_grads(number, grads, []) == READY
+    with pytest.raises((RuntimeError, ValueError), match="options must hold 3 numbers"):
+        ops.step_bucket_(number, [0.9], **NUMBERS, **SCALARS)
+    with pytest.raises(RuntimeError, match="which"):
+        ops.set_grads(number, grads, [0, 2])
+    momentum_step(number)
+    assert (p == 1).all()
+
+
+def test_counts_that_share_memory_are_refused():
+    count, ones = torch.zeros(()), [torch.ones(2), torch.ones(2)]
+    with pytest.raises(RuntimeError, match=r"steps\[0\] and steps\[1\] share memory"):
+        ops.make_bucket("adam", ones, [torch.zeros(2) for _ in range(4)], [count, count], [], [], [])
+
+
+@pytest.mark.parametrize("written", [0.0, -0.0])
+@pytest.mark.parametrize("remainder", [-32768, -1, 0, 1, 32767])
+def test_a_zero_written_over_a_remainder_stays_a_number(written, remainder):
+    p = torch.full((20,), written, dtype=torch.bfloat16)
+    low = torch.full((20,), remainder, dtype=torch.int16)
+    one_step(weights=[p], grads=[torch.zeros_like(p)], lows=[low], weight_decay=0.0)
+    weight = ((p.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    assert (weight.abs() < 1e-37).all(), "a denormal at most"
+
+
+def test_a_freed_bucket_is_an_error():
+    number = ops.make_bucket("sgd", [torch.ones(2)], [], [], [], [], [])
+    ops.free_bucket(number)
+    ops.free_bucket(number)
+    for call in (lambda: ops.set_grads(number, [torch.ones(2)], []), lambda: ops.check_buckets([number], None, None)):
+        with pytest.raises(RuntimeError, match=f"there is no bucket {number}"):
+            call()
+    with pytest.raises(RuntimeError, match="buckets must hold at least one number"):
+        ops.check_buckets([], None, None)

@@ -1,8 +1,12 @@
-"""What other fused optimizers get wrong, each defect as a test (sources in each docstring)."""
+"""What other optimizers and scalers get wrong, each defect as a test with its source in the docstring.
+
+Issue numbers without a repository are pytorch/pytorch's.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,7 +19,8 @@ from flatout.optim import update
 
 @pytest.mark.parametrize("dampening", [0.0, 0.4])
 def test_a_skipped_first_sgd_step_leaves_no_trace(dampening):
-    """torch's fused SGD keeps an uninitialised momentum buffer, used by the next step."""
+    """torch's fused SGD (``torch/optim/sgd.py``, ``_fused_sgd``) makes the buffer with ``empty_like`` and keeps it when
+    the step is skipped: the next one multiplied what lay there, and a parameter became 3.6e20 (torch 2.13, CPU)."""
     p, q = (torch.nn.Parameter(torch.ones(1000)) for _ in range(2))
     optimizer = fo.SGD([p], lr=0.1, momentum=0.9, dampening=dampening)
     reference = torch.optim.SGD([q], lr=0.1, momentum=0.9, dampening=dampening)
@@ -53,10 +58,9 @@ def test_saving_changes_nothing():
         for optimizer in optimizers:
             update(optimizer, inv_scale=torch.tensor(1.0))
         before = {key: id(value) for key, value in optimizers[0].state[p].items()}
-        saved, copied = optimizers[0].state_dict()["state"][0], copy.deepcopy(optimizers[0])
+        saved = optimizers[0].state_dict()["state"][0]
         assert saved.keys() == {"momentum_buffer"}
         assert (saved["momentum_buffer"] is None) == (value == float("inf"))
-        assert [state.keys() for state in copied.state.values()] == [saved.keys()]
         assert {key: id(value) for key, value in optimizers[0].state[p].items()} == before
     torch.testing.assert_close(p, q, rtol=0, atol=0)
 
@@ -78,7 +82,8 @@ def test_a_snapshot_of_the_state_holds_the_first_step():
 
 
 def test_half_precision_norm_does_not_overflow():
-    """torch takes the norm in the gradients' dtype: 3,000 x 1,000 in float16 gives inf."""
+    """``torch.nn.utils.get_total_norm`` takes it in the gradients' dtype (pull request 194033): 3,000 x 1,000 in
+    float16 gives inf."""
     p = torch.nn.Parameter(torch.zeros(3000, dtype=torch.float16))
     p.grad = torch.full_like(p, 1000.0)
     norm = clip_grad_norm_([p], 1e9)
@@ -89,7 +94,7 @@ def test_half_precision_norm_does_not_overflow():
 
 
 def test_bfloat16_norm_keeps_its_digits():
-    """torch rounds it to bfloat16: 83.5 for 83.67."""
+    """``torch.nn.utils.get_total_norm`` rounds it to bfloat16 (pull request 194033): 83.5 for 83.67."""
     p = torch.nn.Parameter(torch.zeros(7000, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     assert clip_grad_norm_(p, 1e9).item() == pytest.approx(7000**0.5, rel=1e-6)
@@ -97,7 +102,8 @@ def test_bfloat16_norm_keeps_its_digits():
 
 @pytest.mark.parametrize("sizes", [(7, 0), (0, 7), (0, 7, 0, 0), (0,)])
 def test_empty_tensors_drop_no_updates(sizes):
-    """apex and DeepSpeed launch inside the chunk loop: a trailing empty tensor drops what is pending."""
+    """apex and DeepSpeed (``csrc/multi_tensor_apply.cuh``) launch inside the chunk loop: after a trailing empty tensor
+    what is pending is dropped."""
     params = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -106,24 +112,45 @@ def test_empty_tensors_drop_no_updates(sizes):
     assert result.grad_norm.item() == pytest.approx(sum(sizes) ** 0.5)
 
 
+@pytest.mark.parametrize("flags", [{}, {"capturable": True}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_unscale_then_clip_then_step_unscales_once(name):
-    """apex and TransformerEngine unscale twice."""
+def test_unscale_then_clip_then_step_unscales_once(name, scaler_class, flags):
+    """apex and TransformerEngine (``optimizers/fused_adam.py``, capturable) read the scaler's scale and not its stage:
+    after ``unscale_`` they unscale again. Lightning refuses the combination of fused, fp16 and clipping for the like of
+    it (Lightning-AI/pytorch-lightning#15555)."""
+    if name == "SGD" and "capturable" in flags:
+        flags = {}
     p, q = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    optimizer, reference = getattr(fo, name)([p], lr=0.1), getattr(torch.optim, name)([q], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=16.0)
-    (scaler.scale((p * torch.arange(5.0)).sum())).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_([p], 1.0)
-    scaler.step(optimizer)
-    q.grad = torch.arange(5.0)
-    torch.nn.utils.clip_grad_norm_([q], 1.0)
-    reference.step()
+    # An eps that shows in AdamW's first step how large the gradient is, which it is blind to otherwise.
+    options = {"lr": 0.1, **({"eps": 1.0} if name == "AdamW" else {})}
+    optimizer = getattr(fo, name)([p], **options, **flags)
+    reference = getattr(torch.optim, name)([q], **options)
+    scaler = scaler_class("cpu", init_scale=16.0)
+    for _ in range(2):
+        p.grad = None
+        scaler.scale((p * torch.arange(5.0)).sum()).backward()
+        scaler.unscale_(optimizer)
+        assert torch.equal(p.grad, torch.arange(5.0))
+        clip_grad_norm_([p], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        q.grad = torch.arange(5.0)
+        torch.nn.utils.clip_grad_norm_([q], 1.0)
+        reference.step()
     torch.testing.assert_close(p, q)
 
 
+def test_clip_in_the_step_is_clip():
+    """bitsandbytes' kernels have a ``gnorm_scale``, and its Python passes 1.0 (``optim/optimizer.py``)."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    p.grad = torch.full_like(p, 8.0)
+    update(fo.SGD([p], lr=1.0), max_grad_norm=4.0)
+    torch.testing.assert_close(p.detach(), torch.full((4,), -2.0))
+
+
 def test_bfloat16_gradients_can_be_unscaled():
-    """torch's CUDA kernel refuses them."""
+    """torch's CUDA kernel refuses them (#127176, pull request 194947)."""
     g = torch.full((9,), 8.0, dtype=torch.bfloat16)
     found_inf, norm = unscale_and_check_(g, 0.25)
     assert (found_inf.item(), norm.item()) == (0, 6)
@@ -144,3 +171,160 @@ def test_the_norm_does_not_depend_on_threads():
     assert len(set(results)) == 1
     exact = sum(g.double().square().sum() for g in grads).sqrt().item()
     assert results[0] == pytest.approx(exact, rel=1e-6)
+
+
+def test_bfloat16_gradients_go_through_the_scaler():
+    """Through ``unscale_``, and through the step that unscales in registers (#127176)."""
+    for eager in (True, False):
+        p = torch.nn.Parameter(torch.ones(9, dtype=torch.bfloat16))
+        optimizer, scaler = fo.SGD([p], lr=0.5), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(p.sum()).backward()
+        assert p.grad.dtype == torch.bfloat16
+        if eager:
+            scaler.unscale_(optimizer)
+            assert (p.grad == 1).all()
+        scaler.step(optimizer)
+        assert (p == 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masters", [None, "float32"])
+def test_float32_moments_stay_float32(masters, dtype):
+    """apex's capturable Adam rounds them to the parameter's dtype when it stores them (``csrc/multi_tensor_adam.cu``),
+    and torch's ``load_state_dict`` when it loads them: 2**-13 beside 0.5 is lost in 16 bits."""
+    p = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    make = lambda: fo.AdamW([p], betas=(0.5, 0.5), moment_dtype=torch.float32, master_weights=masters)  # noqa: E731
+    optimizer = make()
+    for value in (2.0, 2.0**-12):
+        p.grad = torch.full_like(p, value)
+        optimizer.step()
+    expected = {"exp_avg": 0.5 + 2.0**-13, "exp_avg_sq": 1.0 + 2.0**-25}
+    for _ in range(2):
+        for key, value in expected.items():
+            moment = optimizer.state[p][key]
+            assert moment.dtype == torch.float32
+            torch.testing.assert_close(moment, torch.full((4,), value), rtol=0, atol=0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = make()
+        optimizer.load_state_dict(saved)
+
+
+def test_masters_are_saved():
+    """apex keeps its masters outside ``state_dict``, and makes new ones from the rounded parameters after loading
+    (``optimizers/fused_adam.py``)."""
+    for masters in ("float32", "remainder"):
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = fo.SGD([p], lr=2.0**-12, master_weights=masters)
+        p.grad = torch.ones_like(p)
+        for _ in range(3):  # 3 x 2**-12 below 1 is still 1 in bfloat16
+            optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = fo.SGD([p], lr=2.0**-12, master_weights=masters)
+            optimizer.load_state_dict(saved)
+        assert (p == 1).all()
+        for _ in range(6):  # 9 of 16 x 2**-12 round to a unit below 1; 6 would round to 1
+            optimizer.step()
+        assert (p == 1 - 2.0**-8).all()
+
+
+def test_bfloat16_parameters_have_masters_too():
+    """apex takes ``master_weights`` for float16 only, and ignores it for bfloat16 (``optimizers/fused_adam.py``)."""
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = fo.AdamW([p], lr=1e-4, master_weights="float32")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    master = optimizer.state[p]["master"]
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, torch.full((4,), 1 - 1e-4 - 1e-6), rtol=1e-6, atol=0)
+    assert (p == 1).all(), "the update is less than half a unit of bfloat16"
+
+
+@pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16], ids=str)
+def test_a_nan_does_not_empty_the_moments(moment_dtype):
+    """bitsandbytes' 8-bit kernels write zeros into the moments where the gradient is NaN or infinite
+    (``csrc/kernels.cu``)."""
+    p = torch.nn.Parameter(torch.ones(300))
+    additions = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
+    optimizer = fo.AdamW([p], lr=0.1, **additions)
+    p.grad = torch.full_like(p, 2.0)
+    update(optimizer, inv_scale=torch.tensor(1.0))
+    before = {key: value.clone() for key, value in optimizer.state[p].items()}
+    for bad in (math.nan, math.inf, -math.inf):
+        p.grad = torch.full_like(p, 2.0)
+        p.grad[7] = bad
+        assert update(optimizer, inv_scale=torch.tensor(1.0)).found_inf == 1
+        assert all(torch.equal(optimizer.state[p][key], value) for key, value in before.items())
+    assert before["exp_avg"].any()
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_count_is_loaded_as_one(dtype, flags):
+    """torch cast fused step counts to the parameter's dtype, and left them on the device they were saved from
+    (#103256, #124133); old checkpoints have Python numbers. 257 is none of bfloat16's."""
+    p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    source = torch.optim.AdamW([p])
+    source.step()
+    for step in (257, 257.0, torch.tensor(257.0), torch.tensor(257.0, dtype=torch.float64)):
+        saved = copy.deepcopy(source.state_dict())
+        saved["state"][0]["step"] = step
+        saved["param_groups"][0].update(flags)
+        optimizer = fo.AdamW([p], **flags)
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        count = optimizer.state_dict()["state"][0]["step"]
+        assert count == 258
+        assert (count.dtype, count.device) == (torch.float32, p.device)
+        other = torch.optim.AdamW([p])
+        saved = optimizer.state_dict()
+        saved["param_groups"][0].update({flag: None for flag in flags})
+        other.load_state_dict(saved)
+        other.step()
+        assert other.state[p]["step"] == 259
+
+
+def test_clipping_says_that_the_norm_is_not_finite():
+    """torch's ``clip_grad_norm_`` turns all gradients into NaN in silence unless asked to raise (#46849): the update
+    tells, without being asked and without waiting."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = fo.SGD([p], lr=1.0)
+    for bad, expected in ((math.inf, math.inf), (math.nan, math.nan), (1e15, 2e15)):
+        p.grad = torch.full_like(p, 1e15)
+        p.grad[2] = bad
+        result = update(optimizer, max_grad_norm=1.0, skip_nonfinite=True)
+        assert result.found_inf.item() == (0 if bad == 1e15 else 1)
+        assert result.grad_norm.item() == pytest.approx(expected, nan_ok=True)
+    torch.testing.assert_close(p.detach(), torch.full((4,), -0.5))
+    p.grad = torch.tensor([math.inf, 1.0, 1.0, 1.0])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert torch.equal(p.grad, torch.tensor([math.inf, 1.0, 1.0, 1.0])), "refused before anything is changed"
+
+
+def test_norms_of_many_tensors_are_each_ones_own():
+    """``torch._foreach_norm`` gave the norms of other tensors in lists of many large ones (#140066)."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (70_000, 1, 0, 16_385, 5) * 25]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    for order in (1.0, 2.0, math.inf):
+        exact = torch.linalg.vector_norm(torch.cat([p.grad.double() for p in params]), order).item()
+        assert clip_grad_norm_(params, 1e9, order).item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_skipped_step_is_told_without_asking_for_the_scale():
+    """To know whether a step was skipped, users of torch compare ``get_scale()`` before and after, which waits twice
+    (#67590, #152279, huggingface/accelerate#1714)."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cpu", init_scale=2.0)
+    assert scaler.last_step_skipped is None
+    for weight, skipped in ((1.0, False), (math.inf, True), (1.0, False)):
+        p.grad = None
+        scaler.scale(p.sum() * weight).backward()
+        scaler.step(optimizer)
+        told = scaler.last_step_skipped
+        assert isinstance(told, torch.Tensor)
+        assert (told.dtype, told.dim()) == (torch.bool, 0)
+        scaler.update()
+        assert bool(told) == bool(scaler.last_step_skipped) == skipped

@@ -2,8 +2,21 @@
 
 from flatout import _native  # noqa: F401  (loads the operators)
 from flatout.optim.adam import Adam, AdamW
+from flatout.optim.ema import Averages
 from flatout.optim.fuse import fuse, unfuse, why_not_fusable
+from flatout.optim.lion import Lion
 from flatout.optim.sgd import SGD
 from flatout.optim.update import UpdateResult, update
 
-__all__ = ["SGD", "Adam", "AdamW", "UpdateResult", "fuse", "unfuse", "update", "why_not_fusable"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Averages",
+    "Lion",
+    "UpdateResult",
+    "fuse",
+    "unfuse",
+    "update",
+    "why_not_fusable",
+]

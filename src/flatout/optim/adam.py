@@ -5,78 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flatout.optim.base import NativeStep, learning_rate, like, step_count
-
-_adamw = torch.ops.flatout.adamw_
-
-
-def _begin(state: dict[str, Any], p: Tensor, amsgrad: bool) -> None:
-    """State as torch begins it, except that the step count lies beside its parameter."""
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-    for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
-        if name not in state:
-            state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+from flatout.optim.base import NativeStep
 
 
 class _NativeAdam(NativeStep):
     """One native pass over parameter, gradient and moments, whatever the variant."""
 
-    def _native_step(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        memory: list[Tensor] | None = None,
-    ) -> None:
-        device = params[0].device
-        amsgrad = group["amsgrad"]
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = [], [], [], []
-        for i, p in enumerate(params):
-            state = self.state[p]
-            if "exp_avg_sq" not in state or (amsgrad and "max_exp_avg_sq" not in state):
-                _begin(state, p, amsgrad)
-            if memory is not None:
-                for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                    if name in state:
-                        state[name] = like(state[name], memory[i])
-            exp_avgs.append(state["exp_avg"])
-            exp_avg_sqs.append(state["exp_avg_sq"])
-            if amsgrad:
-                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
-            steps.append(step_count(state, device))
+    _rule = "adam"
+
+    def _streams(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _counts(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _options(self, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = group["betas"]
-        lr, lr_tensor = learning_rate(group["lr"], device)
-        _adamw(
-            memory or params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
-            lr=lr,
-            lr_tensor=lr_tensor,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=float(group["weight_decay"]),
-            decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            grad_factor=factor,
-            found_inf=found_inf,
-        )
+        return [float(beta1), float(beta2), float(group["eps"]), float(group["decoupled_weight_decay"])]
 
 
 class Adam(_NativeAdam, torch.optim.Adam):
     """Equals ``torch.optim.Adam`` with the same arguments, in one pass over memory.
 
-    Arithmetic is in float32 (float64 for float64 parameters), rounded once when parameters and moments are
-    stored. ``capturable``, ``foreach`` and ``fused`` are accepted and make no difference; ``differentiable``
-    must be False. State keys and ``state_dict`` are torch's; ``step`` counts lie on the parameters' device.
+    See :class:`AdamW` for what is computed how, and for the additional options.
     """
 
     _torch_class = torch.optim.Adam
@@ -85,7 +37,28 @@ class Adam(_NativeAdam, torch.optim.Adam):
 class AdamW(_NativeAdam, torch.optim.AdamW):
     """Equals ``torch.optim.AdamW`` with the same arguments, in one pass over memory.
 
-    See :class:`Adam` for what is computed how.
+    Arithmetic is in float32 (float64 for float64 parameters), rounded once when parameters and moments are
+    stored. ``capturable``, ``foreach`` and ``fused`` are accepted and make no difference; ``differentiable``
+    must be False. State keys and ``state_dict`` are torch's; while training, ``step`` counts lie on the
+    parameters' device.
+
+    Additional options, of the optimizer or of one param group:
+
+    Args:
+        master_weights: ``"float32"`` keeps a float32 weight for each 16-bit parameter; the parameter is that weight
+            rounded. A parameter written in place, as by ``p.copy_`` under ``torch.no_grad()``, takes its weight along;
+            a write through ``p.data`` is one that nobody can see, and is lost.
+            ``"remainder"`` keeps only the 16 bits that a bfloat16 parameter lacks (12 bytes per parameter with
+            float32 moments). Other parameters have none.
+        moment_dtype: of the moments. None: the parameter's, or float32 with master weights. float64 and complex
+            parameters keep theirs.
+        stochastic_rounding: round bfloat16 parameters without master weights, and bfloat16 moments, up or down at
+            random, without bias: small updates then count on average.
+        seed: of the random bits. The same seed, state and gradients give the same bits on any number of threads.
+        ema_decay: average the weights: ``average += (1 - ema_decay) * (weight - average)`` after each
+            step, starting at the weight before the first; see :attr:`NativeStep.ema`.
+        low_precision_copy: have the step write a copy of float32 parameters in this dtype as well; see
+            :meth:`NativeStep.copy_of`.
     """
 
     _torch_class = torch.optim.AdamW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,44 +10,126 @@ import torch
 from torch import Tensor
 
 from flatout import _gradients
+from flatout.optim import options
+from flatout.optim.bucket import Bucket, Kind
+from flatout.optim.ema import Averages
+from flatout.optim.plan import Plan
+
+before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Optimizers that ``fuse`` converted, with the ``step`` that an LR scheduler had put on the instance, or None."""
+
+
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """``cls.step`` without the profiling and hook wrapper that torch puts around it once per class."""
     step: Any = cls.step
-    while getattr(step, "hooked", False):
+    while getattr(step, "__code__", None) is _HOOKED:  # not by an attribute: functools.wraps copies those
         step = step.__wrapped__
     return step
+
+
+def is_patched(optimizer: torch.optim.Optimizer) -> bool:
+    """True when ``step`` was replaced on the instance by anything but an LR scheduler's wrapper."""
+    step = optimizer.__dict__.get("step")
+    if step is None:
+        return False
+    return not hasattr(step, "_wrapped_by_lr_sched") or step.__wrapped__ is not type(optimizer).step
 
 
 class NativeStep(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: same options, same state, one native pass per group.
 
     ``step`` leaves ``p.grad`` as it is: an AMP scale or a clip coefficient is applied in registers.
+    Where memory lies is kept from step to step; :meth:`release` lets go of it.
     """
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
+    _rule: ClassVar[str]
     # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with
     # .item().
     _step_supports_amp_scaling = True
 
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        master_weights: str | None = None,
+        moment_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        ema_decay: float | None = None,
+        low_precision_copy: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # torch's constructor makes `defaults` and adds the groups in one go: these wait for the first group.
+        self._additions = {
+            "master_weights": master_weights,
+            "moment_dtype": moment_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+            "ema_decay": ema_decay,
+            "low_precision_copy": low_precision_copy,
+        }
+        super().__init__(params, *args, **kwargs)
+
+    # What a rule says of itself
+
+    def _streams(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """State entries that the rule updates with the parameter, in the operator's order."""
+        raise NotImplementedError
+
+    def _counts(self, group: dict[str, Any]) -> bool:
+        """Whether the rule needs step counts."""
+        raise NotImplementedError
+
+    def _options(self, group: dict[str, Any]) -> list[float]:
+        """The rule's own numbers, in the operator's order."""
+        raise NotImplementedError
+
+    # Groups and the step
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ``differentiable=True`` is refused, because in-place native steps have no gradient."""
-        if param_group.get("differentiable", self.defaults.get("differentiable", False)):
+        if "_additions" in self.__dict__:
+            self.defaults.update(self.__dict__.pop("_additions"))
+            options.normalize(self.defaults)
+        self._refuse_differentiable({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            options.normalize(param_group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _refuse_differentiable(self, group: dict[str, Any]) -> None:
+        if group.get("differentiable"):
             raise ValueError(
                 f"differentiable must be False for flatout.optim.{type(self).__name__}, got True: "
                 f"use torch.optim.{self._torch_class.__name__}"
             )
-        super().add_param_group(param_group)
+
+    def release(self) -> None:
+        """Lets go of the memory of parameters and state; the next step finds it anew.
+
+        Between steps the optimizer holds on to the memory that it stepped last. After parameters or state were moved
+        away (offloaded), call this to have the memory that they left freed at once.
+        """
+        self.__dict__.pop("_plan", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient.
+        """Updates all parameters that have a gradient. ``torch.compile`` calls it behind a graph break.
 
         Args:
             closure: reevaluates the model and returns the loss, as in torch.
 
         Returns:
             What ``closure`` returned, else None.
+
+        Raises:
+            ValueError: a parameter overlaps itself (``expand``), or does not go together with the options.
+            RuntimeError: an additional option is set, and something is not for the native kernels.
         """
         loss = None
         if closure is not None:
@@ -64,85 +147,61 @@ class NativeStep(torch.optim.Optimizer):
         if grad_scale is not None:
             inverse = grad_scale.double().reciprocal().float()
             factor = inverse if factor is None else factor * inverse
-        work = self._collect()
-        if work is None:
+        ready = self.__dict__.pop("_ready", None)
+        if ready is None:
+            ready = self._prepare()
+        if ready is None:
             self._torch_update(factor, found_inf)
             return
-        for group, buckets in work:
-            for (device, _), (params, grads) in buckets.items():
-                local_factor = _gradients.on_device(factor, device)
-                local_inf = None if found_inf is None else _gradients.move(found_inf, device, torch.float32)
-                try:
-                    self._native_step(group, params, grads, local_factor, local_inf)
-                except RuntimeError as error:
-                    if not _gradients.is_about_layout(error):
-                        raise
-                    self._step_in_other_layouts(group, params, grads, local_factor, local_inf)
-                torch.autograd.graph.increment_version(params)
+        try:
+            self._step_buckets(ready, factor, found_inf)
+        finally:
+            for bucket in ready:
+                bucket.forget_grads()
 
-    def _collect(self) -> list[tuple[dict[str, Any], dict[Any, tuple[list[Tensor], list[Tensor]]]]] | None:
-        """Per group, parameters and gradients by (device, dtype); None when one is not for our kernels."""
-        work = []
-        for group in self.param_groups:
-            if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
-                return None  # our kernels take betas from the host, which would wait for these
-            buckets: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-            for p in group["params"]:
-                g = p.grad
-                if g is None:
-                    continue
-                key = (p.device, p.dtype)
-                bucket = buckets.get(key)
-                if bucket is None:
-                    if not _gradients.is_native(p):
-                        return None
-                    bucket = buckets[key] = ([], [])
-                if g.dtype != p.dtype or g.layout != torch.strided or g.device != key[0]:
-                    return None
-                if type(p) not in _gradients.PLAIN or type(g) not in _gradients.PLAIN:
-                    return None
-                bucket[0].append(p)
-                bucket[1].append(g)
-            work.append((group, buckets))
-        return work
+    def _step_buckets(self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        for bucket in ready:
+            group, device = self.param_groups[bucket.kind.group], bucket.device
+            lr, lr_tensor = _learning_rate(group["lr"], device)
+            bucket.step(
+                self._options(group),
+                lr=lr,
+                lr_tensor=lr_tensor,
+                weight_decay=float(group["weight_decay"]),
+                maximize=group["maximize"],
+                ema_decay=group.get("ema_decay") or 0.0,
+                seed=(group.get("seed") or 0) if bucket.kind.seeded else None,
+                grad_factor=_gradients.on_device(factor, device),
+                found_inf=None if found_inf is None else _gradients.move(found_inf, device, torch.float32),
+            )
 
-    def _native_step(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        memory: list[Tensor] | None = None,
-    ) -> None:
-        """One group's parameters of one device and dtype.
+    def _prepare(self) -> list[Bucket] | None:
+        """The buckets with something to do, their gradients set; None: torch's own step is to do it."""
+        if self.__dict__.get("_swapped"):
+            raise RuntimeError("step() inside optimizer.ema.swap(): the parameters hold their averages")
+        if any(map(_only_the_device_knows, self.param_groups)):
+            return None
+        if "_plan" not in self.__dict__:
+            self._plan = Plan()
+        with torch.no_grad():
+            return self._plan.ready(self)
 
-        State belongs to ``params``; ``memory``, where given, stands in for them and lays out their state.
-        """
-        raise NotImplementedError
-
-    def _step_in_other_layouts(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """The same where strides differ: the flat kernels need parameter, gradient and state laid out alike.
-
-        A gradient or a moment laid out differently is copied; a parameter that is no dense block (a strided
-        view) is computed in a copy and written back.
-        """
-        memory = [p if _gradients.is_dense(p) else p.contiguous() for p in params]
-        like_params = [like(g, p) for g, p in zip(grads, memory, strict=True)]
-        self._native_step(group, params, like_params, factor, found_inf, memory)
-        for p, stand_in in zip(params, memory, strict=True):
-            if stand_in is not p:
-                p.copy_(stand_in)
+    def _kind(self, group: int, dtype: torch.dtype) -> Kind:
+        """What parameters of ``dtype`` in a group have in common."""
+        chosen = self.param_groups[group]
+        layout, streams = options.layout(chosen, dtype), self._streams(chosen)
+        rounded = ([layout.moments] if streams else []) + ([] if layout.has_master else [dtype])
+        seeded = bool(chosen.get("stochastic_rounding")) and torch.bfloat16 in rounded
+        return Kind(self._rule, group, streams, seeded or self._counts(chosen), seeded, layout)
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The same update by torch's class; it must ask the device whether to skip."""
+        added = {name for group in self.param_groups for name in options.additions_of(group)}
+        if added:
+            raise RuntimeError(
+                f"{', '.join(sorted(added))}: only for parameters, gradients and options that the native kernels "
+                "take (plain dense gradients, betas on the CPU, a device with kernels)"
+            )
         if found_inf is not None and found_inf.item():
             return
         if factor is not None:
@@ -157,30 +216,134 @@ class NativeStep(torch.optim.Optimizer):
         finally:
             self.__dict__.update(handed)
 
+    # Averages and copies
 
-def like(tensor: Tensor, leader: Tensor) -> Tensor:
-    """``tensor`` with the strides of ``leader``, a copy only where they differ."""
-    if tensor.stride() == leader.stride() or (tensor.is_contiguous() and leader.is_contiguous()):
-        return tensor
-    return torch.empty_like(leader, requires_grad=False).copy_(tensor)
+    @property
+    def ema(self) -> Averages:
+        """The averages of the weights, where ``ema_decay`` is set."""
+        return Averages(self)
+
+    def copy_of(self, parameter: Tensor) -> Tensor:
+        """The copy of a float32 parameter in its group's ``low_precision_copy`` dtype.
+
+        Each step writes it, and so does this call: it equals the parameter now. It is the same tensor as long as the
+        parameter stays on its device and keeps its strides.
+
+        Raises:
+            ValueError: ``parameter`` is not the optimizer's, not float32, or its group has no ``low_precision_copy``.
+        """
+        for group in self.param_groups:
+            if any(p is parameter for p in group["params"]):
+                dtype = options.layout(group, parameter.dtype).extras.get("copy")
+                if dtype is None:
+                    break
+                state = self.state[parameter]
+                if "copy" not in state:
+                    state["copy"] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                with torch.no_grad():
+                    return state["copy"].copy_(parameter)
+        raise ValueError("parameter must be a float32 parameter in a group with low_precision_copy")
+
+    # Saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: step counts lie where torch has them, and copies, which are derived, are left out."""
+        # Before the user's own hooks, which may give it any form.
+        publish = self.register_state_dict_post_hook(lambda _, result: self._publish(result), prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            publish.remove()
+
+    def _publish(self, result: dict[str, Any]) -> dict[str, Any]:
+        entries = dict(result["state"])
+        for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
+            for index in packed["params"]:
+                if index in entries:
+                    entries[index] = self._published(group, entries[index])
+                    if not entries[index]:
+                        del entries[index]
+        return {**result, "state": entries}
+
+    def _published(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """The state of one parameter as others may see it."""
+        result = {name: value for name, value in state.items() if name != "copy"}
+        if "step" in result and not (group.get("capturable") or group.get("fused")):
+            result["step"] = result["step"].cpu()
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, from this class or from torch's.
+
+        torch casts state to the parameter's dtype; here each entry gets the dtype that the options ask for, from
+        what was saved. Additional options that the saved groups do not name stay as they are.
+
+        Raises:
+            ValueError: as in torch, or the saved options do not go together with the parameters here. Nothing is
+                changed.
+        """
+        loaded: dict[str, Any] = {}
+        groups, state = self.param_groups, self.state
+
+        def look(_: Any, final: dict[str, Any]) -> None:  # after the user's own hooks
+            loaded.update(final)
+            for old, saved in zip(groups, final["param_groups"], strict=False):
+                self._refuse_differentiable(saved)
+                chosen = {**options.additions_of(old), **options.additions_of(saved), "params": old["params"]}
+                options.normalize(chosen)
+
+        before = self.register_load_state_dict_pre_hook(look)
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._complete_load(loaded, groups, state), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _complete_load(self, loaded: dict[str, Any], groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+        self.__dict__.pop("_plan", None)
+        for old, group, packed in zip(groups, self.param_groups, loaded["param_groups"], strict=True):
+            for name, value in options.additions_of(old).items():
+                group.setdefault(name, value)
+            for p, index in zip(group["params"], packed["params"], strict=True):
+                layout = options.layout(group, p.dtype)
+                dtypes = {**dict.fromkeys(self._streams(group), layout.moments), **layout.extras}
+                for name, value in loaded["state"].get(index, {}).items():
+                    if name in dtypes and isinstance(value, Tensor):
+                        self.state[p][name] = value.to(device=p.device, dtype=dtypes[name])
+                    elif name in options.EXTRA_STATE:
+                        del self.state[p][name]
+                if "copy" in state.get(p, {}):
+                    self.state[p]["copy"] = state[p]["copy"]  # the very tensor, which the user may hold
+
+    def __getstate__(self) -> dict[str, Any]:
+        fused = {"_fused": True} if self in before_fuse else {}
+        return {**super().__getstate__(), **fused}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.pop("_fused", False):
+            before_fuse[self] = None
+        # torch's classes take it that who has an entry has been stepped: averages and copies may be there before.
+        entries = state.get("state", {})
+        extras = {p: e for p, e in entries.items() if isinstance(e, dict) and e.keys() <= set(options.EXTRA_STATE)}
+        for p in extras:
+            del entries[p]
+        super().__setstate__(state)
+        entries.update(extras)
 
 
-def learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+def _only_the_device_knows(group: dict[str, Any]) -> bool:
+    """Numbers that the kernels take from the host lie on a device: reading them would wait for it."""
+    numbers = (*map(group.get, ("weight_decay", "eps", "momentum", "dampening")), *group.get("betas", ()))
+    return any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
     """The rate as a number, or as a tensor on ``device`` when only the device knows it."""
-    if not isinstance(lr, Tensor):
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return float(lr), None
-    if lr.device.type == "cpu":
-        return float(lr), None
-    return 0.0, _gradients.on_device(lr, device)
-
-
-def step_count(state: dict[str, Any], device: torch.device) -> Tensor:
-    """``state["step"]`` as the kernels read it: float32, moved to the parameter's device when elsewhere.
-
-    Counts that torch made in float64 (as it does under such a default dtype) become float32 too: exact up to
-    16.7 million steps, and torch goes on with either.
-    """
-    step = state["step"]
-    if step.dtype != torch.float32 or step.device != device:
-        state["step"] = step = step.to(device=device, dtype=torch.float32)
-    return step
+    moved = _gradients.on_device(lr, device)
+    assert moved is not None
+    return 0.0, moved.reshape(())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flatout import _gradients
+from flatout.optim import options
 from flatout.optim.adam import Adam, AdamW
-from flatout.optim.base import NativeStep
+from flatout.optim.base import NativeStep, before_fuse, is_patched
+from flatout.optim.bucket import takes
 from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -22,8 +23,6 @@ _FLATOUT_CLASS: dict[type, type[NativeStep]] = {
     torch.optim.Adam: Adam,
     torch.optim.SGD: SGD,
 }
-# The `step` that an LR scheduler had put on the instance before `fuse` replaced it; None: there was none.
-_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
@@ -33,8 +32,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
         return f"{name} is native already."
     if type(optimizer) not in _FLATOUT_CLASS:
         return f"{name} has no native form (AdamW, Adam and SGD of torch.optim have, subclasses have not)."
-    step = optimizer.__dict__.get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if is_patched(optimizer):
         return "optimizer.step was replaced on the instance, and not by an LR scheduler."
     for i, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -42,13 +40,13 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
         for p in group["params"]:
             if not _gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
-            if not _gradients.is_native(p):
+            if not takes(p, None):
                 kind = f"{type(p).__name__} of {p.dtype}"
-                return f"param_groups[{i}] has a {kind}: only plain float tensors are native."
+                return f"param_groups[{i}] has a {kind}: only plain float and complex tensors are native."
     return None
 
 
-def fuse(optimizer: _Optimizer) -> _Optimizer:
+def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
     """Gives a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` its native step, in place and at any time.
 
     The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) stay what they are;
@@ -56,21 +54,36 @@ def fuse(optimizer: _Optimizer) -> _Optimizer:
 
     Args:
         optimizer: any optimizer. One that cannot be converted is left alone; :func:`why_not_fusable` says
-            why.
+            why. One that is native already only gets the additions.
+        additions: additional options of :class:`flatout.optim.AdamW`, for all groups.
 
     Returns:
         ``optimizer`` itself.
+
+    Raises:
+        TypeError: an addition is not one.
+        ValueError: an addition has a value that it cannot have, or not with these parameters. Nothing is changed.
     """
-    if why_not_fusable(optimizer) is not None:
+    unknown = additions.keys() - options.NEUTRAL.keys()
+    if unknown:
+        raise TypeError(f"fuse() got unexpected {', '.join(sorted(unknown))}: it takes {', '.join(options.NEUTRAL)}")
+    options.normalize(additions)
+    if not isinstance(optimizer, NativeStep) and why_not_fusable(optimizer) is not None:
         return optimizer
-    _before[optimizer] = optimizer.__dict__.get("step")
-    _become(optimizer, _FLATOUT_CLASS[type(optimizer)])
-    _move_counts(optimizer, lambda group, p: p.device)
+    for group in optimizer.param_groups:
+        options.normalize({**group, **additions})
+    for target in (optimizer.defaults, *optimizer.param_groups):
+        target.update(additions)
+    if not isinstance(optimizer, NativeStep):
+        before_fuse[optimizer] = optimizer.__dict__.get("step")
+        _become(optimizer, _FLATOUT_CLASS[type(optimizer)])
     return optimizer
 
 
 def unfuse(optimizer: _Optimizer) -> _Optimizer:
-    """Undoes :func:`fuse`: class, ``step`` and the devices of step counts are as torch would have them.
+    """Undoes :func:`fuse`, on the optimizer or a copy of it: class, ``step``, options and state are torch's again.
+
+    Masters, averages and whatever else the additional options kept is dropped.
 
     Args:
         optimizer: any optimizer; one that :func:`fuse` did not convert is left alone.
@@ -78,29 +91,32 @@ def unfuse(optimizer: _Optimizer) -> _Optimizer:
     Returns:
         ``optimizer`` itself.
     """
-    if optimizer not in _before or not isinstance(optimizer, NativeStep):
+    if optimizer not in before_fuse or not isinstance(optimizer, NativeStep):
         return optimizer
-    step = _before.pop(optimizer)
-    if isinstance(optimizer, SGD):
-        optimizer._settle()
+    for target in (optimizer.defaults, *optimizer.param_groups):
+        for name in options.NEUTRAL:
+            target.pop(name, None)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state:
+                optimizer.state[p] = _torchs(optimizer, group, p)
+    optimizer.__dict__.pop("_plan", None)
+    step = before_fuse.pop(optimizer)
     _become(optimizer, optimizer._torch_class)
     if step is not None:
         optimizer.__dict__["step"] = step
-    _move_counts(optimizer, _torchs_device)
     return optimizer
 
 
-def _torchs_device(group: dict[str, Any], parameter: Tensor) -> torch.device:
-    """Where torch keeps a step count: with the parameter when its step is capturable or fused, else on the CPU."""
-    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-
-
-def _move_counts(optimizer: torch.optim.Optimizer, device: Callable[[dict[str, Any], Tensor], torch.device]) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            count = optimizer.state.get(p, {}).get("step")
-            if isinstance(count, Tensor):
-                optimizer.state[p]["step"] = count.to(device(group, p))
+def _torchs(optimizer: NativeStep, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """The state of one parameter as torch would have it: keys, dtypes, and the device of the step count."""
+    state = optimizer._published(group, optimizer.state[p])
+    for name in options.EXTRA_STATE:
+        state.pop(name, None)
+    for name in optimizer._streams(group):
+        if state.get(name) is not None:
+            state[name] = state[name].to(p.dtype)
+    return state
 
 
 def _become(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) -> None:

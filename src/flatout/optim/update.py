@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from flatout import _gradients
-from flatout.optim.base import NativeStep
+from flatout.optim.base import NativeStep, is_patched, unhooked_step
+from flatout.optim.bucket import Bucket
+
+_check_buckets = torch.ops.flatout.check_buckets
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,71 @@ def update(
     """
     if skip_nonfinite is None:
         skip_nonfinite = isinstance(inv_scale, Tensor)
-    grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
-    look = None
-    factor: Tensor | None = None
-    if grads and (skip_nonfinite or max_grad_norm is not None):
-        look = _gradients.check(grads, inv_scale, max_grad_norm)
-        factor = look.grad_factor
-    elif grads and inv_scale is not None:
-        factor = _gradients.on_device(inv_scale, grads[0].device)
-    apply(optimizer, factor, look.found_inf if look is not None and skip_nonfinite else None)
-    return UpdateResult(None, None) if look is None else UpdateResult(look.found_inf, look.grad_norm)
+    _gradients.check_max_norm(max_grad_norm)
+    wants_look = skip_nonfinite or max_grad_norm is not None
+    ready = optimizer._prepare() if isinstance(optimizer, NativeStep) else None
+    prepared = ready or []
+    look, factor = None, None
+    if ready is not None:
+        if ready and wants_look:
+            look = _look(ready, inv_scale, max_grad_norm)
+        elif ready:
+            factor = _gradients.on_device(inv_scale, ready[0].device)
+        if not _steps_at_once(optimizer):
+            ready = None
+    else:
+        grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
+        if grads and wants_look:
+            look = _gradients.check(grads, inv_scale, max_grad_norm)
+        elif grads:
+            factor = _gradients.on_device(inv_scale, grads[0].device)
+    try:
+        if look is None:
+            apply(optimizer, factor, None, ready)
+            return UpdateResult(None, None)
+        apply(optimizer, look.grad_factor, look.found_inf if skip_nonfinite else None, ready)
+        return UpdateResult(look.found_inf, look.grad_norm)
+    finally:
+        for bucket in prepared:  # a hook may have raised
+            bucket.forget_grads()
 
 
-def apply(optimizer: torch.optim.Optimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
-    """``optimizer.step()`` with gradients times ``factor``; nothing happens where ``found_inf`` is set."""
+def _look(ready: list[Bucket], inv_scale: Tensor | float | None, max_norm: float | None) -> _gradients.GradCheck:
+    """One look at the gradients set in buckets of any devices."""
+    by_device: dict[torch.device, list[int]] = {}
+    for bucket in ready:
+        by_device.setdefault(bucket.device, []).append(bucket.handle)
+    looks = []
+    for device, handles in by_device.items():
+        here = _gradients.on_device(inv_scale, device)
+        looks.append(_check_buckets(handles, here, max_norm if len(by_device) == 1 else None))
+    if len(looks) == 1:
+        return _gradients.GradCheck(*looks[0])
+    return _gradients.conclude([look[:2] for look in looks], inv_scale, max_norm)
+
+
+def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Nobody can change gradients between a call of ``optimizer.step`` and ours: no hook, no step of the user's."""
+    return (
+        not optimizer._optimizer_step_pre_hooks
+        and not _global_optimizer_pre_hooks
+        and not is_patched(optimizer)
+        and unhooked_step(type(optimizer)) is NativeStep.step
+    )
+
+
+def apply(
+    optimizer: torch.optim.Optimizer,
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+    ready: list[Bucket] | None = None,
+) -> None:
+    """``optimizer.step()`` with gradients times ``factor``; nothing happens where ``found_inf`` is set.
+
+    ``ready``: a native optimizer's buckets whose gradients have been set.
+    """
     if isinstance(optimizer, NativeStep):
-        _step_with(optimizer, _grad_factor=factor, found_inf=found_inf)
+        _step_with(optimizer, _grad_factor=factor, found_inf=found_inf, _ready=ready)
         return
     # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask
     # instead.

@@ -1,0 +1,277 @@
+"""Buckets: the parameters of one group, device and dtype, laid out for the native core once and kept by number."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout import _gradients
+from flatout.optim.options import Layout, compute_dtype
+
+_ops = torch.ops.flatout
+_versions = attrgetter("_version")
+
+READY, STALE, STRIDES, FOREIGN = range(4)
+"""What ``set_grads`` says: ready to step; tensors have moved, make a new bucket; some gradient has other strides
+than its weight; some gradient is not for the kernels."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common."""
+
+    rule: str
+    """"adam", "sgd" or "lion"."""
+    group: int
+    """Position of the param group."""
+    streams: tuple[str, ...]
+    """State entries that the rule updates with the parameter."""
+    counted: bool
+    """There are step counts."""
+    seeded: bool
+    """Something is rounded stochastically."""
+    layout: Layout
+    """What is kept beside."""
+
+    @property
+    def has_state(self) -> bool:
+        """Parameters keep something; for those that do not, torch makes no state entry either."""
+        return bool(self.streams or self.counted or self.layout.extras)
+
+
+def takes(parameter: Tensor, grad: Tensor | None) -> bool:
+    """True when a bucket can hold ``parameter`` and be given ``grad``."""
+    if not (_gradients.is_native(parameter) or (parameter.is_complex() and _is_plain(parameter))):
+        return False
+    return grad is None or (
+        grad.device == parameter.device and grad.is_complex() == parameter.is_complex() and _is_plain(grad)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _gradients.PLAIN and tensor.layout == torch.strided and _gradients.has_kernels(tensor.device)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """True when two elements lie at one address, as in an expanded tensor: no elementwise update is defined then."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Interleaved dimensions may still miss each other: count.
+    reach = sum((size - 1) * stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    addresses = torch.arange(reach + 1).as_strided(tensor.shape, tensor.stride())
+    return addresses.unique().numel() < tensor.numel()
+
+
+def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` with the device and strides of ``leader``, in ``dtype``; a copy only where something differs."""
+    tensor = tensor.to(device=leader.device, dtype=dtype)
+    if tensor.stride() == leader.stride() or (tensor.is_contiguous() and leader.is_contiguous()):
+        return tensor
+    return torch.empty_like(leader, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
+    """Completes the state of one parameter; what is there is kept, with the strides of ``p``.
+
+    As torch begins it, except that the step count lies beside its parameter. A count that is missing where there
+    are moments already is 1: they come from a class that did not count.
+    """
+    moments = kind.layout.moments
+    if kind.counted:
+        count = state.get("step")
+        if count is None:
+            count = any(state.get(name) is not None for name in kind.streams)
+        # Counts that torch made in float64 (its default dtype then) become float32: exact up to 16.7 million.
+        if not isinstance(count, Tensor):
+            count = torch.full((), float(count), dtype=torch.float32, device=p.device)
+        state["step"] = _gradients.move(count, p.device, torch.float32)
+    for name in kind.streams:
+        moment = state.get(name)
+        state[name] = torch.zeros_like(p, dtype=moments) if moment is None else like(moment, p, moments)
+    for name, dtype in kind.layout.extras.items():
+        kept = state.get(name)
+        state[name] = _first(name, state, p, dtype) if kept is None else like(kept, p, dtype)
+
+
+def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
+    if name == "remainder":
+        return torch.zeros_like(p, dtype=dtype)
+    return (p if name == "copy" else _weight(state, p)).to(dtype, copy=True)
+
+
+def drop_weights(state: dict[str, Any], kind: Kind) -> None:
+    """Drops the master or remainder of other options: nobody keeps it up with the parameter any more."""
+    for name in {"master", "remainder"} - kind.layout.extras.keys():
+        state.pop(name, None)
+
+
+def _weight(state: dict[str, Any], p: Tensor) -> Tensor:
+    """What is behind a parameter: its master, the number it forms with its remainder, or itself."""
+    if "remainder" in state:
+        high = p.view(torch.int16).to(torch.int32) << 16
+        weight = (high + state["remainder"].to(torch.int32)).view(torch.float32)
+        # Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
+        return torch.where(weight.isnan(), high.view(torch.float32), weight)
+    master: Tensor = state.get("master", p)
+    return master
+
+
+class Bucket:
+    """Parameters of one :class:`Kind`, device and dtype with their state, as the native core keeps them.
+
+    Whoever keeps a bucket has to see that a parameter, its memory or an entry of its state was replaced. Freed with
+    this object, and never copied.
+
+    Args:
+        kind: what the parameters have in common.
+        params: at least one; they share no memory.
+        positions: of the parameters among all of the optimizer; they key the random bits.
+        states: of the parameters; completed here. Empty for a rule that keeps none.
+    """
+
+    def __init__(self, kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> None:
+        self.kind = kind
+        self.device = params[0].device
+        self._params = params
+        self._positions = positions
+        self._complex = params[0].is_complex()
+        # What stands for a parameter in the core. Not the parameter itself: torch.utils.swap_tensors refuses one that
+        # somebody else holds. The kernels walk dense blocks of real numbers, so any other parameter is computed in a
+        # block of its own and written back.
+        self._leaders = [p.detach() if self._is_walked(p) else torch.empty_like(p).copy_(p) for p in params]
+        self._stand_ins = {i for i, p in enumerate(params) if not self._is_walked(p)}
+        for state, leader in zip(states, self._leaders, strict=bool(states)):
+            _begin(state, leader, kind)
+
+        def entries(name: str) -> list[Tensor]:
+            return [_real(state[name]) for state in states] if name in kind.layout.extras else []
+
+        leaders = list(map(_real, self._leaders))
+        self._masters = entries("master")
+        self._copies = entries("copy")
+        self._versions: list[int] = []
+        self.handle: int = _ops.make_bucket(
+            kind.rule,
+            self._masters or leaders,
+            [_real(state[name]) for name in kind.streams for state in states],
+            [state["step"] for state in states] if kind.counted else [],
+            entries("ema"),
+            leaders if self._masters else entries("remainder") or self._copies,
+            positions,
+        )
+        weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
+        self._grads: list[Tensor] = []
+        self._which: list[int] = []
+
+    @property
+    def given(self) -> int:
+        """How many gradients are set."""
+        return len(self._grads)
+
+    def _is_walked(self, p: Tensor) -> bool:
+        return not self._complex and _gradients.is_dense(p)
+
+    def _has_other_layout(self, i: int) -> bool:
+        p, leader = self._params[i], self._leaders[i]
+        return p.shape != leader.shape or (_gradients.is_dense(p) and p.stride() != leader.stride())
+
+    def set_grads(self, grads: list[Tensor | None]) -> int:
+        """Takes its own out of the gradients of all parameters; says how that went.
+
+        Gradients are kept until the step. Those laid out unlike their parameter are copied.
+        """
+        mine: list[Any] = list(map(grads.__getitem__, self._positions))
+        which = [i for i, grad in enumerate(mine) if grad is not None]
+        if len(which) < len(mine):
+            mine = [mine[i] for i in which]
+        if self._complex:
+            mine = list(map(_real, mine))
+        self._grads, self._which = mine, which
+        status = self._set() if mine else READY
+        if status == STRIDES and any(map(self._has_other_layout, which)):
+            return STALE
+        if status in (STRIDES, FOREIGN) and all(takes(self._params[i], grads[self._positions[i]]) for i in which):
+            leaders = [_real(self._leaders[i]) for i in which]
+            wide = compute_dtype(leaders[0].dtype) if status == FOREIGN else None  # gradients of several dtypes
+            self._grads = [like(grad, leader, wide) for grad, leader in zip(mine, leaders, strict=True)]
+            status = self._set()
+        return status
+
+    def _set(self) -> int:
+        everything = len(self._which) == len(self._params)
+        status: int = _ops.set_grads(self.handle, self._grads, [] if everything else self._which)
+        return status
+
+    def step(self, options: list[float], **scalars: Any) -> None:
+        """One step with the gradients set; arguments as of the operator."""
+        if self._masters:
+            self._refresh_masters()
+        stand_ins = self._stand_ins.intersection(self._which) if self._stand_ins else ()
+        for i in stand_ins:
+            self._leaders[i].copy_(self._params[i])
+        _ops.step_bucket_(self.handle, options, **scalars)
+        torch.autograd.graph.increment_version(self._stepped(self._params) + self._stepped(self._copies))
+        for i in stand_ins:
+            self._params[i].copy_(self._leaders[i])
+        if self._masters:
+            self._versions = list(map(_versions, self._params))
+
+    def forget_grads(self) -> None:
+        """Holds no gradient any more."""
+        self._grads = []
+
+    def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[i] for i in self._which] if tensors and len(self._which) < len(tensors) else tensors
+
+    def _refresh_masters(self) -> None:
+        """Somebody else wrote a parameter, as ``model.load_state_dict`` does: its master follows where it differs."""
+        if list(map(_versions, self._params)) != self._versions:
+            for i in self._stand_ins:
+                self._leaders[i].copy_(self._params[i])
+            for master, leader in zip(self._masters, self._leaders, strict=True):
+                master.copy_(torch.where(master.to(leader.dtype) == leader, master, leader))
+
+
+def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> list[Bucket]:
+    """One bucket; or, where parameters share memory, several to step one after the other, as torch's loop does."""
+    if sharing(params) is None:
+        return [Bucket(kind, params, positions, states)]
+    waves: list[list[int]] = []
+    seen: Counter[int] = Counter()
+    for i, p in enumerate(params):
+        storage = p.untyped_storage().data_ptr()
+        if seen[storage] == len(waves):
+            waves.append([])
+        waves[seen[storage]].append(i)
+        seen[storage] += 1
+    return [
+        Bucket(kind, [params[i] for i in wave], [positions[i] for i in wave], [states[i] for i in wave if states])
+        for wave in waves
+    ]
+
+
+def sharing(params: list[Tensor]) -> tuple[int, int] | None:
+    """Which two of the parameters share memory, or lie in one another's span."""
+    spans = []
+    for i, p in enumerate(params):
+        if p.numel():
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), i))
+    spans.sort()
+    return next(((i, j) for (_, end, i), (begin, _, j) in itertools.pairwise(spans) if begin < end), None)

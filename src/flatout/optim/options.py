@@ -1,0 +1,126 @@
+"""What flatout's optimizers offer beyond torch's: the options, and what a parameter keeps under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NEUTRAL: dict[str, Any] = {
+    "master_weights": None,
+    "moment_dtype": None,
+    "stochastic_rounding": False,
+    "seed": 0,
+    "ema_decay": None,
+    "low_precision_copy": None,
+}
+"""The additional options with the values that change nothing. A param group has only those that it sets otherwise,
+so that without them groups equal torch's."""
+
+EXTRA_STATE = ("master", "remainder", "copy", "ema")
+"""State keys that torch's classes do not have."""
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a parameter of one dtype keeps under the options of its group."""
+
+    moments: torch.dtype
+    extras: dict[str, torch.dtype]
+    """Of :data:`EXTRA_STATE`: what there is, in which dtype."""
+
+    @property
+    def has_master(self) -> bool:
+        """The parameter is a rounded form of the weight that is updated."""
+        return "master" in self.extras or "remainder" in self.extras
+
+
+def form(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What :func:`layout` depends on; numbers that may change from step to step are not part of it."""
+    get = group.get
+    return (
+        get("master_weights"),
+        get("moment_dtype"),
+        bool(get("stochastic_rounding")),
+        get("ema_decay") is not None,
+        get("low_precision_copy"),
+    )
+
+
+def layout(group: dict[str, Any], dtype: torch.dtype) -> Layout:
+    """What parameters of ``dtype`` keep under the options of ``group``.
+
+    Raises:
+        ValueError: the options do not go together for this dtype.
+    """
+    half = dtype in _HALF
+    master = group.get("master_weights") if half else None
+    if master == "remainder" and dtype != torch.bfloat16:
+        raise ValueError(f"master_weights='remainder' is for bfloat16 parameters, got {dtype}: use 'float32'")
+    extras = {}
+    if master == "float32":
+        extras["master"] = torch.float32
+    elif master == "remainder":
+        extras["remainder"] = torch.int16
+    if dtype == torch.float32 and group.get("low_precision_copy") is not None:
+        extras["copy"] = group["low_precision_copy"]
+    if group.get("ema_decay") is not None:
+        extras["ema"] = compute_dtype(dtype)
+    moments = dtype
+    if half or dtype == torch.float32:
+        moments = group.get("moment_dtype") or (torch.float32 if master else dtype)
+    halves = {d for d in (dtype, moments, *extras.values()) if d in _HALF}
+    if len(halves) > 1:
+        kept = ", ".join(f"{name} of {d}" for name, d in {"moments": moments, **extras}.items())
+        raise ValueError(
+            f"moment_dtype and low_precision_copy must use one 16-bit dtype with each other and with the parameter, "
+            f"got a parameter of {dtype} with {kept}"
+        )
+    return Layout(moments, extras)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that parameters of ``dtype`` are computed and averaged in."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normalize(group: dict[str, Any]) -> None:
+    """Checks the additional options of ``group`` and drops those that change nothing.
+
+    Raises:
+        ValueError: an option, its value and what it may be; or :func:`layout`'s for a parameter of the group.
+    """
+    check(group)
+    for p in group.get("params", ()):
+        layout(group, p.dtype)
+    for name, neutral in NEUTRAL.items():
+        if name in group and group[name] == neutral:
+            del group[name]
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuses values that an additional option cannot have."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "master_weights": (None, "float32", "remainder"),
+        "moment_dtype": (None, torch.float32, *_HALF),
+        "stochastic_rounding": (False, True),
+        "low_precision_copy": (None, *_HALF),
+    }
+    for name, values in allowed.items():
+        if options.get(name, values[0]) not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {options[name]!r}")
+    seed, decay = options.get("seed", 0), options.get("ema_decay")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {seed!r}")
+    if decay is not None and not 0.0 <= decay <= 1.0:
+        raise ValueError(f"ema_decay must be None or from 0 to 1, got {decay!r}")
+
+
+def additions_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The additional options that ``group`` sets to something."""
+    return {name: group[name] for name, neutral in NEUTRAL.items() if group.get(name, neutral) not in (neutral, None)}

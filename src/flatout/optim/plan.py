@@ -1,0 +1,156 @@
+"""A plan: all buckets of an optimizer, and whether they still are what they were made for."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flatout.optim import options
+from flatout.optim.bucket import (
+    FOREIGN,
+    READY,
+    STALE,
+    Bucket,
+    Kind,
+    drop_weights,
+    make_buckets,
+    overlaps_itself,
+    sharing,
+    takes,
+)
+
+if TYPE_CHECKING:
+    from flatout.optim.base import NativeStep
+
+_params = itemgetter("params")
+_grad = attrgetter("grad")
+_dtype = attrgetter("dtype")
+
+
+class Plan:
+    """Which buckets an optimizer has, made anew as seldom as possible.
+
+    What may change under it is looked at before each step, at C speed: who the parameters are, where their memory is,
+    every value in the state, and the options that decide what is kept. The native core sees for itself when the
+    state's memory has moved.
+
+    A parameter is in a bucket, and has state, from its first gradient on.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Bucket] = []
+        self._members: set[int] = set()  # positions of the parameters in buckets
+        self._params: list[Tensor] = []
+        self._stepped: list[Tensor] = []  # the members
+        self._places: list[list[Any]] = []
+        self._forms: list[Any] = []
+        self._state: list[Any] = []
+
+    def ready(self, optimizer: NativeStep) -> list[Bucket] | None:
+        """The buckets with something to do, their gradients set; None when something is not for the kernels.
+
+        Changes no parameter, and no state when the answer is None.
+
+        Raises:
+            ValueError: the options and a parameter do not go together, or a parameter overlaps itself.
+        """
+        params = list(chain.from_iterable(map(_params, optimizer.param_groups)))
+        grads = list(map(_grad, params))
+        status = STALE
+        try:
+            if self._holds(optimizer, params):
+                status = self._set_grads(grads)
+            else:
+                self._members = set()
+            if status == STALE:
+                status = self._make(optimizer, params, grads)
+        finally:
+            if status != READY:
+                for bucket in self._buckets:
+                    bucket.forget_grads()
+        return [bucket for bucket in self._buckets if bucket.given] if status == READY else None
+
+    def _holds(self, optimizer: NativeStep, params: list[Tensor]) -> bool:
+        return (
+            _same(params, self._params)
+            and _places(self._stepped) == self._places
+            and _forms(optimizer) == self._forms
+            and _same(_values(optimizer), self._state)
+        )
+
+    def _set_grads(self, grads: list[Tensor | None]) -> int:
+        newcomers = sum(map(is_not, grads, repeat(None)))
+        for bucket in self._buckets:
+            status = bucket.set_grads(grads)
+            if status != READY:
+                return status
+            newcomers -= bucket.given
+        return READY if newcomers == 0 else STALE
+
+    def _make(self, optimizer: NativeStep, params: list[Tensor], grads: list[Tensor | None]) -> int:
+        self._buckets, self._params = [], []  # until done: nothing holds
+        members = self._members | {i for i, grad in enumerate(grads) if grad is not None}
+        # All are looked at before the first state is begun.
+        if not all(takes(params[i], grads[i]) for i in members):
+            return FOREIGN
+        for i in members:
+            if overlaps_itself(params[i]):
+                raise ValueError(
+                    f"parameter {i} of shape {tuple(params[i].shape)} must not overlap itself (strides "
+                    f"{params[i].stride()}, as expand() makes them): use contiguous()"
+                )
+        kinds = self._kinds(optimizer, params, members)
+        for kind, positions in kinds:
+            shared = sharing([params[i] for i in positions]) if kind.layout.has_master else None
+            if shared is not None:
+                i, j = sorted(positions[k] for k in shared)
+                raise ValueError(
+                    f"parameters {i} and {j} with master_weights must not share memory: it cannot follow two masters"
+                )
+        made: list[Bucket] = []
+        for kind, positions in kinds:
+            own = [params[i] for i in positions]
+            states = [optimizer.state[p] for p in own] if kind.has_state else []
+            made += make_buckets(kind, own, positions, states)
+            for p in optimizer.state.keys() & own:
+                drop_weights(optimizer.state[p], kind)
+        self._buckets, self._params, self._members = made, params, members
+        self._stepped = [params[i] for i in members]
+        self._places = _places(self._stepped)
+        self._forms = _forms(optimizer)
+        self._state = _values(optimizer)
+        return self._set_grads(grads)
+
+    def _kinds(self, optimizer: NativeStep, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
+        """Positions of the members by what they have in common."""
+        found: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
+        groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
+        for position, (group, p) in enumerate(zip(groups, params, strict=True)):
+            if position in members:
+                found.setdefault((group, p.device, p.dtype), []).append(position)
+        return [(optimizer._kind(group, dtype), positions) for (group, _, dtype), positions in found.items()]
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _places(params: list[Tensor]) -> list[list[Any]]:
+    """Where the parameters lie in memory, and as what. Their shapes the core compares with the gradients'."""
+    return [list(map(look, params)) for look in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
+
+
+def _forms(optimizer: NativeStep) -> list[Any]:
+    """Per group, all that its buckets depend on and a user may change between steps."""
+    return [
+        (len(group["params"]), optimizer._streams(group), optimizer._counts(group), options.form(group))
+        for group in optimizer.param_groups
+    ]
+
+
+def _values(optimizer: NativeStep) -> list[Any]:
+    return [value for entry in optimizer.state.values() if isinstance(entry, dict) for value in entry.values()]

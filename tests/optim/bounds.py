@@ -1,0 +1,156 @@
+"""The update path's arithmetic in float64, each number with a bound on what float32 may make of it.
+
+Written from the papers and from torch's documentation, one expression per line of theirs, sharing nothing with the
+library. A float32 kernel that computes these expressions in any order, with or without fused multiply-adds, and rounds
+once where it stores, must land on a value that some number inside the bounds rounds to: :func:`assert_rounded_once`
+accepts that and nothing else, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Four half-units in the last place for every operation: kernels fold constants (lr / bias correction) that stand
+# apart here, so that one operation of theirs is a few of ours, in another order.
+UNIT = {torch.float32: 4 * 2.0**-24, torch.float64: 4 * 2.0**-53}
+TINY = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
+
+
+class Near:
+    """A float64 number (or tensor) and how far arithmetic in ``dtype`` may be from it."""
+
+    def __init__(self, value: Any, error: Any = 0.0, dtype: torch.dtype = torch.float32):
+        self.value = torch.as_tensor(value, dtype=torch.float64)
+        self.error = torch.as_tensor(error, dtype=torch.float64)
+        self.dtype = dtype
+
+    def _result(self, value: Tensor, error: Tensor) -> Near:
+        return Near(value, error + value.abs() * UNIT[self.dtype] + TINY[self.dtype], self.dtype)
+
+    def _other(self, other: Any) -> Near:
+        """A number that is not measured but given: exact in float64, rounded once in ``dtype``."""
+        return other if isinstance(other, Near) else Near(other, abs(other) * UNIT[self.dtype], self.dtype)
+
+    def __add__(self, other: Any) -> Near:
+        other = self._other(other)
+        return self._result(self.value + other.value, self.error + other.error)
+
+    def __sub__(self, other: Any) -> Near:
+        return self + self._other(other) * -1
+
+    def __mul__(self, other: Any) -> Near:
+        other = self._other(other)
+        error = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
+        return self._result(self.value * other.value, error)
+
+    def __truediv__(self, other: Any) -> Near:
+        other = self._other(other)
+        smallest = (other.value.abs() - other.error).clamp(min=0)
+        quotient = self.value / other.value
+        return self._result(quotient, (self.error + quotient.abs() * other.error) / smallest)
+
+    def sqrt(self) -> Near:
+        low, high = ((self.value + sign * self.error).clamp(min=0).sqrt() for sign in (-1, 1))
+        return self._result(self.value.sqrt(), high - low)
+
+    def maximum(self, other: Near) -> Near:
+        return Near(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
+
+    @property
+    def low(self) -> Tensor:
+        return self.value - self.error
+
+    @property
+    def high(self) -> Tensor:
+        return self.value + self.error
+
+
+def assert_rounded_once(actual: Tensor, expected: Near, what: str = "") -> None:
+    """``actual`` is what some number within the bounds of ``expected`` rounds to (to nearest) in its dtype.
+
+    Rounding is monotone, so it lies between the two rounded bounds: one value nearly everywhere in 16-bit dtypes, two
+    where the float64 result is within float32 error of a boundary.
+    """
+    low, high = expected.low.to(actual.dtype), expected.high.to(actual.dtype)
+    right = (low <= actual) & (actual <= high)
+    assert right.all(), _complaint(actual, expected, low, high, right, what)
+
+
+def assert_rounded_either_way(actual: Tensor, expected: Near, what: str = "") -> None:
+    """``actual`` (bfloat16) is a neighbour of a number within the bounds: what stochastic rounding may give."""
+    low, high = _truncated(expected.low, torch.floor), _truncated(expected.high, torch.ceil)
+    right = (low <= actual.double()) & (actual.double() <= high)
+    assert right.all(), _complaint(actual, expected, low, high, right, what)
+
+
+def _truncated(value: Tensor, direction: Any) -> Tensor:
+    """``value`` rounded to bfloat16 down (floor) or up (ceil), in float64."""
+    _, exponent = torch.frexp(value)
+    unit = torch.exp2(exponent.clamp(min=-125).double() - 8)  # 8 significant bits; subnormals share the last unit
+    return direction(value / unit) * unit
+
+
+def _complaint(actual: Tensor, expected: Near, low: Tensor, high: Tensor, right: Tensor, what: str) -> str:
+    i = int((~right).flatten().nonzero()[0])
+    at = [t.expand(right.shape).flatten()[i].item() for t in (actual, expected.value, expected.error, low, high)]
+    return f"{what}[{i}] of {right.shape}: {at[0]!r}, want {at[1]!r} ± {at[2]:.2g}: between {at[3]!r} and {at[4]!r}"
+
+
+def adam(
+    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, eps: float, weight_decay: float,
+    amsgrad: bool, decoupled: bool,
+) -> tuple[Near, list[Near]]:  # fmt: skip
+    """Kingma & Ba 2015, algorithm 1; amsgrad after Reddi et al. 2018; decoupled decay after Loshchilov & Hutter 2019.
+
+    ``states``: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. ``step``: of this update, from 1.
+    """
+    beta1, beta2 = betas
+    if decoupled:
+        weight = weight * (1 - lr * weight_decay)
+    else:
+        grad = grad + weight * weight_decay
+    first = states[0] * beta1 + grad * (1 - beta1)
+    second = states[1] * beta2 + grad * grad * (1 - beta2)
+    largest = states[2].maximum(second) if amsgrad else second
+    update = first / (1 - beta1**step) / ((largest / (1 - beta2**step)).sqrt() + eps)
+    return weight - update * lr, [first, second, *([largest] if amsgrad else [])]
+
+
+def sgd(
+    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, momentum: float, dampening: float,
+    nesterov: bool, weight_decay: float,
+) -> tuple[Near, list[Near]]:  # fmt: skip
+    """Sutskever et al. 2013 in torch's form: the buffer is the bare gradient in the first step taken."""
+    direction = grad + weight * weight_decay
+    if not momentum:
+        return weight - direction * lr, []
+    buffer = direction if step == 1 else states[0] * momentum + direction * (1 - dampening)
+    direction = direction + buffer * momentum if nesterov else buffer
+    return weight - direction * lr, [buffer]
+
+
+def lion(
+    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, weight_decay: float
+) -> tuple[Near, list[Near]]:
+    """Chen et al. 2023, algorithm 2. A direction whose sign float32 cannot know may go either way."""
+    beta1, beta2 = betas
+    direction = states[0] * beta1 + grad * (1 - beta1)
+    unsure = direction.value.abs() <= direction.error
+    # What is exactly zero (no gradient, no momentum) stays: there is nothing that could round to something else.
+    unsure &= (states[0].value != 0) | (grad.value != 0)
+    sign = Near(direction.value.sign(), unsure.double() * 2, weight.dtype)
+    momentum = states[0] * beta2 + grad * (1 - beta2)
+    return weight * (1 - lr * weight_decay) - sign * lr, [momentum]
+
+
+RULES = {"AdamW": adam, "Adam": adam, "SGD": sgd, "Lion": lion}
+STATES = {
+    "AdamW": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
+    "Adam": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
+    "SGD": ["momentum_buffer"],
+    "Lion": ["exp_avg"],
+}
+"""Where the numbers lie in ``optimizer.state[p]``, as torch names them."""
