@@ -6,8 +6,11 @@ torch's own operations do the same, so callers need not care.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +18,16 @@ from torch import Tensor
 from flatout import _native
 
 _ops = torch.ops.flatout
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_NORM_TYPES = (1.0, 2.0, math.inf)
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Tensor types the native operators take; any other (DTensor) has its own idea of what its memory is."""
+_PLAIN: tuple[tuple[Callable[[Tensor], Any], frozenset[Any]], ...] = (
+    (type, PLAIN),
+    (operator.attrgetter("dtype"), _DTYPES),
+    (operator.attrgetter("layout"), frozenset((torch.strided,))),
+    (Tensor.is_neg, frozenset((False,))),  # else memory holds the negative
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class GradCheck:
     found_inf: Tensor
     """float32: 1 when a gradient is inf or NaN, else 0."""
     grad_norm: Tensor
-    """2-norm of the unscaled gradients; float32, or float64 for float64 gradients."""
+    """Norm of the unscaled gradients; float32, or float64 where all gradients are."""
     grad_factor: Tensor
     """``inv_scale`` x clip coefficient: what each gradient is to be multiplied with."""
 
@@ -39,12 +49,11 @@ def has_kernels(device: torch.device) -> bool:
 
 def is_native(tensor: Tensor) -> bool:
     """True when the native operators take ``tensor``: device, dtype, a plain strided tensor."""
-    return (
-        tensor.dtype in _DTYPES
-        and tensor.layout == torch.strided
-        and type(tensor) in PLAIN
-        and has_kernels(tensor.device)
-    )
+    return _all_plain((tensor,)) and has_kernels(tensor.device)
+
+
+def _all_plain(tensors: Sequence[Tensor]) -> bool:
+    return all(allowed.issuperset(map(what, tensors)) for what, allowed in _PLAIN)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -57,23 +66,6 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def is_about_layout(error: RuntimeError) -> bool:
-    """True when a native operator refused a tensor's strides.
-
-    Operators look at every layout anyway, before they change anything, and almost all are right: so callers
-    try, and look themselves only when one was refused. Asking first costs more than a step over small
-    tensors.
-    """
-    return "must be dense" in str(error) or "the shape and strides of" in str(error)
-
-
-def _all_native(group: Sequence[Tensor]) -> bool:
-    """``all(map(is_native, group))`` for tensors of one device and dtype."""
-    return (
-        is_native(group[0]) and PLAIN.issuperset(map(type, group)) and not any(g.layout != torch.strided for g in group)
-    )
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -90,11 +82,34 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _groups(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def _by_device(
+    grads: Sequence[Tensor], norm_type: float = 2.0
+) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
+    """Per device, the gradients that native operators take and the others.
+
+    A strided complex gradient is native as the real numbers that it lies in memory as, except for the norms that
+    those have not in common with it.
+    """
+    groups: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return list(groups.values())
+        groups.setdefault(grad.device, []).append(grad)
+    return {device: _split(group, device, norm_type) for device, group in groups.items()}
+
+
+def _split(grads: list[Tensor], device: torch.device, norm_type: float) -> tuple[list[Tensor], list[Tensor]]:
+    if norm_type not in _NORM_TYPES or not has_kernels(device):
+        return [], grads
+    if norm_type == 2 and any(map(Tensor.is_complex, grads)):
+        grads = list(map(_as_real, grads))
+    if _all_plain(grads):
+        return grads, []
+    return [grad for grad in grads if _all_plain((grad,))], [grad for grad in grads if not _all_plain((grad,))]
+
+
+def _as_real(grad: Tensor) -> Tensor:
+    if not grad.is_complex() or type(grad) not in PLAIN or grad.layout != torch.strided or grad.is_conj():
+        return grad
+    return torch.view_as_real(grad)
 
 
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,91 +131,184 @@ def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
 
 
-def _look(grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None) -> GradCheck:
-    """One group: the native operator, or torch's operations with the same meaning."""
-    if _all_native(grads):
-        try:
-            return GradCheck(*_ops.unscale_and_check(grads, inv_scale, max_norm))
-        except RuntimeError as error:
-            if not is_about_layout(error):
-                raise
-        dense = [g if is_dense(g) else g.contiguous() for g in grads]
-        return GradCheck(*_ops.unscale_and_check(dense, inv_scale, max_norm))
-    dtype = _norm_dtype(grads)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=_wide(grads[0], dtype))))
-    norm = norm.to(dtype) * (1 if inv_scale is None else inv_scale)
-    finite = torch.stack([g.isfinite().all() for g in grads]).all()
-    return _conclude((~finite).float(), norm, inv_scale, max_norm)
+def _look_natively(
+    grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None, norm_type: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        return _ops.unscale_and_check(grads, inv_scale, max_norm, norm_type)
+    except RuntimeError as error:
+        if not _is_about_memory(error):
+            raise
+    dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    return _ops.unscale_and_check(dense, inv_scale, max_norm, norm_type)
 
 
-def _wide(grad: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return (torch.complex128 if dtype == torch.float64 else torch.complex64) if grad.is_complex() else dtype
+def _is_about_memory(error: RuntimeError) -> bool:
+    """True when a native operator refused the places of tensors in memory, before it changed anything.
+
+    Operators look at them anyway, and almost all are right: so callers try, and look themselves only when one was
+    refused. Asking first costs more than a step over small tensors.
+    """
+    return "must be dense" in str(error) or "share memory" in str(error)
 
 
-def _conclude(found_inf: Tensor, norm: Tensor, inv_scale: Tensor | None, max_norm: float | None) -> GradCheck:
-    factor = torch.ones_like(norm) if inv_scale is None else inv_scale.to(norm.dtype)
-    if max_norm is not None:
-        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return GradCheck(found_inf, norm, factor)
+def _found_inf(grads: Sequence[Tensor]) -> Tensor:
+    return 1.0 - torch.stack([_whole(grad.isfinite().all()) for grad in grads]).all().float()
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    norms = [
+        _whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
+        for grad in grads
+        if grad.numel()
+    ]
+    if not norms:
+        return torch.zeros((), dtype=_norm_dtype(grads), device=grads[0].device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    """The dtype that torch is to take a norm in: never one of 16 bits."""
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def _whole(scalar: Tensor) -> Tensor:
+    """A DTensor's number is one over all ranks."""
+    return scalar.full_tensor() if hasattr(scalar, "full_tensor") else scalar
+
+
+def together(looks: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+    """``(found_inf, grad_norm)`` over all such pairs, on the first one's device."""
+    if len(looks) == 1:
+        return looks[0]
+    device = looks[0][0].device
+    dtype = _norm_dtype([norm for _, norm in looks])
+    found_inf = torch.stack([move(found, device) for found, _ in looks]).amax()
+    norms = torch.stack([move(norm, device, dtype) for _, norm in looks])
+    return found_inf, torch.linalg.vector_norm(norms, norm_type)
 
 
 @torch.no_grad()
-def check(grads: Sequence[Tensor], inv_scale: Tensor | float | None = None, max_norm: float | None = None) -> GradCheck:
+def check(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor | float | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+) -> GradCheck:
     """Reads all gradients once; rewrites none.
 
     Args:
         grads: at least one gradient; any devices and dtypes.
         inv_scale: what the gradients are to be multiplied with before anything else (a float, or 0-dim).
         max_norm: clip the norm over *all* gradients to this.
+        norm_type: order of the norm. 1, 2 and inf are native; any other is torch's.
 
     Raises:
         ValueError: ``max_norm`` is negative or NaN.
     """
+    check_max_norm(max_norm)
+    device = grads[0].device
+    devices = _by_device(grads, norm_type)
+    native, others = devices[device]
+    if len(devices) == 1 and not others:
+        return GradCheck(*_look_natively(native, on_device(inv_scale, device), max_norm, norm_type))
+    looks = []
+    for place, (native, others) in devices.items():
+        inverse = on_device(inv_scale, place)
+        if native:
+            looks.append(_look_natively(native, inverse, None, norm_type)[:2])
+        if others:
+            norm = _norm(others, norm_type)
+            looks.append((_found_inf(others), norm if inverse is None else norm * inverse))
+    return conclude(looks, inv_scale, max_norm, norm_type)
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    """Refuses a negative norm and NaN."""
     if max_norm is not None and not max_norm >= 0:
         raise ValueError(f"max_grad_norm must be >= 0, got {max_norm}")
-    groups = _groups(grads)
-    device = grads[0].device
-    if len(groups) == 1:
-        return _look(groups[0], on_device(inv_scale, device), max_norm)
-    looks = [_look(group, on_device(inv_scale, group[0].device), None) for group in groups]
-    norms = torch.stack([move(look.grad_norm, device, torch.float64) for look in looks])
-    found_inf = torch.stack([move(look.found_inf, device) for look in looks]).amax()
-    norm = torch.linalg.vector_norm(norms).to(_norm_dtype(grads))
-    return _conclude(found_inf, norm, on_device(inv_scale, device), max_norm)
+
+
+def conclude(
+    looks: Sequence[tuple[Tensor, Tensor]],
+    inv_scale: Tensor | float | None,
+    max_norm: float | None,
+    norm_type: float = 2.0,
+) -> GradCheck:
+    """Looks at parts of the gradients, as ``(found_inf, grad_norm)``, as one look at all, on the first one's device."""
+    found_inf, norm = together(looks, norm_type)
+    inverse = on_device(inv_scale, norm.device)
+    factor = torch.ones_like(norm) if inverse is None else inverse.to(norm.dtype)
+    if max_norm is not None:
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return GradCheck(found_inf, norm, factor)
 
 
 @torch.no_grad()
-def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Multiplies all gradients with ``inv_scale`` in place: ``(found_inf, grad_norm)`` from the same pass."""
-    device = grads[0].device
-    found: list[Tensor] = []
-    norms: list[Tensor] = []
-    for group in _groups(grads):
-        inverse = on_device(inv_scale, group[0].device)
-        if _all_native(group) and all(map(is_dense, group)):
-            found_inf, norm = _ops.unscale_and_check_(group, inverse)
-            torch.autograd.graph.increment_version(group)
-        else:
-            look = _look(group, inverse, None)
-            found_inf, norm = look.found_inf, look.grad_norm
-            if inverse is not None:
-                torch._foreach_mul_(group, inverse)
-        found.append(move(found_inf, device))
-        norms.append(move(norm, device))
-    if len(found) == 1:
-        return found[0], norms[0]
-    total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
-    return torch.stack(found).amax(), total.to(_norm_dtype(grads))
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[tuple[Tensor, Tensor]]:
+    """Multiplies all gradients with ``inv_scale`` in place.
+
+    Returns:
+        ``(found_inf, grad_norm)`` from the same pass, as often as there are devices or more: see
+        :func:`together`.
+
+    Raises:
+        RuntimeError: a gradient is expanded; nothing has been changed.
+    """
+
+    def by_torch(others: list[Tensor], inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        found_inf = _found_inf(others)
+        if inverse is not None:
+            _multiply(others, inverse)
+        return found_inf, _norm(others, 2.0)
+
+    return _rewrite(grads, inv_scale, _ops.unscale_and_check_, by_torch)
 
 
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all gradients with ``factor`` in place; where the factor is 1 no memory is touched."""
-    for group in _groups(grads):
-        local = on_device(factor, group[0].device)
-        assert local is not None
-        if _all_native(group) and all(map(is_dense, group)):
-            _ops.scale_(group, local)
-            torch.autograd.graph.increment_version(group)
-        else:
-            torch._foreach_mul_(group, local)
+    """Multiplies all gradients with ``factor`` in place; where the factor is 1 no memory is touched.
+
+    Raises:
+        RuntimeError: a gradient is expanded; nothing has been changed.
+    """
+    _rewrite(grads, factor, _ops.scale_, _multiply)
+
+
+def _rewrite(
+    grads: Sequence[Tensor],
+    factor: Tensor | float | None,
+    native_op: Callable[[list[Tensor], Any], Any],
+    by_torch: Callable[[list[Tensor], Any], Any],
+) -> list[Any]:
+    """Both do the same, in place: ``native_op`` where it can, ``by_torch`` elsewhere."""
+    devices = _by_device(grads)
+    if len(devices) > 1 or any(others for _, others in devices.values()):
+        _refuse_expanded(grads)  # native operators see only their own before they write
+    results = []
+    for device, (native, others) in devices.items():
+        local = on_device(factor, device)
+        if native:
+            try:
+                results.append(native_op(native, local))
+                torch.autograd.graph.increment_version(native)
+            except RuntimeError as error:
+                if not _is_about_memory(error):
+                    raise
+                _refuse_expanded(native)
+                others = native + others
+        if others:
+            results.append(by_torch(others, local))
+    return results
+
+
+def _refuse_expanded(grads: Sequence[Tensor]) -> None:
+    for i, grad in enumerate(grads):
+        if grad.numel() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
+            raise RuntimeError(f"gradient {i} is expanded, several elements in one place: clone() it to rewrite it")
+
+
+def _multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """One after the other: what shares memory is multiplied as often as it is listed, as in torch."""
+    for grad in grads:
+        grad.mul_(factor)

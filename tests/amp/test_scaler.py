@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 
 import pytest
 import torch
@@ -80,6 +79,21 @@ def test_unscaled_then_step_with_a_clip_inside():
     torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_skipped_first_step_of_torchs_fused_sgd_leaves_no_trace(unscale):
+    p, scaler = torch.nn.Parameter(torch.ones(8)), fa.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5, fused=True)
+    for grad in (float("inf"), 1.0, 1.0):
+        p.grad = torch.full_like(scaler.scale(p.detach()), grad) * (scaler.get_scale() if grad == 1 else 1)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert scaler.last_step_skipped == (grad != 1)
+        assert (optimizer.state[p].get("momentum_buffer") is None) == (grad != 1)
+        scaler.update()
+    assert torch.equal(p.detach(), torch.full((8,), 1 - 1 - 1.5))
+
+
 def test_misuse_is_refused_as_in_torch():
     p = torch.nn.Parameter(torch.ones(5))
     optimizer, scaler = fo.SGD([p], lr=0.1), fa.GradScaler("cpu")
@@ -111,44 +125,3 @@ def test_disabled_and_pickled():
     torch.testing.assert_close(p.detach(), torch.full((4,), 0.5))
     enabled = fa.GradScaler("cpu", init_scale=4.0)
     assert pickle.loads(pickle.dumps(enabled)).state_dict() == enabled.state_dict()
-
-
-def test_clip_grad_norm_is_torchs():
-    for order in (1.0, 2.0, 3.0, float("inf")):
-        for max_norm in (0.5, 1e9):
-            ours, theirs = ([torch.nn.Parameter(torch.ones(n)) for n in (3, 0, 1000)] for _ in range(2))
-            for p in (*ours, *theirs):
-                p.grad = torch.arange(p.numel()) - 7.0
-            kept = ours[2].grad
-            a = fa.clip_grad_norm_(ours, max_norm, order)
-            b = torch.nn.utils.clip_grad_norm_([p for p in theirs if p.numel()], max_norm, order)
-            torch.testing.assert_close(a, b)
-            assert ours[2].grad is kept
-            for p, q in zip(ours, theirs, strict=True):
-                if p.numel():
-                    torch.testing.assert_close(p.grad, q.grad)
-    ours[0].grad[0] = float("nan")
-    with pytest.raises(RuntimeError, match="non-finite"):
-        fa.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
-    assert fa.clip_grad_norm_([], 1.0) == 0
-    with pytest.warns(UserWarning, match="empty generator"):
-        fa.clip_grad_norm_((p for p in ()), 1.0)
-
-
-def test_unscale_and_check_takes_parameters_or_gradients():
-    p = torch.nn.Parameter(torch.ones(3))
-    p.grad = torch.full((3,), 4.0)
-    assert fa.unscale_and_check_([p, torch.nn.Parameter(torch.ones(2))], torch.tensor(0.5))[0] == 0
-    assert (p.grad == 2).all()
-    assert torch.equal(p.detach(), torch.ones(3))
-    version = p.grad._version
-    found_inf, norm = fa.unscale_and_check_(p.grad, None)
-    assert (p.grad == 2).all()
-    assert norm.item() == pytest.approx(12**0.5)
-    assert p.grad._version > version, "autograd hears of it"
-    strided = torch.full((4, 4), 2.0)[:, ::2]
-    assert fa.unscale_and_check_(strided, 0.5)[1].item() == pytest.approx(8**0.5)
-    assert (strided == 1).all()
-    big = torch.tensor([sys.float_info.max], dtype=torch.float64)
-    found_inf, norm = fa.unscale_and_check_(big, None)
-    assert found_inf == 0, "finite, although its square is not"

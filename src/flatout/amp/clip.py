@@ -37,7 +37,7 @@ def unscale_and_check_(tensors: Tensor | Iterable[Tensor], inv_scale: Tensor | f
             grads.append(tensor)
     if not grads:
         return torch.zeros(()), torch.zeros(())
-    return _gradients.unscale_(grads, inv_scale)
+    return _gradients.together(_gradients.unscale_(grads, inv_scale))
 
 
 @torch.no_grad()
@@ -50,13 +50,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``, its norm safe from overflow and rounding in 16-bit dtypes.
 
-    The norm is computed in float32 (float64 for float64 gradients) and accumulated in double. Where it is
+    The norm is computed in float32 (float64 where all gradients are) and accumulated in double. Where it is
     already small enough the gradients are not written at all, which only the device decides.
 
     Args:
         parameters: whose gradients to clip, in place.
-        max_norm: largest norm allowed.
-        norm_type: 2 is one native pass; any other order goes through torch's norms, in the same precision.
+        max_norm: largest norm allowed, >= 0.
+        norm_type: order of the norm; 1, 2 and inf are native, any other goes through torch's norms.
         error_if_nonfinite: raise when the norm is inf or NaN (this waits for the device).
         foreach: accepted for torch's sake.
 
@@ -64,7 +64,9 @@ def clip_grad_norm_(
         The norm of all gradients before clipping, 0-dim.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded; no
+            gradient has been changed.
+        ValueError: ``max_norm`` is negative or NaN.
     """
     is_generator = isinstance(parameters, types.GeneratorType)
     listed = _as_list(parameters)
@@ -73,30 +75,15 @@ def clip_grad_norm_(
     grads = _gradients.gradients_of(listed)
     if not grads:
         return torch.tensor(0.0)
-    max_norm = float(max_norm)
-    if float(norm_type) == 2.0:
-        look = _gradients.check(grads, None, None)
-        norm = look.grad_norm
-    else:
-        norm = _other_norm(grads, float(norm_type))
-    if error_if_nonfinite and not bool(norm.isfinite()):
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0, got {max_norm}")
+    look = _gradients.check(grads, None, max_norm, norm_type)
+    if error_if_nonfinite and not bool(look.grad_norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
             "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
             "set `error_if_nonfinite=False`"
         )
-    _gradients.scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
-
-
-def _other_norm(grads: list[Tensor], order: float) -> Tensor:
-    device = grads[0].device
-    dtype = _gradients._norm_dtype(grads)
-    norms = [
-        torch.linalg.vector_norm(g, order, dtype=_gradients._wide(g, dtype)).to(device, dtype)
-        for g in grads
-        if g.numel()
-    ]
-    if not norms:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), order)
+    _gradients.scale_(grads, look.grad_factor)
+    return look.grad_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,7 +24,24 @@ class GradScaler(torch.amp.GradScaler):
       and whether to skip is decided on the device.
     - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled
       once.
+    - ``last_step_skipped`` tells what became of the last step.
+
+    float16 gradients (of float16 parameters with master weights, say) are for the lazy form, which unscales them
+    in float32 on their way into the step. ``unscale_`` refuses them, as torch's does, masters or not: written
+    back in float16, small ones would become the zeros that loss scaling is there to prevent.
     """
+
+    _last_step_skipped: Tensor | None = None
+
+    @property
+    def last_step_skipped(self) -> Tensor | None:
+        """Whether the last ``step`` found an inf or a NaN and changed nothing: 0-dim bool, on the device.
+
+        Nothing waits for it but who asks for its value, as ``bool()`` does. It stays until the next ``step``,
+        of whichever optimizer, and is neither saved nor copied with the scaler. None before the first step,
+        for a disabled scaler, and for optimizers that do their own checks.
+        """
+        return self._last_step_skipped
 
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, max_grad_norm: float | None = None, **kwargs: Any
@@ -43,53 +61,74 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a closure was given, or ``step`` was called already since the last ``update``.
             ValueError: ``max_grad_norm`` is negative or NaN.
         """
+        if not self._enabled and max_grad_norm is None:
+            return optimizer.step(*args, **kwargs)
+        native = isinstance(optimizer, NativeStep)
+        if "closure" in kwargs or ((args or kwargs) and (native or not self._enabled)):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled or clips.")
         if not self._enabled:
-            if max_grad_norm is None:
-                return optimizer.step(*args, **kwargs)
             update(optimizer, max_grad_norm=max_grad_norm)
             return None
-        if not isinstance(optimizer, NativeStep):
-            if max_grad_norm is not None:
-                self._clip_eagerly(optimizer, max_grad_norm)
-            return super().step(optimizer, *args, **kwargs)
-        if args or "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if record["stage"] is OptState.READY:
+        result = None
+        if not native:
+            if max_grad_norm is not None:
+                self._clip(optimizer, max_grad_norm, record)
+            if self._spoils_buffers(optimizer, record):
+                optimizer.__dict__.pop("grad_scale", None)
+            else:
+                result = super().step(optimizer, *args, **kwargs)
+        elif record["stage"] is OptState.READY:
             self._lazy_step(optimizer, scale, max_grad_norm, record)
         else:
             self._unscaled_step(optimizer, max_grad_norm, record)
         record["stage"] = OptState.STEPPED
-        return None
+        found_inf = _found_inf(record)
+        # A tensor of its own: update() adds the findings of other optimizers to ours.
+        self._last_step_skipped = None if found_inf is None else found_inf != 0
+        return result
 
     def _lazy_step(
-        self, optimizer: NativeStep, scale: Tensor, max_grad_norm: float | None, record: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, scale: Tensor, max_grad_norm: float | None, record: dict[str, Any]
     ) -> None:
         # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
         total = scale if own is None else scale * own
-        result = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm)
-        if result.found_inf is None:
+        found_inf = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm).found_inf
+        if found_inf is None:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
+        record["found_inf_per_device"] = {found_inf.device: found_inf}
 
-    def _unscaled_step(self, optimizer: NativeStep, max_grad_norm: float | None, record: dict[str, Any]) -> None:
-        found = list(record["found_inf_per_device"].values())
-        if not found:
+    def _unscaled_step(
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any]
+    ) -> None:
+        found_inf = _found_inf(record)
+        if found_inf is None:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        found_inf = found[0]
-        for other in found[1:]:
-            found_inf = found_inf + _gradients.move(other, found_inf.device)
-        factor = None
-        if max_grad_norm is not None:
-            factor = _gradients.check(_gradients_of(optimizer), None, max_grad_norm).grad_factor
+        own = optimizer.__dict__.pop("grad_scale", None)
+        factor = None if own is None else _inverse(own)
+        grads = _gradients_of(optimizer)
+        if max_grad_norm is not None and grads:
+            factor = _gradients.check(grads, factor, max_grad_norm).grad_factor
         apply(optimizer, factor, found_inf)
 
-    def _clip_eagerly(self, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+    def _spoils_buffers(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
+        """torch's fused SGD keeps the uninitialised momentum buffers of a first step that it skips: so ask before."""
+        if not isinstance(optimizer, torch.optim.SGD) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        having = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
+        if all(p.grad is None or optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in having):
+            return False
+        if record["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        found_inf = _found_inf(record)
+        return found_inf is not None and bool(found_inf)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, record: dict[str, Any]) -> None:
+        if record["stage"] is OptState.READY:
             self.unscale_(optimizer)
         grads = _gradients_of(optimizer)
         if grads:
@@ -102,18 +141,34 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """torch's hook behind ``unscale_``: per device, one pass that checks and rewrites."""
-        per_device: dict[torch.device, list[Tensor]] = {}
-        for grad in _gradients_of(optimizer):
-            if grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            per_device.setdefault(grad.device, []).append(grad)
-        return {device: _gradients.unscale_(grads, inv_scale)[0] for device, grads in per_device.items()}
+        """torch's hook behind ``unscale_``: one pass that checks and rewrites."""
+        grads = _gradients_of(optimizer)
+        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. (step(optimizer, max_grad_norm=...) of a flatout "
+                "optimizer takes them: it unscales in float32.)"
+            )
+        found: dict[torch.device, Tensor] = {}
+        if grads:
+            for new, _ in _gradients.unscale_(grads, inv_scale):
+                found[new.device] = torch.maximum(found[new.device], new) if new.device in found else new
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_last_step_skipped", None)
+        return state
 
 
 def _inverse(scale: Tensor) -> Tensor:
     # As in torch: the reciprocal in float64, because float32 division can be imprecise under some compilers.
     return scale.double().reciprocal().float()
+
+
+def _found_inf(record: dict[str, Any]) -> Tensor | None:
+    """Over all devices, not 0 where something was inf or NaN; None where nothing was looked at."""
+    found = record["found_inf_per_device"].values()
+    return functools.reduce(lambda a, b: a + _gradients.move(b, a.device), found) if found else None
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
