@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -109,6 +111,7 @@ def test_no_synchronisation():
         scaler.scale(sum(p.sum() for p in params)).backward()
         scaler.step(optimizer, max_grad_norm=1.0)
         scaler.update()
+        assert scaler.last_step_skipped.is_cuda
 
     one()
     torch.cuda.set_sync_debug_mode("error")
@@ -147,6 +150,75 @@ def test_the_norm_is_the_same_every_time_and_right():
     assert len(norms) == 1
     exact = sum(g.double().square().sum() for g in grads).sqrt().item()
     assert norms.pop() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_one_check_of_all_dtypes_and_orders(order):
+    """Several launches share one conclusion, drawn by whichever block finishes last."""
+    grads = [g for seed, dtype in enumerate(DTYPES) for g in values(dtype, seed)]
+    for bad in (None, math.inf, math.nan):
+        if bad is not None:
+            grads[-2][77] = bad
+        here = torch.ops.flatout.unscale_and_check(grads, torch.tensor(0.5), 1.0, order)
+        there = torch.ops.flatout.unscale_and_check(
+            [g.cuda() for g in grads], torch.tensor(0.5, device="cuda"), 1.0, order
+        )
+        torch.testing.assert_close([t.cpu() for t in there], list(here), rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.sanitize
+def test_a_check_of_nothing_concludes_too():
+    found_inf, norm, factor = torch.ops.flatout.unscale_and_check(
+        [torch.ones(0, device="cuda")] * 3, torch.tensor(0.5, device="cuda"), 1.0
+    )
+    assert (found_inf.item(), norm.item(), factor.item()) == (0, 0, 0.5)
+
+
+def test_checks_on_several_streams_at_once_do_not_meet():
+    lists = [[torch.full((300_000 + i,), 1.0 + i, device="cuda"), torch.ones(5, device="cuda")] for i in range(4)]
+    expected = [torch.ops.flatout.unscale_and_check(grads, None, None)[1].item() for grads in lists]
+    streams = [torch.cuda.Stream() for _ in lists]
+    torch.cuda.synchronize()
+    norms = []
+    for _ in range(50):
+        for stream, grads in zip(streams, lists, strict=True):
+            with torch.cuda.stream(stream):
+                norms.append(torch.ops.flatout.unscale_and_check(grads, None, None)[1])
+    torch.cuda.synchronize()
+    assert [norm.item() for norm in norms] == expected * 50
+
+
+def test_a_check_in_a_cuda_graph_concludes_in_every_replay():
+    grads = [torch.ones(100_000, device="cuda"), torch.ones(7, device="cuda", dtype=torch.bfloat16)]
+    torch.ops.flatout.unscale_and_check(grads, None, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found_inf, norm, _ = torch.ops.flatout.unscale_and_check(grads, None, 1.0)
+    for value in (2.0, math.inf, 3.0):
+        for g in grads:
+            g.fill_(value)
+        graph.replay()
+        assert found_inf.item() == (value == math.inf)
+        assert norm.item() == pytest.approx(value * 100_007**0.5, rel=1e-6)
+
+
+def test_a_scaler_over_both_devices_finds_an_infinity_on_either():
+    for bad in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(torch.ones(5, device=device)) for device in ("cuda", "cpu")]
+        for optimizer in (fo.SGD(params, lr=1.0), torch.optim.SGD(params, lr=1.0)):
+            scaler = GradScaler("cuda", init_scale=4.0)
+            scaler.scale(torch.ones((), device="cuda"))
+            for unscale_first in (True, False):
+                for p in params:
+                    p.grad = torch.full_like(p, math.inf if p.device.type == bad else 4.0)
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                assert scaler.last_step_skipped.item()
+                scaler.update()
+            assert scaler.get_scale() == 1
+            assert all((p == 1).all() for p in params)
 
 
 def test_thousands_of_tensors_need_several_launches():

@@ -1,0 +1,33 @@
+"""What one call does on the device, read from a profiler trace: it sees calls that torch's sync debug mode does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_REGION = "traced call"
+
+
+@dataclass(frozen=True)
+class Trace:
+    kernels: list[str]
+    waits: list[str]
+    """Calls that wait for the device, and copies from it to the host."""
+
+
+def traced(run: Callable[[], object]) -> Trace:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, record_function(_REGION):
+        run()
+    events = trace.events()
+    region = next(e for e in events if e.name == _REGION and e.device_type == DeviceType.CPU)
+    annotations = {e.name for e in events if e.is_user_annotation}  # torch's around every optimizer, and this one
+    on_device = [e.name for e in events if e.device_type == DeviceType.CUDA and e.name not in annotations]
+    # The profiler waits for the device itself, after the region.
+    inside = [e.name for e in events if region.time_range.start <= e.time_range.start <= region.time_range.end]
+    waits = [name for name in inside if "Synchronize" in name] + [name for name in on_device if "DtoH" in name]
+    return Trace([name for name in on_device if not name.startswith(("Memcpy", "Memset"))], waits)
