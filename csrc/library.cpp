@@ -41,8 +41,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "Tensor[] lows, int[] ids) -> int");
   m.def("free_bucket(int bucket) -> ()");
   // Gradients for the next step, of the weights at the indices `which` ([]: all). Only their addresses are
-  // kept. 0: ready; 1: the bucket's tensors have moved, it must be made anew; 2: a gradient's strides are not
-  // its weight's; 3: a gradient is not strided, not float or elsewhere.
+  // kept. 0: ready; 1: the bucket's tensors have moved, it must be made anew; 2: a gradient's shape or
+  // strides are not its weight's; 3: a gradient is not strided, not float or elsewhere.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
   // unscale_and_check over the gradients set in buckets of one device.
   m.def(

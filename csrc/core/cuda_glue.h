@@ -1,4 +1,4 @@
-// cuda_glue.h: torch's side of a CUDA launch: the device, its current stream, the element type.
+// cuda_glue.h: torch's side of a CUDA launch: the device and its current stream.
 #pragma once
 
 #include <dlfcn.h>
@@ -42,18 +42,5 @@ class CudaScope {
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
 };
-
-inline Element element_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::Double:
-      return Element::kDouble;
-    case ScalarType::Half:
-      return Element::kHalf;
-    default:
-      return Element::kBfloat;
-  }
-}
 
 }  // namespace flatout

@@ -10,9 +10,6 @@ namespace flatout {
 
 inline constexpr int kThreads = 512;
 
-// Element types as a number, so that glue and kernels agree without sharing torch's enumeration.
-enum class Element { kFloat, kDouble, kHalf, kBfloat };
-
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // or the next launch of anybody would report it

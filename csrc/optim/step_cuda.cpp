@@ -33,27 +33,10 @@ class CudaBucket final : public Bucket {
   }
 };
 
-int64_t make_bucket_cuda(const std::string& rule, const TensorList& weights, const TensorList& states,
-                         const TensorList& steps, const TensorList& averages, const TensorList& lows,
-                         const std::vector<int64_t>& ids) {
-  return keep_bucket(std::make_shared<CudaBucket>(rule, weights, states, steps, averages, lows, ids));
-}
-
-void step_cuda_(const std::string& rule, const TensorList& weights, const TensorList& grads,
-                const TensorList& states, const TensorList& steps, const TensorList& averages,
-                const TensorList& lows, const std::vector<int64_t>& ids, const std::vector<double>& options,
-                double lr, const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
-                double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
-                const std::optional<Tensor>& found_inf) {
-  CudaBucket bucket(rule, weights, states, steps, averages, lows, ids);
-  step_once(bucket, grads,
-            {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
-}
-
 }  // namespace
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CUDA, m) {
-  m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket_cuda));
-  m.impl("step_", TORCH_BOX(&flatout::step_cuda_));
+  m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket<flatout::CudaBucket>));
+  m.impl("step_", TORCH_BOX(&flatout::step_<flatout::CudaBucket>));
 }

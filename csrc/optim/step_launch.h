@@ -18,17 +18,4 @@ bool launch_step(RuleName rule, int states, const Storage& storage, const StepCo
                  const std::vector<double>& options, const std::vector<FlatTensor>& tensors, uint32_t* ticket,
                  cudaStream_t stream);
 
-extern template bool launch_step<float>(RuleName, int, const Storage&, const StepConfig&,
-                                        const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
-                                        cudaStream_t);
-extern template bool launch_step<double>(RuleName, int, const Storage&, const StepConfig&,
-                                         const std::vector<double>&, const std::vector<FlatTensor>&,
-                                         uint32_t*, cudaStream_t);
-extern template bool launch_step<f16>(RuleName, int, const Storage&, const StepConfig&,
-                                      const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
-                                      cudaStream_t);
-extern template bool launch_step<bf16>(RuleName, int, const Storage&, const StepConfig&,
-                                       const std::vector<double>&, const std::vector<FlatTensor>&, uint32_t*,
-                                       cudaStream_t);
-
 }  // namespace flatout

@@ -78,29 +78,6 @@ void launch_checks(const std::vector<FlatTensor>& tensors, const Conclusion& con
   });
 }
 
-template <class T>
-void launch_scales(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream) {
-  for_each_table<GradTable>(tensors, [&](const GradTable& table) {
-    if (table.chunks() == 0) return;
-    scale_kernel<T, GradTable><<<table.chunks(), kThreads, 0, stream>>>(table, factor);
-    check_cuda(cudaGetLastError(), "launch of scale_kernel");
-  });
-}
-
-template <class Body>
-void with_element(Element element, const Body& body) {
-  switch (element) {
-    case Element::kFloat:
-      return body(float{});
-    case Element::kDouble:
-      return body(double{});
-    case Element::kHalf:
-      return body(f16{});
-    case Element::kBfloat:
-      return body(bf16{});
-  }
-}
-
 }  // namespace
 
 void begin_check(const Conclusion& conclusion, cudaStream_t stream) {
@@ -113,21 +90,36 @@ void begin_check(const Conclusion& conclusion, cudaStream_t stream) {
   }
 }
 
-void launch_check(const std::vector<FlatTensor>& tensors, Element element, Norm norm, bool rewrite,
+template <class T>
+void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream) {
-  with_element(element, [&](auto value) {
-    using T = decltype(value);
-    if (rewrite) return launch_checks<T, Norm::kTwo, true>(tensors, conclusion, first_partial, stream);
-    with_norm(norm, [&](auto kind) {
-      launch_checks<T, decltype(kind)::value, false>(tensors, conclusion, first_partial, stream);
-    });
+  if (rewrite) return launch_checks<T, Norm::kTwo, true>(tensors, conclusion, first_partial, stream);
+  with_norm(norm, [&](auto kind) {
+    launch_checks<T, decltype(kind)::value, false>(tensors, conclusion, first_partial, stream);
   });
 }
 
-void launch_scale(const std::vector<FlatTensor>& tensors, Element element, const DeviceScalar& factor,
-                  cudaStream_t stream) {
-  with_element(element, [&](auto value) { launch_scales<decltype(value)>(tensors, factor, stream); });
+template <class T>
+void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream) {
+  for_each_table<GradTable>(tensors, [&](const GradTable& table) {
+    if (table.chunks() == 0) return;
+    scale_kernel<T, GradTable><<<table.chunks(), kThreads, 0, stream>>>(table, factor);
+    check_cuda(cudaGetLastError(), "launch of scale_kernel");
+  });
 }
+
+template void launch_check<float>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t,
+                                  cudaStream_t);
+template void launch_scale<float>(const std::vector<FlatTensor>&, const DeviceScalar&, cudaStream_t);
+template void launch_check<double>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t,
+                                   cudaStream_t);
+template void launch_scale<double>(const std::vector<FlatTensor>&, const DeviceScalar&, cudaStream_t);
+template void launch_check<f16>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t,
+                                cudaStream_t);
+template void launch_scale<f16>(const std::vector<FlatTensor>&, const DeviceScalar&, cudaStream_t);
+template void launch_check<bf16>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t,
+                                 cudaStream_t);
+template void launch_scale<bf16>(const std::vector<FlatTensor>&, const DeviceScalar&, cudaStream_t);
 
 bool kernels_run() {
   int driver = 0, runtime = 0;

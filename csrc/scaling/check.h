@@ -35,7 +35,8 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader);
 
 // The results, uninitialised.
 inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
-  const bool wide = std::all_of(check.lists.begin(), check.lists.end(),
+  const bool wide = !check.lists.empty() &&
+                    std::all_of(check.lists.begin(), check.lists.end(),
                                 [](const GradList& list) { return list.dtype == ScalarType::Double; });
   const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
   return {torch::stable::new_empty(leader, {}, ScalarType::Float),

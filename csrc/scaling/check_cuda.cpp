@@ -27,8 +27,9 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader) {
   begin_check(conclusion, scope.stream());
   uint32_t first_partial = 0;
   for (const GradList& list : check.lists) {
-    launch_check(*list.tensors, element_of(list.dtype), check.norm, check.rewrite, conclusion, first_partial,
-                 scope.stream());
+    with_dtype(list.dtype, [&]<class T>(T*) {
+      launch_check<T>(*list.tensors, check.norm, check.rewrite, conclusion, first_partial, scope.stream());
+    });
     for (const FlatTensor& tensor : *list.tensors) first_partial += chunks_of(tensor.numel);
   }
   return result;
@@ -56,7 +57,8 @@ void scale_cuda_(const TensorList& grads, const Tensor& factor) {
   const DeviceScalar value = device_scalar(factor, "factor", grads[0], 1);
   const CudaScope scope(grads[0]);
   const nvtx::Range range("flatout::scale");
-  for (const auto& [dtype, tensors] : flat) launch_scale(tensors, element_of(dtype), value, scope.stream());
+  for (const auto& entry : flat)
+    with_dtype(entry.first, [&]<class T>(T*) { launch_scale<T>(entry.second, value, scope.stream()); });
 }
 
 bool cuda_kernels_run(int64_t device) {

@@ -12,11 +12,12 @@ namespace flatout {
 
 // Before the launches of a check. Without anything to add up, this is the verdict already.
 void begin_check(const Conclusion& conclusion, cudaStream_t stream);
-// One list of a check; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
-void launch_check(const std::vector<FlatTensor>& tensors, Element element, Norm norm, bool rewrite,
+// One list of a check, of Ts; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
+template <class T>
+void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);
-void launch_scale(const std::vector<FlatTensor>& tensors, Element element, const DeviceScalar& factor,
-                  cudaStream_t stream);
+template <class T>
+void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream);
 // True when the current device can run the kernels: a driver new enough, code for its architecture.
 bool kernels_run();
 

@@ -82,6 +82,18 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """:func:`gradients_of` all its parameters."""
+    return gradients_of(p for group in optimizer.param_groups for p in group["params"])
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A plain complex tensor as the real numbers that lie in its memory; any other tensor itself."""
+    if not tensor.is_complex() or type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_conj():
+        return tensor
+    return torch.view_as_real(tensor)
+
+
 def _by_device(
     grads: Sequence[Tensor], norm_type: float = 2.0
 ) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
@@ -100,16 +112,10 @@ def _split(grads: list[Tensor], device: torch.device, norm_type: float) -> tuple
     if norm_type not in _NORM_TYPES or not has_kernels(device):
         return [], grads
     if norm_type == 2 and any(map(Tensor.is_complex, grads)):
-        grads = list(map(_as_real, grads))
+        grads = list(map(as_real, grads))
     if _all_plain(grads):
         return grads, []
     return [grad for grad in grads if _all_plain((grad,))], [grad for grad in grads if not _all_plain((grad,))]
-
-
-def _as_real(grad: Tensor) -> Tensor:
-    if not grad.is_complex() or type(grad) not in PLAIN or grad.layout != torch.strided or grad.is_conj():
-        return grad
-    return torch.view_as_real(grad)
 
 
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

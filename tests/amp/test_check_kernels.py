@@ -10,29 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.amp  # noqa: F401  (loads the operators)
+from tests.chunks import CHUNK, at_offset, sizes
 
-CHUNK = 16384
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ORDERS = [1.0, 2.0, math.inf]
 
-sizes = st.lists(
-    st.one_of(
-        st.integers(0, 70),
-        st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5, 3 * CHUNK + 17]),
-    ),
-    min_size=1,
-    max_size=8,
-)
 PLAY = dict(inv_scale=1.0, max_norm=1e9, norm_type=2.0, rewrite=False, threads=64, seed=0)
 
 
 def play(grads, **options):
     return torch.ops.flatout_testing.check_(grads, **PLAY | options)
-
-
-def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of ``values`` that starts ``offset`` elements behind a 64-byte boundary."""
-    return torch.empty(values.numel() + offset, dtype=values.dtype)[offset:].copy_(values)
 
 
 def exact_norm(grads, order):

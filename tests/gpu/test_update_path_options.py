@@ -15,7 +15,8 @@ from flatout import _native
 from flatout.amp import GradScaler, clip_grad_norm_
 from flatout.optim import update
 from tests.gpu.trace import traced
-from tests.optim.cases import BRAIN, FLOAT, HALF, Case, Run, Step, away_from_zero, bits, cases, weight_of
+from tests.optim.bounds import away_from_zero
+from tests.optim.cases import BRAIN, FLOAT, HALF, Case, Run, Step, bits, cases, weight_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -146,6 +146,23 @@ def lion(
     return weight * (1 - lr * weight_decay) - sign * lr, [momentum]
 
 
+def join(high: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 weight behind a bfloat16 parameter and its int16 remainder.
+
+    Its bits are (bfloat16 bits << 16) + remainder. Beside a zero or an infinity that somebody wrote over the parameter
+    that may be no number; then it is what was written.
+    """
+    upper = high.contiguous().view(torch.int16).to(torch.int32) << 16
+    weight = (upper + remainder.to(torch.int32)).view(torch.float32)
+    return torch.where(weight.isnan(), upper.view(torch.float32), weight)
+
+
+def away_from_zero(weight: Tensor) -> Tensor:
+    """float32 rounded to the nearest bfloat16, ties away from zero."""
+    bits = weight.contiguous().view(torch.int32).long() + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 RULES = {"AdamW": adam, "Adam": adam, "SGD": sgd, "Lion": lion}
 STATES = {
     "AdamW": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],

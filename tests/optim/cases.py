@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import flatout.optim as fo
 from flatout.optim import update
 from tests.optim import bounds
-from tests.optim.bounds import UNIT, Near, assert_rounded_either_way, assert_rounded_once
+from tests.optim.bounds import UNIT, Near, assert_rounded_either_way, assert_rounded_once, away_from_zero, join
 
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4, 5), (0, 4), (130, 129)]
@@ -191,20 +191,8 @@ def weight_of(optimizer: Any, p: torch.nn.Parameter) -> torch.Tensor:
     if "master" in state:
         return copied(state["master"])
     if "remainder" in state:
-        return joined(copied(p), copied(state["remainder"]))
+        return join(copied(p), copied(state["remainder"]))
     return copied(p)
-
-
-def joined(p: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """float32 whose bits are (bfloat16 bits << 16) + remainder."""
-    bits = (p.contiguous().view(torch.int16).long() << 16) + remainder.long()
-    return bits.to(torch.int32).view(FLOAT)
-
-
-def away_from_zero(weight: torch.Tensor) -> torch.Tensor:
-    """float32 rounded to the nearest bfloat16, ties away from zero."""
-    bits = weight.contiguous().view(torch.int32).long() + 0x8000
-    return (bits >> 16).to(torch.int16).view(BRAIN)
 
 
 def moments_of(case: Case, optimizer: Any, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatout.optim as fo
 from flatout.measure.state import State
-from tests.optim import reference
+from tests.optim.bounds import join
 from tests.optim.helpers import parameters, set_grads
 
 NAMES = ["AdamW", "Adam", "SGD", "Lion"]
@@ -45,7 +45,7 @@ def test_averages_what_is_behind_the_parameters(options):
             state = optimizer.state[p]
             weight = state.get("master", p.detach())
             if "remainder" in state:
-                weight = reference.join(p.detach(), state["remainder"])
+                weight = join(p.detach(), state["remainder"])
             if options:
                 expected[i] += 0.2 * (weight.double() - expected[i])
     for i, p in enumerate(params):
@@ -62,7 +62,7 @@ def test_averages_that_begin_late_begin_at_the_weight(options):
         optimizer.param_groups[0].update({"ema_decay": 1.0} if step == 2 else {})
         weight = p.detach().float()
         if options and step:
-            weight = reference.join(p.detach(), optimizer.state[p]["remainder"])
+            weight = join(p.detach(), optimizer.state[p]["remainder"])
         p.grad = torch.ones_like(p)
         optimizer.step()
     assert torch.equal(optimizer.state[p]["ema"], weight)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.optim  # noqa: F401  (loads the operators)
+from tests.chunks import CHUNK, at_offset, sizes
 
-CHUNK = 16384
 RULES = {
     "adam": (2, [0.9, 0.99, 1e-8, 1.0]),
     "amsgrad": (3, [0.9, 0.99, 1e-8, 0.0]),
@@ -33,20 +33,6 @@ STORAGES = [
     (bf16, bf16, f32, f32, i16),
     (bf16, bf16, bf16, None, i16),
 ]
-
-sizes = st.lists(
-    st.one_of(
-        st.integers(0, 70),
-        st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5, 3 * CHUNK + 17]),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of ``values`` that starts ``offset`` elements behind a 64-byte boundary."""
-    return torch.empty(values.numel() + offset, dtype=values.dtype)[offset:].copy_(values)
 
 
 def streams(rule, storage, sizes, offsets):

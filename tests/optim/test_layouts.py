@@ -277,3 +277,16 @@ def test_gradients_are_only_read():
     before = [p.grad.clone() for p in params]
     fo.update(optimizer, inv_scale=torch.tensor(0.5), max_grad_norm=0.1)
     assert all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
+
+
+def test_a_gradient_that_waits_to_be_negated():
+    """torch keeps some negations as a bit: memory holds the other number."""
+    p, q = (parameter(torch.ones(4)) for _ in range(2))
+    p.grad, q.grad = torch._neg_view(torch.ones(4)), -torch.ones(4)
+    averaged = fo.AdamW([p], lr=0.1, ema_decay=0.9)
+    with pytest.raises(RuntimeError, match="ema_decay: only for parameters, gradients and options"):
+        averaged.step()
+    assert not averaged.state
+    fo.AdamW([p], lr=0.1).step()
+    fo.AdamW([q], lr=0.1).step()
+    torch.testing.assert_close(p, q)

@@ -163,6 +163,12 @@ def test_a_bucket_steps_what_gradients_were_set_for(bucket):
     assert torch.allclose(q, torch.tensor(0.9))
 
 
+def test_a_bucket_without_gradients_has_the_norm_zero(bucket):
+    found_inf, norm, factor = ops.check_buckets([bucket[0]], torch.tensor(0.5), 1.0)
+    assert (found_inf, norm, factor) == (0, 0, 0.5)
+    assert {found_inf.dtype, norm.dtype, factor.dtype} == {torch.float32}
+
+
 def test_a_bucket_notices_what_has_changed(bucket):
     number, (p, q), (a, _) = bucket
     grads = [torch.ones(4, 6), torch.ones(3)]

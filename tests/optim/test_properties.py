@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import flatout.optim as fo
-from tests.optim.cases import BRAIN, DOUBLE, FLOAT, HALF, Run, away_from_zero, bits, cases, weight_of
+from tests.optim.bounds import away_from_zero
+from tests.optim.cases import BRAIN, DOUBLE, FLOAT, HALF, Run, bits, cases, weight_of
 
 
 @settings(max_examples=150)

@@ -146,13 +146,17 @@ def test_hooks_see_and_decide_what_is_saved():
 
 
 def test_lion_takes_groups_without_its_flags():
-    optimizer, params = make("Lion", (F32,))
-    stepped(optimizer, params, 0)
-    saved = optimizer.state_dict()
+    (saver, saved_params), (loader, params) = make("Lion", (F32,)), make("Lion", (F32,))
+    for each in (saver, saved_params), (loader, params):
+        stepped(*each, 0)
+    saved = saver.state_dict()
     for flag in ("maximize", "foreach", "capturable", "differentiable", "fused"):
         del saved["param_groups"][0][flag]
-    optimizer.load_state_dict(saved)
-    stepped(optimizer, params, 1)
+    loader.load_state_dict(saved)
+    assert loader.param_groups[0]["maximize"] is False
+    for each in (saver, saved_params), (loader, params):
+        stepped(*each, 1)
+    assert all(torch.equal(p, q) for p, q in zip(saved_params, params, strict=True))
 
 
 def test_a_load_that_fails_changes_nothing():

@@ -1,4 +1,4 @@
-"""``GradScaler``: torch's, with the update as one function and no question to the device."""
+"""``GradScaler``: torch's, with the update as one function; with native optimizers it asks the device nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from flatout import _gradients
 from flatout.optim.base import NativeStep
-from flatout.optim.update import apply, update
+from flatout.optim.update import apply, spoils_buffers, update
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         if not native:
             if max_grad_norm is not None:
                 self._clip(optimizer, max_grad_norm, record)
-            if self._spoils_buffers(optimizer, record):
+            if self._must_not_skip(optimizer, record):
                 optimizer.__dict__.pop("grad_scale", None)
             else:
                 result = super().step(optimizer, *args, **kwargs)
@@ -110,17 +110,14 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded for this optimizer.")
         own = optimizer.__dict__.pop("grad_scale", None)
         factor = None if own is None else _inverse(own)
-        grads = _gradients_of(optimizer)
+        grads = _gradients.of_optimizer(optimizer)
         if max_grad_norm is not None and grads:
             factor = _gradients.check(grads, factor, max_grad_norm).grad_factor
         apply(optimizer, factor, found_inf)
 
-    def _spoils_buffers(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
-        """torch's fused SGD keeps the uninitialised momentum buffers of a first step that it skips: so ask before."""
-        if not isinstance(optimizer, torch.optim.SGD) or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        having = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
-        if all(p.grad is None or optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in having):
+    def _must_not_skip(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
+        """The step would be skipped by an optimizer that spoils its state in doing so: asks the device."""
+        if not (getattr(optimizer, "_step_supports_amp_scaling", False) and spoils_buffers(optimizer)):
             return False
         if record["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -130,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
     def _clip(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, record: dict[str, Any]) -> None:
         if record["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        grads = _gradients_of(optimizer)
+        grads = _gradients.of_optimizer(optimizer)
         if grads:
             _gradients.scale_(grads, _gradients.check(grads, None, max_grad_norm).grad_factor)
 
@@ -142,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """torch's hook behind ``unscale_``: one pass that checks and rewrites."""
-        grads = _gradients_of(optimizer)
+        grads = _gradients.of_optimizer(optimizer)
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
                 "Attempting to unscale FP16 gradients. (step(optimizer, max_grad_norm=...) of a flatout "
@@ -169,7 +166,3 @@ def _found_inf(record: dict[str, Any]) -> Tensor | None:
     """Over all devices, not 0 where something was inf or NaN; None where nothing was looked at."""
     found = record["found_inf_per_device"].values()
     return functools.reduce(lambda a, b: a + _gradients.move(b, a.device), found) if found else None
-
-
-def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])

@@ -205,7 +205,7 @@ class NativeStep(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return
         if factor is not None:
-            grads = _gradients.gradients_of(p for group in self.param_groups for p in group["params"])
+            grads = _gradients.of_optimizer(self)
             if grads:
                 _gradients.scale_(grads, factor)
         handed: dict[str, Any] = {

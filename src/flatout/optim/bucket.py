@@ -48,15 +48,13 @@ class Kind:
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
     """True when a bucket can hold ``parameter`` and be given ``grad``."""
-    if not (_gradients.is_native(parameter) or (parameter.is_complex() and _is_plain(parameter))):
+    if not _gradients.is_native(_real(parameter)):
         return False
     return grad is None or (
-        grad.device == parameter.device and grad.is_complex() == parameter.is_complex() and _is_plain(grad)
+        grad.device == parameter.device
+        and grad.is_complex() == parameter.is_complex()
+        and _gradients.is_native(_real(grad))
     )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _gradients.PLAIN and tensor.layout == torch.strided and _gradients.has_kernels(tensor.device)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -83,7 +81,7 @@ def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return _gradients.as_real(tensor.resolve_conj())
 
 
 def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:

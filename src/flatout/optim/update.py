@@ -1,4 +1,4 @@
-"""One optimizer update: unscale, check, clip and step, with nothing in it that waits for the device."""
+"""One optimizer update: unscale, check, clip and step; a native one never waits for the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def update(
     With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and
     once by the step, and **never rewritten**: ``p.grad`` stays scaled and unclipped (32 bytes per fp32
     parameter for AdamW, against 48). Any other optimizer gets its gradients rewritten in place first, with
-    the same meaning.
+    the same meaning; one that cannot skip by itself (only torch's fused classes can) is skipped by asking the device.
 
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
@@ -71,7 +71,7 @@ def update(
         if not _steps_at_once(optimizer):
             ready = None
     else:
-        grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
+        grads = _gradients.of_optimizer(optimizer)
         if grads and wants_look:
             look = _gradients.check(grads, inv_scale, max_grad_norm)
         elif grads:
@@ -124,15 +124,22 @@ def apply(
     if isinstance(optimizer, NativeStep):
         _step_with(optimizer, _grad_factor=factor, found_inf=found_inf, _ready=ready)
         return
-    # torch's fused SGD leaves an uninitialised momentum buffer behind when its first step is skipped: ask
-    # instead.
-    asks = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
-    if found_inf is not None and not asks and found_inf.item():
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False) and not spoils_buffers(optimizer)
+    if found_inf is not None and not skips and found_inf.item():
         return
     if factor is not None:
-        grads = _gradients.gradients_of(p for group in optimizer.param_groups for p in group["params"])
-        _gradients.scale_(grads, factor)
-    _step_with(optimizer, found_inf=found_inf if asks else None)
+        _gradients.scale_(_gradients.of_optimizer(optimizer), factor)
+    _step_with(optimizer, found_inf=found_inf if skips else None)
+
+
+def spoils_buffers(optimizer: torch.optim.Optimizer) -> bool:
+    """True for a torch SGD whose next step begins buffers: a fused one that skips it leaves them uninitialised."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for p in group["params"]
+    )
 
 
 def _step_with(optimizer: torch.optim.Optimizer, **handed: Any) -> None:
