@@ -16,14 +16,15 @@ namespace flatout {
 // tensor share its misalignment.
 inline constexpr uint32_t kChunk = 16384;
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kMaxStreams = 7;  // weight, gradient, three states, average, 16-bit companion
+inline constexpr int kArgumentBytes = 32764;  // of a kernel, at most (CUDA >= 12.1)
+inline constexpr int kMaxStreams = 7;         // weight, gradient, three states, average, 16-bit companion
 
 // One tensor and its companions of equal numel, as flat arrays.
 struct FlatTensor {
-  void* address[kMaxStreams] = {};
-  float* step = nullptr;  // its step count, where the rule has one
-  int64_t numel = 0;
-  uint32_t id = 0;  // keys its random bits
+  void* address[kMaxStreams];
+  float* step;  // its step count, where the rule has one
+  int64_t numel;
+  uint32_t id;  // keys its random bits
 };
 
 FLATOUT_HD uint32_t chunks_of(int64_t numel) { return static_cast<uint32_t>((numel + kChunk - 1) / kChunk); }
@@ -43,60 +44,11 @@ FLATOUT_HD uint32_t tensor_of(const uint32_t* first_chunk, uint32_t tensors, uin
   return low;
 }
 
-// What one launch works on. Passed by value as a kernel argument (at most 32,764 bytes, CUDA >= 12.1): as
-// many tensors as fit beside the other arguments, for which 512 bytes are kept.
-template <int Streams, bool Steps = false, bool Ids = false,
-          int Capacity = (32764 - 512) / (Streams * 8 + Steps * 8 + Ids * 4 + 4 + 2)>
-struct TensorTable {
-  static constexpr int kStreams = Streams;
-  static constexpr int kCapacity = Capacity;
-  void* address[Streams][Capacity];
-  float* step[Steps ? Capacity : 1];
-  uint32_t id[Ids ? Capacity : 1];
-  uint32_t first_chunk[Capacity + 1];
-  uint16_t tail[Capacity];  // elements in the tensor's last chunk
-  uint32_t tensors;
-
-  FLATOUT_HD uint32_t chunks() const { return first_chunk[tensors]; }
-
-  void add(const FlatTensor& tensor, uint32_t chunks) {
-    const uint32_t slot = tensors++;
-    for (int s = 0; s < Streams; ++s) address[s][slot] = tensor.address[s];
-    if constexpr (Steps) step[slot] = tensor.step;
-    if constexpr (Ids) id[slot] = tensor.id;
-    tail[slot] = static_cast<uint16_t>(chunks == 0 ? 0 : tensor.numel - int64_t{chunks - 1} * kChunk);
-    first_chunk[tensors] = first_chunk[slot] + chunks;
-  }
-};
-
-// Calls launch(table) for as many full tables as the tensors need.
-template <class Table, class Launch>
-void for_each_table(const std::vector<FlatTensor>& list, const Launch& launch) {
-  constexpr uint32_t kMostChunks = 1u << 30;  // a grid has fewer than 2^31 blocks
-  Table table{};
-  for (const FlatTensor& tensor : list) {
-    const uint32_t chunks = chunks_of(tensor.numel);
-    if (table.tensors == Table::kCapacity || table.chunks() + chunks > kMostChunks) {
-      launch(table);
-      table.tensors = 0;
-    }
-    table.add(tensor, chunks);
-  }
-  if (table.tensors != 0) launch(table);
-}
-
-// Where a chunk lies: elements [begin, begin + count) of a tensor.
-struct Place {
-  uint32_t tensor;
-  uint32_t count;
-  int64_t begin;
-};
-
-template <class Table>
-FLATOUT_HD Place locate(const Table& table, uint32_t chunk) {
-  const uint32_t tensor = tensor_of(table.first_chunk, table.tensors, chunk);
-  const bool last = chunk + 1 == table.first_chunk[tensor + 1];
-  return {tensor, last ? table.tail[tensor] : kChunk, int64_t{chunk - table.first_chunk[tensor]} * kChunk};
+// Where each tensor's chunks begin; the last entry is their number.
+inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
+  std::vector<uint32_t> first(list.size() + 1);
+  for (size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
+  return first;
 }
 
 // A chunk as [head | vectors | tail]: single elements up to the first 16-byte boundary, whole vectors of
@@ -135,25 +87,6 @@ FLATOUT_HD void walk(const Split& split, uint32_t thread, uint32_t threads, cons
     for (; v < split.vectors; v += threads)
       vectors(std::integral_constant<int, 1>{}, split.head + v * Width, 0u);
   for (uint32_t i = split.head + split.vectors * Width + thread; i < split.count; i += threads) single(i);
-}
-
-// A chunk of streams that all hold Ts, as pointers to its first element.
-template <class T, int Streams>
-struct ChunkView {
-  T* stream[Streams];
-  uint32_t count;
-  uint32_t tensor;
-};
-
-template <class T, class Table>
-FLATOUT_HD ChunkView<T, Table::kStreams> view_chunk(const Table& table, uint32_t chunk) {
-  const Place place = locate(table, chunk);
-  ChunkView<T, Table::kStreams> view;
-  view.tensor = place.tensor;
-  view.count = place.count;
-  for (int s = 0; s < Table::kStreams; ++s)
-    view.stream[s] = static_cast<T*>(table.address[s][place.tensor]) + place.begin;
-  return view;
 }
 
 template <class T>

@@ -71,13 +71,6 @@ void run_vectorised(const Body& body) {
   }
 }
 
-// Where each tensor's chunks begin; the last entry is their number.
-inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
-  std::vector<uint32_t> first(list.size() + 1);
-  for (size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
-  return first;
-}
-
 // Backwards, a second pass begins with what the first one read last and caches still hold.
 enum class Direction { kForwards, kBackwards };
 

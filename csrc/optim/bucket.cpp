@@ -158,7 +158,10 @@ Bucket::Fit Bucket::set_grads(const TensorList& grads, const std::vector<int64_t
     held.back().address[1] = grads[i].data_ptr();
   }
   grad_dtype_ = dtype;
-  if (worst == Fit::kReady) held_ = std::move(held);
+  if (worst == Fit::kReady) {
+    held_ = std::move(held);
+    which_ = which;
+  }
   return worst;
 }
 
@@ -228,7 +231,7 @@ CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::option
   for (const std::shared_ptr<Bucket>& bucket : buckets) {
     STD_TORCH_CHECK(same_device(bucket->leader(), buckets[0]->leader()), "buckets must be on one device");
     for (const FlatTensor& tensor : bucket->held()) {
-      FlatTensor gradient;
+      FlatTensor gradient{};
       gradient.address[0] = tensor.address[1];
       gradient.numel = tensor.numel;
       gradients[bucket->grad_dtype()].push_back(gradient);

@@ -8,7 +8,7 @@
 namespace flatout {
 namespace {
 
-constexpr int kSmallCapacity = 3;  // tensors per table: a handful of tensors needs several "launches"
+constexpr int kSmallCapacity = 3;  // tensors per batch: a handful of tensors needs several "launches"
 
 class PlayedBucket final : public Bucket {
  public:
@@ -33,15 +33,15 @@ class PlayedBucket final : public Bucket {
 
   template <class T, class Rule, Kind K, class Config>
   void play(const Config& config, const Storage& storage, const std::vector<FlatTensor>& tensors) {
-    using Table = TensorTable<kStreamsOf<Rule, K>, true, K == Kind::kRandom, kSmallCapacity>;
-    for_each_table<Table>(tensors, [&](const Table& table) {
+    std::vector<char> image = table_image(tensors);
+    const StepTable table = table_at(image.data(), tensors.size());
+    for_each_batch<StepBatch<kSmallCapacity>>(tensors, [&](const auto& batch) {
       ++launches;
-      for (uint32_t chunk = table.chunks(); chunk-- > 0;) {
-        const BlockStart<T, Rule> start = block_start<T, Rule, K>(table, chunk, config, storage);
-        for (uint32_t thread = 0; thread < threads; ++thread)
-          step_thread<T, Rule, K>(table, start, thread, threads);
+      for (uint32_t block = 0; block < batch.chunks; ++block) {
+        const BlockStart<T, Rule> start = block_start<T, Rule>(table, batch, block, config, storage);
+        for (uint32_t thread = 0; thread < threads; ++thread) step_thread<T, Rule, K>(start, thread, threads);
       }
-      for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, thread, threads);
+      for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, batch, thread, threads);
     });
   }
 };

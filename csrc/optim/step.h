@@ -45,6 +45,8 @@ class Bucket {
 
   const Tensor& leader() const { return streams_[0].tensors[0]; }
   const std::vector<FlatTensor>& held() const { return held_; }
+  // Which tensors gradients were set for last; empty: all.
+  const std::vector<int64_t>& which() const { return which_; }
   ScalarType grad_dtype() const { return grad_dtype_; }
 
  protected:
@@ -74,8 +76,9 @@ class Bucket {
   std::vector<FlatTensor> flat_;  // without gradients
   std::vector<char> contiguous_;  // of the weights
   std::vector<FlatTensor> held_;  // those that gradients were set for
-  ScalarType compute_;            // float64 for float64 weights, else float32
-  ScalarType narrow_;             // the 16-bit type among the streams, else compute_
+  std::vector<int64_t> which_;
+  ScalarType compute_;  // float64 for float64 weights, else float32
+  ScalarType narrow_;   // the 16-bit type among the streams, else compute_
   bool is_cuda_;
   int32_t device_;  // its index
   ScalarType grad_dtype_;

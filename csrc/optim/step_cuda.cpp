@@ -21,16 +21,39 @@ class CudaBucket final : public Bucket {
            const std::vector<double>& options, const std::vector<FlatTensor>& tensors) override {
     const nvtx::Range range("flatout::step");
     const CudaScope scope(leader());
-    // Counts the blocks that are done. Of this step alone, like the scratch memory of a check.
-    const int64_t size[] = {1};
-    const Tensor ticket = torch::stable::new_empty(leader(), {size, 1}, ScalarType::Int);
-    check_cuda(cudaMemsetAsync(ticket.data_ptr(), 0, sizeof(uint32_t), scope.stream()), "cudaMemsetAsync");
+    const Tensor table = table_of(tensors, scope.stream());
     with_dtype(dtype, [&]<class T>(T*) {
       const bool known = launch_step<T>(rule, states, storage, common, options, tensors,
-                                        static_cast<uint32_t*>(ticket.data_ptr()), scope.stream());
+                                        table_at(table.data_ptr(), tensors.size()), scope.stream());
       STD_TORCH_CHECK(known, "the rule cannot have ", states, " states per weight with these options");
     });
   }
+
+  // Kept while the same tensors step on the same stream: only there torch's allocator knows when the memory
+  // is free again. What a CUDA graph replays is its own, written and freed within it.
+  Tensor table_of(const std::vector<FlatTensor>& tensors, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    if (status != cudaStreamCaptureStatusNone) return new_table(tensors, stream);
+    if (!table_.has_value() || stream_ != stream || which_ != which()) {
+      table_ = new_table(tensors, stream);
+      stream_ = stream;
+      which_ = which();
+    }
+    return *table_;
+  }
+
+  Tensor new_table(const std::vector<FlatTensor>& tensors, cudaStream_t stream) const {
+    const std::vector<char> image = table_image(tensors);
+    const int64_t size[] = {static_cast<int64_t>(image.size())};
+    Tensor table = torch::stable::new_empty(leader(), {size, 1}, ScalarType::Byte);
+    launch_write(table.data_ptr(), image.data(), image.size(), stream);
+    return table;
+  }
+
+  std::optional<Tensor> table_;
+  cudaStream_t stream_ = nullptr;
+  std::vector<int64_t> which_;
 };
 
 }  // namespace

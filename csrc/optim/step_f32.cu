@@ -3,5 +3,5 @@
 
 namespace flatout {
 template bool launch_step<float>(RuleName, int, const Storage&, const StepConfig&, const std::vector<double>&,
-                                 const std::vector<FlatTensor>&, uint32_t*, cudaStream_t);
+                                 const std::vector<FlatTensor>&, const StepTable&, cudaStream_t);
 }  // namespace flatout

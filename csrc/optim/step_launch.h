@@ -7,15 +7,20 @@
 #include "core/chunks.h"
 #include "core/cuda_launch.h"
 #include "optim/rules.h"
+#include "optim/step_table.h"
 #include "optim/storage.h"
 
 namespace flatout {
 
-// A step over tensors whose narrowest type is T. `ticket` is a zero on the device, and is one again after
-// each launch. False when the rule cannot have that many states; then nothing has been launched.
+// A step over tensors whose narrowest type is T, with their gradients, and over their table on the device.
+// False when the rule cannot have that many states; then nothing has been launched.
 template <class T>
 bool launch_step(RuleName rule, int states, const Storage& storage, const StepConfig& common,
-                 const std::vector<double>& options, const std::vector<FlatTensor>& tensors, uint32_t* ticket,
-                 cudaStream_t stream);
+                 const std::vector<double>& options, const std::vector<FlatTensor>& tensors,
+                 const StepTable& table, cudaStream_t stream);
+
+// Copies `bytes`, a multiple of 4, to the device in stream order. They travel as arguments of launches: the
+// host waits for nothing and may forget them at once, and a CUDA graph keeps its own.
+void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream);
 
 }  // namespace flatout

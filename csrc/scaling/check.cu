@@ -6,6 +6,9 @@
 namespace flatout {
 namespace {
 
+using Table = GradTable<>;
+static_assert(sizeof(Table) + sizeof(Conclusion) + 64 <= kArgumentBytes);
+
 constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 
 template <Norm kNorm>
@@ -28,7 +31,7 @@ __device__ Partial block_sum(Partial mine) {
   return mine;
 }
 
-template <class T, Norm kNorm, bool Rewrite, class Table>
+template <class T, Norm kNorm, bool Rewrite>
 __global__ void __launch_bounds__(kThreads)
     check_kernel(const __grid_constant__ Table table, const __grid_constant__ Conclusion conclusion,
                  uint32_t first_partial) {
@@ -53,7 +56,7 @@ __global__ void conclude_kernel(const __grid_constant__ Conclusion conclusion) {
   conclusion.write<Norm::kTwo>({0, 0});
 }
 
-template <class T, class Table>
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ Table table, const __grid_constant__ DeviceScalar factor) {
   const auto value = static_cast<compute_t<T>>(factor.get());
@@ -61,18 +64,13 @@ __global__ void __launch_bounds__(kThreads)
   scale_chunk<T>(view_chunk<T>(table, blockIdx.x), value, threadIdx.x, blockDim.x);
 }
 
-using GradTable = TensorTable<1>;
-static_assert(sizeof(GradTable) + sizeof(Conclusion) + 64 <= 32764,
-              "kernel arguments are limited to 32,764 bytes");
-
 template <class T, Norm kNorm, bool Rewrite>
 void launch_checks(const std::vector<FlatTensor>& tensors, const Conclusion& conclusion,
                    uint32_t first_partial, cudaStream_t stream) {
-  for_each_table<GradTable>(tensors, [&](const GradTable& table) {
+  for_each_table<Table>(tensors, [&](const Table& table) {
     const uint32_t blocks = table.chunks();
     if (blocks == 0) return;
-    check_kernel<T, kNorm, Rewrite, GradTable>
-        <<<blocks, kThreads, 0, stream>>>(table, conclusion, first_partial);
+    check_kernel<T, kNorm, Rewrite><<<blocks, kThreads, 0, stream>>>(table, conclusion, first_partial);
     check_cuda(cudaGetLastError(), "launch of check_kernel");
     first_partial += blocks;
   });
@@ -101,9 +99,9 @@ void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrit
 
 template <class T>
 void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream) {
-  for_each_table<GradTable>(tensors, [&](const GradTable& table) {
+  for_each_table<Table>(tensors, [&](const Table& table) {
     if (table.chunks() == 0) return;
-    scale_kernel<T, GradTable><<<table.chunks(), kThreads, 0, stream>>>(table, factor);
+    scale_kernel<T><<<table.chunks(), kThreads, 0, stream>>>(table, factor);
     check_cuda(cudaGetLastError(), "launch of scale_kernel");
   });
 }

@@ -62,7 +62,7 @@ inline FlatGrads flatten_grads(const TensorList& grads) {
                     "] must be on the device of grads[0]");
     STD_TORCH_CHECK(is_dense(grads[i]), "grads[", i,
                     "] must be dense (contiguous in some order of its dimensions)");
-    FlatTensor tensor;
+    FlatTensor tensor{};
     tensor.address[0] = grads[i].data_ptr();
     tensor.numel = grads[i].numel();
     flat[check_dtype(grads[i], "grads")].push_back(tensor);

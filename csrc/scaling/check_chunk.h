@@ -2,7 +2,7 @@
 // The kernels are this and reductions.
 #pragma once
 
-#include "core/chunks.h"
+#include "scaling/grad_table.h"
 #include "scaling/norm.h"
 
 namespace flatout {
@@ -10,12 +10,12 @@ namespace flatout {
 // The thread's share of the chunk's norm and finiteness; with Rewrite gradients come back times inv_scale.
 // (A template: what rewriting needs would cost the mere check half of its threads, in registers.)
 template <Norm kNorm, bool Rewrite, class T>
-FLATOUT_HD Partial check_chunk(const ChunkView<T, 1>& view, compute_t<T> inv_scale, uint32_t thread,
+FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale, uint32_t thread,
                                uint32_t threads) {
   using Acc = compute_t<T>;
   using Vector = Pack<T>;
   const bool write = Rewrite && inv_scale != 1;  // times 1 changes nothing
-  T* x = view.stream[0];
+  T* x = view.gradients;
   Lane<kNorm, Acc> lane{0, 0};
   walk<Vector::kWidth, kBatch<1>>(
       split_chunk(x, sizeof(T), Vector::kWidth, view.count), thread, threads,
@@ -66,10 +66,10 @@ struct Conclusion {
 };
 
 template <class T>
-FLATOUT_HD void scale_chunk(const ChunkView<T, 1>& view, compute_t<T> factor, uint32_t thread,
+FLATOUT_HD void scale_chunk(const ChunkView<T>& view, compute_t<T> factor, uint32_t thread,
                             uint32_t threads) {
   using Vector = Pack<T>;
-  T* x = view.stream[0];
+  T* x = view.gradients;
   walk<Vector::kWidth, kBatch<1>>(
       split_chunk(x, sizeof(T), Vector::kWidth, view.count), thread, threads,
       [&](uint32_t i) { store(x[i], load(x[i]) * factor); },

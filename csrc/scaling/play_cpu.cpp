@@ -40,7 +40,7 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
     uint32_t first_partial = 0;
     for (const GradList& list : check.lists) {
       with_dtype(list.dtype, [&]<class T>(T*) {
-        using Table = TensorTable<1, false, false, kSmallCapacity>;
+        using Table = GradTable<kSmallCapacity>;
         for_each_table<Table>(*list.tensors, [&](const Table& table) {
           for (uint32_t block = 0; block < table.chunks(); ++block)
             blocks.emplace_back([=, &conclusion, &concluded] {

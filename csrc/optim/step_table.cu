@@ -1,0 +1,32 @@
+// step_table.cu: brings a table to the device.
+#include <algorithm>
+
+#include "optim/step_launch.h"
+
+namespace flatout {
+namespace {
+
+struct Words {
+  static constexpr size_t kCapacity = (kArgumentBytes - 64) / sizeof(uint32_t);
+  uint32_t word[kCapacity];
+};
+
+__global__ void __launch_bounds__(kThreads)
+    write_kernel(const __grid_constant__ Words words, uint32_t count, uint32_t* to) {
+  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = words.word[i];
+}
+
+}  // namespace
+
+void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  Words words{};
+  for (size_t begin = 0; begin < bytes; begin += sizeof(words.word)) {
+    const size_t piece = std::min(bytes - begin, sizeof(words.word));
+    memcpy(words.word, static_cast<const char*>(from) + begin, piece);
+    write_kernel<<<1, kThreads, 0, stream>>>(words, static_cast<uint32_t>(piece / sizeof(uint32_t)),
+                                             reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));
+    check_cuda(cudaGetLastError(), "launch of write_kernel");
+  }
+}
+
+}  // namespace flatout

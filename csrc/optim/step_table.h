@@ -1,0 +1,79 @@
+// step_table.h: where a step on the device finds its tensors. What stays the same lies in a table there,
+// however many tensors there are; gradients change from step to step and come as an argument of the launch.
+#pragma once
+
+#include "core/chunks.h"
+
+namespace flatout {
+
+struct StepTable {
+  uint32_t* ticket;  // blocks of a launch that are done; 0 between launches
+  const FlatTensor* tensor;
+  const uint32_t* first_chunk;  // of each tensor; behind them the number of chunks
+};
+
+// The table of some tensors as it lies in memory: ticket, tensors, first chunks.
+inline std::vector<char> table_image(const std::vector<FlatTensor>& tensors) {
+  const std::vector<uint32_t> first = first_chunks(tensors);
+  const size_t tensor_bytes = tensors.size() * sizeof(FlatTensor),
+               first_bytes = first.size() * sizeof(uint32_t);
+  std::vector<char> image(kVectorBytes + tensor_bytes + first_bytes);
+  memcpy(image.data() + kVectorBytes, tensors.data(), tensor_bytes);
+  memcpy(image.data() + kVectorBytes + tensor_bytes, first.data(), first_bytes);
+  return image;
+}
+inline StepTable table_at(void* image, size_t tensors) {
+  char* behind_ticket = static_cast<char*>(image) + kVectorBytes;
+  return {static_cast<uint32_t*>(image), reinterpret_cast<const FlatTensor*>(behind_ticket),
+          reinterpret_cast<const uint32_t*>(behind_ticket + tensors * sizeof(FlatTensor))};
+}
+
+// What one launch works on: as many of the table's tensors as their gradients fit beside the other arguments,
+// for which 1 KiB is kept.
+template <int Capacity = (kArgumentBytes - 1024) / 8>
+struct StepBatch {
+  static constexpr uint32_t kCapacity = Capacity;
+  void* gradient[Capacity];
+  uint32_t first_tensor, tensors;
+  uint32_t first_chunk, chunks;
+};
+
+// Calls launch(batch) for as many batches as the tensors need.
+template <class Batch, class Launch>
+void for_each_batch(const std::vector<FlatTensor>& tensors, const Launch& launch) {
+  const auto count = static_cast<uint32_t>(tensors.size());
+  Batch batch{};
+  for (uint32_t first = 0; first < count; first += batch.tensors) {
+    batch.first_tensor = first;
+    batch.tensors = count - first < Batch::kCapacity ? count - first : Batch::kCapacity;
+    batch.first_chunk += batch.chunks;
+    batch.chunks = 0;
+    for (uint32_t t = 0; t < batch.tensors; ++t) {
+      batch.gradient[t] = tensors[first + t].address[1];
+      batch.chunks += chunks_of(tensors[first + t].numel);
+    }
+    launch(batch);
+  }
+}
+
+// One block's work: elements [begin, begin + count) of a tensor.
+struct Place {
+  FlatTensor tensor;
+  uint32_t count;
+  int64_t begin;
+};
+
+// A batch's last chunks come first: the check has read their gradients last, and L2 may still hold them.
+template <class Batch>
+FLATOUT_HD Place place_of(const StepTable& table, const Batch& batch, uint32_t block) {
+  const uint32_t chunk = batch.first_chunk + batch.chunks - 1 - block;
+  const uint32_t t = tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
+  Place place{table.tensor[batch.first_tensor + t], kChunk,
+              int64_t{chunk - table.first_chunk[batch.first_tensor + t]} * kChunk};
+  place.tensor.address[1] = batch.gradient[t];
+  const int64_t rest = place.tensor.numel - place.begin;
+  if (rest < kChunk) place.count = static_cast<uint32_t>(rest);
+  return place;
+}
+
+}  // namespace flatout
