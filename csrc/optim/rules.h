@@ -31,6 +31,12 @@ struct StepConfig {
   FLATOUT_HD double factor() const { return maximize ? -grad_factor.get() : grad_factor.get(); }
 };
 
+// A gradient with coupled weight decay. Without it an infinite weight has no say: 0 x inf would be NaN.
+template <class Acc>
+FLATOUT_HD Acc with_decay(Acc gradient, Acc l2, Acc weight) {
+  return l2 == 0 ? gradient : gradient + l2 * weight;
+}
+
 // Adam and AdamW as torch.optim defines them; the coefficients of the variant that is off are neutral.
 template <class Acc, bool Amsgrad>
 struct AdamRule {
@@ -45,7 +51,7 @@ struct AdamRule {
   Acc eps;
 
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
-    const Acc g = x[1] * factor + l2 * x[0];
+    const Acc g = with_decay(x[1] * factor, l2, x[0]);
     const Acc m = beta1 * x[2] + new1 * g;
     const Acc v = beta2 * x[3] + new2 * g * g;
     Acc largest = v;
@@ -114,7 +120,7 @@ struct SgdRule {
   Acc ahead;  // momentum, for Nesterov's look ahead
 
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
-    Acc direction = x[1] * factor + l2 * x[0];
+    Acc direction = with_decay(x[1] * factor, l2, x[0]);
     if constexpr (Momentum) {
       x[2] = keep * x[2] + add * direction;
       direction = Nesterov ? direction + ahead * x[2] : x[2];

@@ -164,3 +164,21 @@ def test_half_precision_step_is_rounded_once():
         for p, q in zip(low, high, strict=True):
             differs = (p.detach() != q.detach().to(dtype)).sum().item()
             assert differs <= 1 + p.numel() // 2000, "float32 against float64 flips a rounding only rarely"
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
+def test_an_infinite_weight_spoils_what_it_spoils_in_torch(name, decay):
+    """Without decay it has no say in the gradient: 0 x inf would make the moments NaN."""
+    torch_class = fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)
+    theirs, ours = (torch.nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf"), 2.0] * 20)) for _ in range(2))
+    options = {"lr": 0.5, "weight_decay": decay, **({"momentum": 0.9} if name == "SGD" else {})}
+    reference, optimizer = torch_class([theirs], **options, foreach=False), getattr(fo, name)([ours], **options)
+    for step in range(3):
+        theirs.grad, ours.grad = (torch.full_like(theirs, 1.0 + step) for _ in range(2))
+        reference.step(), optimizer.step()
+    for a, b in [
+        (theirs, ours),
+        *((value, optimizer.state[ours][key]) for key, value in reference.state[theirs].items()),
+    ]:
+        torch.testing.assert_close(b, a, equal_nan=True)
