@@ -38,7 +38,8 @@ class PlayedBucket final : public Bucket {
     for_each_batch<StepBatch<kSmallCapacity>>(tensors, [&](const auto& batch) {
       ++launches;
       for (uint32_t block = 0; block < batch.chunks; ++block) {
-        const BlockStart<T, Rule> start = block_start<T, Rule>(table, batch, block, config, storage);
+        BlockStart<T, Rule> start;
+        start_block(start, table, batch, block, config, storage);
         for (uint32_t thread = 0; thread < threads; ++thread) step_thread<T, Rule, K>(start, thread, threads);
       }
       for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, batch, thread, threads);

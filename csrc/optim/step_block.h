@@ -24,13 +24,14 @@ struct BlockStart {
   Extras<compute_t<T>> extras;
 };
 
+// Written where it stays, part by part: held in registers until the end, it would cost a kernel threads.
 template <class T, class Rule, class Batch, class Config>
-FLATOUT_HD BlockStart<T, Rule> block_start(const StepTable& table, const Batch& batch, uint32_t block,
-                                           const Config& config, const Storage& storage) {
-  const Place place = place_of(table, batch, block);
-  const double step = next_step(place.tensor.step);
-  return {place, config.template at<Rule>(step),
-          extras_of<compute_t<T>>(config, storage, place.tensor.id, step)};
+FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
+                            uint32_t block, const Config& config, const Storage& storage) {
+  find_place(start.place, table, batch, block);
+  const double step = next_step(start.place.tensor.step);
+  start.rule = config.template at<Rule>(step);
+  start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, step);
 }
 
 template <class T, class Rule, Kind K>
@@ -40,8 +41,12 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   const Extras<compute_t<T>> extras = start.extras;
   const Place& place = start.place;
   Thread self{rule, extras, {}, place.begin, place.count};
-  for (int s = 0; s < Thread::kStreams; ++s)
+  for (int s = 0; s < Thread::kStreams; ++s) {
     self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, place.begin);
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(self.stream[s]));  // read from shared memory, it could point anywhere
+#endif
+  }
   self.run(thread, threads);
 }
 

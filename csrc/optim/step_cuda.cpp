@@ -36,9 +36,10 @@ class CudaBucket final : public Bucket {
     check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     if (status != cudaStreamCaptureStatusNone) return new_table(tensors, stream);
     if (!table_.has_value() || stream_ != stream || which_ != which()) {
-      table_ = new_table(tensors, stream);
-      stream_ = stream;
+      table_.reset();  // whatever fails below, no table is taken for another's
       which_ = which();
+      stream_ = stream;
+      table_ = new_table(tensors, stream);
     }
     return *table_;
   }

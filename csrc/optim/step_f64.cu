@@ -3,6 +3,6 @@
 
 namespace flatout {
 template bool launch_step<double>(RuleName, int, const Storage&, const StepConfig&,
-                                  const std::vector<double>&, const std::vector<FlatTensor>&, const StepTable&,
-                                  cudaStream_t);
+                                  const std::vector<double>&, const std::vector<FlatTensor>&,
+                                  const StepTable&, cudaStream_t);
 }  // namespace flatout

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ bool last;
   if (blockIdx.x < batch.chunks) {
     // Powers and roots in double are slow on most GPUs: once per block.
-    if (threadIdx.x == 0) start = block_start<T, Rule>(table, batch, blockIdx.x, config, storage);
+    if (threadIdx.x == 0) start_block(start, table, batch, blockIdx.x, config, storage);
     __syncthreads();
     step_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
   }

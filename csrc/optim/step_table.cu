@@ -13,7 +13,8 @@ struct Words {
 
 __global__ void __launch_bounds__(kThreads)
     write_kernel(const __grid_constant__ Words words, uint32_t count, uint32_t* to) {
-  for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = words.word[i];
+  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = words.word[i];
 }
 
 }  // namespace
@@ -23,8 +24,12 @@ void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream)
   for (size_t begin = 0; begin < bytes; begin += sizeof(words.word)) {
     const size_t piece = std::min(bytes - begin, sizeof(words.word));
     memcpy(words.word, static_cast<const char*>(from) + begin, piece);
-    write_kernel<<<1, kThreads, 0, stream>>>(words, static_cast<uint32_t>(piece / sizeof(uint32_t)),
-                                             reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));
+    const auto count = static_cast<uint32_t>(piece / sizeof(uint32_t));
+    // Lanes that ask for different words of an argument wait for one another: over as many blocks as
+    // possible.
+    const uint32_t blocks = (count + kThreads - 1) / kThreads;
+    write_kernel<<<blocks, kThreads, 0, stream>>>(
+        words, count, reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));
     check_cuda(cudaGetLastError(), "launch of write_kernel");
   }
 }

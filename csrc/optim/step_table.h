@@ -65,15 +65,15 @@ struct Place {
 
 // A batch's last chunks come first: the check has read their gradients last, and L2 may still hold them.
 template <class Batch>
-FLATOUT_HD Place place_of(const StepTable& table, const Batch& batch, uint32_t block) {
+FLATOUT_HD void find_place(Place& place, const StepTable& table, const Batch& batch, uint32_t block) {
   const uint32_t chunk = batch.first_chunk + batch.chunks - 1 - block;
   const uint32_t t = tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
-  Place place{table.tensor[batch.first_tensor + t], kChunk,
-              int64_t{chunk - table.first_chunk[batch.first_tensor + t]} * kChunk};
+  const FlatTensor& tensor = table.tensor[batch.first_tensor + t];
+  place.tensor = tensor;
   place.tensor.address[1] = batch.gradient[t];
-  const int64_t rest = place.tensor.numel - place.begin;
-  if (rest < kChunk) place.count = static_cast<uint32_t>(rest);
-  return place;
+  place.begin = int64_t{chunk - table.first_chunk[batch.first_tensor + t]} * kChunk;
+  const int64_t rest = tensor.numel - place.begin;
+  place.count = rest < kChunk ? static_cast<uint32_t>(rest) : kChunk;
 }
 
 }  // namespace flatout
