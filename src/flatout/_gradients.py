@@ -1,7 +1,7 @@
 """Gradients of any mix of devices and dtypes: checked, measured and scaled, natively where possible.
 
-Elsewhere (a device without kernels, sparse or complex gradients, tensor subclasses such as DTensor),
-torch's own operations do the same, so callers need not care.
+Elsewhere (a device without kernels, sparse or complex gradients, tensor subclasses), torch's own operations do the
+same, so callers need not care. Of a DTensor the part in this process is looked at, and then all ranks agree.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _native
+from flatout import _dtensor, _native
+from flatout._dtensor import PLAIN, Ranks
 
 _ops = torch.ops.flatout
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NORM_TYPES = (1.0, 2.0, math.inf)
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Tensor types the native operators take; any other (DTensor) has its own idea of what its memory is."""
 _PLAIN: tuple[tuple[Callable[[Tensor], Any], frozenset[Any]], ...] = (
     (type, PLAIN),
     (operator.attrgetter("dtype"), _DTYPES),
@@ -94,18 +93,28 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor)
 
 
-def _by_device(
+def _by_place(
     grads: Sequence[Tensor], norm_type: float = 2.0
-) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
-    """Per device, the gradients that native operators take and the others.
+) -> dict[tuple[torch.device, Ranks | None], tuple[list[Tensor], list[Tensor]]]:
+    """Per device, and the ranks to agree with, the gradients that native operators take and the others.
 
     A strided complex gradient is native as the real numbers that it lies in memory as, except for the norms that
-    those have not in common with it.
+    those have not in common with it. A DTensor is the part of it that lies here, except where its parts do not add
+    up to its norm.
     """
-    groups: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
-    return {device: _split(group, device, norm_type) for device, group in groups.items()}
+        by_device.setdefault(grad.device, []).append(grad)
+    groups: dict[tuple[torch.device, Ranks | None], list[Tensor]] = {}
+    for device, group in by_device.items():
+        if PLAIN.issuperset(map(type, group)) or norm_type not in _NORM_TYPES:
+            groups[device, None] = group
+            continue
+        for grad in group:
+            settled = _dtensor.is_settled(grad)
+            place = device, _dtensor.ranks_of(grad) if settled else None
+            groups.setdefault(place, []).append(_dtensor.local(grad) if settled else grad)
+    return {place: _split(group, place[0], norm_type) for place, group in groups.items()}
 
 
 def _split(grads: list[Tensor], device: torch.device, norm_type: float) -> tuple[list[Tensor], list[Tensor]]:
@@ -159,12 +168,12 @@ def _is_about_memory(error: RuntimeError) -> bool:
 
 
 def _found_inf(grads: Sequence[Tensor]) -> Tensor:
-    return 1.0 - torch.stack([_whole(grad.isfinite().all()) for grad in grads]).all().float()
+    return 1.0 - torch.stack([_dtensor.whole(grad.isfinite().all()) for grad in grads]).all().float()
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = [
-        _whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
+        _dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
         for grad in grads
         if grad.numel()
     ]
@@ -178,11 +187,6 @@ def _wide(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def _whole(scalar: Tensor) -> Tensor:
-    """A DTensor's number is one over all ranks."""
-    return scalar.full_tensor() if hasattr(scalar, "full_tensor") else scalar
-
-
 def together(looks: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
     """``(found_inf, grad_norm)`` over all such pairs, on the first one's device."""
     if len(looks) == 1:
@@ -192,6 +196,11 @@ def together(looks: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0) -> 
     found_inf = torch.stack([move(found, device) for found, _ in looks]).amax()
     norms = torch.stack([move(norm, device, dtype) for _, norm in looks])
     return found_inf, torch.linalg.vector_norm(norms, norm_type)
+
+
+def agreed(look: tuple[Tensor, Tensor], ranks: Ranks | None, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+    """``(found_inf, grad_norm)`` over all ``ranks``, each of which gives its own."""
+    return look if ranks is None else ranks.agree(*look, norm_type)
 
 
 @torch.no_grad()
@@ -213,19 +222,20 @@ def check(
         ValueError: ``max_norm`` is negative or NaN.
     """
     check_max_norm(max_norm)
-    device = grads[0].device
-    devices = _by_device(grads, norm_type)
-    native, others = devices[device]
-    if len(devices) == 1 and not others:
+    places = _by_place(grads, norm_type)
+    (device, ranks), (native, others) = next(iter(places.items()))
+    if len(places) == 1 and ranks is None and not others:
         return GradCheck(*_look_natively(native, on_device(inv_scale, device), max_norm, norm_type))
     looks = []
-    for place, (native, others) in devices.items():
-        inverse = on_device(inv_scale, place)
+    for (device, ranks), (native, others) in places.items():
+        inverse = on_device(inv_scale, device)
+        here = []
         if native:
-            looks.append(_look_natively(native, inverse, None, norm_type)[:2])
+            here.append(_look_natively(native, inverse, None, norm_type)[:2])
         if others:
             norm = _norm(others, norm_type)
-            looks.append((_found_inf(others), norm if inverse is None else norm * inverse))
+            here.append((_found_inf(others), norm if inverse is None else norm * inverse))
+        looks.append(agreed(together(here, norm_type), ranks, norm_type))
     return conclude(looks, inv_scale, max_norm, norm_type)
 
 
@@ -255,7 +265,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[
     """Multiplies all gradients with ``inv_scale`` in place.
 
     Returns:
-        ``(found_inf, grad_norm)`` from the same pass, as often as there are devices or more: see
+        ``(found_inf, grad_norm)`` from the same pass, over all ranks, as often as there are devices or more: see
         :func:`together`.
 
     Raises:
@@ -268,7 +278,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[
             _multiply(others, inverse)
         return found_inf, _norm(others, 2.0)
 
-    return _rewrite(grads, inv_scale, _ops.unscale_and_check_, by_torch)
+    return [agreed(look, ranks) for ranks, look in _rewrite(grads, inv_scale, _ops.unscale_and_check_, by_torch)]
 
 
 @torch.no_grad()
@@ -286,30 +296,34 @@ def _rewrite(
     factor: Tensor | float | None,
     native_op: Callable[[list[Tensor], Any], Any],
     by_torch: Callable[[list[Tensor], Any], Any],
-) -> list[Any]:
-    """Both do the same, in place: ``native_op`` where it can, ``by_torch`` elsewhere."""
-    devices = _by_device(grads)
-    if len(devices) > 1 or any(others for _, others in devices.values()):
+) -> list[tuple[Ranks | None, Any]]:
+    """Both do the same, in place: ``native_op`` where it can, ``by_torch`` elsewhere.
+
+    Returns:
+        What they returned, and the ranks that have to agree on it.
+    """
+    places = _by_place(grads)
+    if len(places) > 1 or any(others for _, others in places.values()):
         _refuse_expanded(grads)  # native operators see only their own before they write
-    results = []
-    for device, (native, others) in devices.items():
-        local = on_device(factor, device)
+    results: list[tuple[Ranks | None, Any]] = []
+    for (device, ranks), (native, others) in places.items():
+        here = on_device(factor, device)
         if native:
             try:
-                results.append(native_op(native, local))
-                torch.autograd.graph.increment_version(native)
+                results.append((ranks, native_op(native, here)))
             except RuntimeError as error:
                 if not _is_about_memory(error):
                     raise
                 _refuse_expanded(native)
                 others = native + others
         if others:
-            results.append(by_torch(others, local))
+            results.append((ranks, by_torch(others, here)))
+    torch.autograd.graph.increment_version(list(grads))
     return results
 
 
 def _refuse_expanded(grads: Sequence[Tensor]) -> None:
-    for i, grad in enumerate(grads):
+    for i, grad in enumerate(map(_dtensor.local, grads)):
         if grad.numel() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
             raise RuntimeError(f"gradient {i} is expanded, several elements in one place: clone() it to rewrite it")
 

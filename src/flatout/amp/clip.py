@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flatout import _gradients
+from flatout import _dtensor, _gradients
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -61,7 +61,8 @@ def clip_grad_norm_(
         foreach: accepted for torch's sake.
 
     Returns:
-        The norm of all gradients before clipping, 0-dim.
+        The norm of all gradients before clipping, 0-dim. Of gradients that are all DTensors of one mesh, as in torch,
+        a DTensor that is the same on all ranks; of a mix, a plain tensor, to which plain gradients count once.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded; no
@@ -86,4 +87,4 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     _gradients.scale_(grads, look.grad_factor)
-    return look.grad_norm
+    return _dtensor.replicated(look.grad_norm, grads)

@@ -40,7 +40,7 @@ class AdamW(_NativeAdam, torch.optim.AdamW):
     Arithmetic is in float32 (float64 for float64 parameters), rounded once when parameters and moments are
     stored. ``capturable``, ``foreach`` and ``fused`` are accepted and make no difference; ``differentiable``
     must be False. State keys and ``state_dict`` are torch's; while training, ``step`` counts lie on the
-    parameters' device.
+    parameters' device. DTensors (``fully_shard``, tensor parallel) are stepped where they lie, with DTensors as state.
 
     Additional options, of the optimizer or of one param group:
 
@@ -55,6 +55,7 @@ class AdamW(_NativeAdam, torch.optim.AdamW):
         stochastic_rounding: round bfloat16 parameters without master weights, and bfloat16 moments, up or down at
             random, without bias: small updates then count on average.
         seed: of the random bits. The same seed, state and gradients give the same bits on any number of threads.
+            Each part of a DTensor has bits of its own, which depend on how its mesh divides it; replicas have the same.
         ema_decay: average the weights: ``average += (1 - ema_decay) * (weight - average)`` after each
             step, starting at the weight before the first; see :attr:`NativeStep.ema`.
         low_precision_copy: have the step write a copy of float32 parameters in this dtype as well; see

@@ -263,7 +263,7 @@ class NativeStep(torch.optim.Optimizer):
                     entries[index] = self._published(group, entries[index])
                     if not entries[index]:
                         del entries[index]
-        return {**result, "state": entries}
+        return {**result, "state": entries, "param_groups": list(map(options.saved, result["param_groups"]))}
 
     def _published(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """The state of one parameter as others may see it."""
@@ -307,6 +307,7 @@ class NativeStep(torch.optim.Optimizer):
         for old, group, packed in zip(groups, self.param_groups, loaded["param_groups"], strict=True):
             for name, value in options.additions_of(old).items():
                 group.setdefault(name, value)
+            options.normalize(group)
             for p, index in zip(group["params"], packed["params"], strict=True):
                 layout = options.layout(group, p.dtype)
                 dtypes = {**dict.fromkeys(self._streams(group), layout.moments), **layout.extras}

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _gradients
+from flatout import _dtensor, _gradients
 from flatout.optim.options import Layout, compute_dtype
 
 _ops = torch.ops.flatout
 _versions = attrgetter("_version")
+_PART_SHIFT = 20
+"""Random bits are keyed by 32-bit numbers: below, the parameter's; above, its part's over the ranks."""
 
 READY, STALE, STRIDES, FOREIGN = range(4)
 """What ``set_grads`` says: ready to step; tensors have moved, make a new bucket; some gradient has other strides
@@ -48,11 +50,12 @@ class Kind:
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
     """True when a bucket can hold ``parameter`` and be given ``grad``."""
-    if not _gradients.is_native(_real(parameter)):
+    if not _gradients.is_native(_real(parameter)) or not _dtensor.is_settled(parameter):
         return False
     return grad is None or (
         grad.device == parameter.device
         and grad.is_complex() == parameter.is_complex()
+        and _dtensor.alike(grad, parameter)
         and _gradients.is_native(_real(grad))
     )
 
@@ -81,7 +84,8 @@ def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return _gradients.as_real(tensor.resolve_conj())
+    """The real numbers in this process's memory behind ``tensor``."""
+    return _gradients.as_real(_dtensor.local(tensor).resolve_conj())
 
 
 def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
@@ -110,7 +114,9 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
 def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
     if name == "remainder":
         return torch.zeros_like(p, dtype=dtype)
-    return (p if name == "copy" else _weight(state, p)).to(dtype, copy=True)
+    first = torch.empty_like(p, dtype=dtype)
+    _dtensor.local(first).copy_(_dtensor.local(p) if name == "copy" else _weight(state, p))
+    return first
 
 
 def drop_weights(state: dict[str, Any], kind: Kind) -> None:
@@ -120,14 +126,13 @@ def drop_weights(state: dict[str, Any], kind: Kind) -> None:
 
 
 def _weight(state: dict[str, Any], p: Tensor) -> Tensor:
-    """What is behind a parameter: its master, the number it forms with its remainder, or itself."""
+    """What is behind a parameter, or the part of it here: its master, what it forms with its remainder, or itself."""
     if "remainder" in state:
-        high = p.view(torch.int16).to(torch.int32) << 16
-        weight = (high + state["remainder"].to(torch.int32)).view(torch.float32)
+        high = _dtensor.local(p).view(torch.int16).to(torch.int32) << 16
+        weight = (high + _dtensor.local(state["remainder"]).to(torch.int32)).view(torch.float32)
         # Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
         return torch.where(weight.isnan(), high.view(torch.float32), weight)
-    master: Tensor = state.get("master", p)
-    return master
+    return _dtensor.local(state.get("master", p))
 
 
 class Bucket:
@@ -146,9 +151,11 @@ class Bucket:
     def __init__(self, kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> None:
         self.kind = kind
         self.device = params[0].device
+        self.ranks = _dtensor.ranks_of(params[0])
         self._params = params
         self._positions = positions
         self._complex = params[0].is_complex()
+        self._distributed = any(map(_dtensor.is_distributed, params))
         # What stands for a parameter in the core. Not the parameter itself: torch.utils.swap_tensors refuses one that
         # somebody else holds. The kernels walk dense blocks of real numbers, so any other parameter is computed in a
         # block of its own and written back.
@@ -161,6 +168,7 @@ class Bucket:
             return [_real(state[name]) for state in states] if name in kind.layout.extras else []
 
         leaders = list(map(_real, self._leaders))
+        part = 0 if self.ranks is None else self.ranks.part
         self._masters = entries("master")
         self._copies = entries("copy")
         self._versions: list[int] = []
@@ -171,7 +179,7 @@ class Bucket:
             [state["step"] for state in states] if kind.counted else [],
             entries("ema"),
             leaders if self._masters else entries("remainder") or self._copies,
-            positions,
+            [position + (part << _PART_SHIFT) for position in positions],
         )
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
         self._grads: list[Tensor] = []
@@ -183,10 +191,10 @@ class Bucket:
         return len(self._grads)
 
     def _is_walked(self, p: Tensor) -> bool:
-        return not self._complex and _gradients.is_dense(p)
+        return not self._complex and _gradients.is_dense(_dtensor.local(p))
 
     def _has_other_layout(self, i: int) -> bool:
-        p, leader = self._params[i], self._leaders[i]
+        p, leader = _dtensor.local(self._params[i]), _dtensor.local(self._leaders[i])
         return p.shape != leader.shape or (_gradients.is_dense(p) and p.stride() != leader.stride())
 
     def set_grads(self, grads: list[Tensor | None]) -> int:
@@ -198,7 +206,9 @@ class Bucket:
         which = [i for i, grad in enumerate(mine) if grad is not None]
         if len(which) < len(mine):
             mine = [mine[i] for i in which]
-        if self._complex:
+        if self._distributed and not all(map(_dtensor.alike, mine, [self._params[i] for i in which])):
+            return FOREIGN
+        if self._complex or self._distributed:
             mine = list(map(_real, mine))
         self._grads, self._which = mine, which
         status = self._set() if mine else READY
@@ -242,7 +252,7 @@ class Bucket:
         if list(map(_versions, self._params)) != self._versions:
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
-            for master, leader in zip(self._masters, self._leaders, strict=True):
+            for master, leader in zip(self._masters, map(_real, self._leaders), strict=True):
                 master.copy_(torch.where(master.to(leader.dtype) == leader, master, leader))
 
 
@@ -253,7 +263,7 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
     waves: list[list[int]] = []
     seen: Counter[int] = Counter()
     for i, p in enumerate(params):
-        storage = p.untyped_storage().data_ptr()
+        storage = _dtensor.local(p).untyped_storage().data_ptr()
         if seen[storage] == len(waves):
             waves.append([])
         waves[seen[storage]].append(i)
@@ -267,7 +277,7 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
 def sharing(params: list[Tensor]) -> tuple[int, int] | None:
     """Which two of the parameters share memory, or lie in one another's span."""
     spans = []
-    for i, p in enumerate(params):
+    for i, p in enumerate(map(_dtensor.local, params)):
         if p.numel():
             reach = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), i))

@@ -89,12 +89,20 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def saved(group: dict[str, Any]) -> dict[str, Any]:
+    """``group`` as ``state_dict`` has it: dtypes by name, since torch.distributed.checkpoint gathers none."""
+    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in group.items()}
+
+
 def normalize(group: dict[str, Any]) -> None:
-    """Checks the additional options of ``group`` and drops those that change nothing.
+    """Checks the additional options of ``group``, drops those that change nothing, and takes dtypes :func:`saved`.
 
     Raises:
         ValueError: an option, its value and what it may be; or :func:`layout`'s for a parameter of the group.
     """
+    for name in ("moment_dtype", "low_precision_copy"):
+        if isinstance(group.get(name), str):
+            group[name] = getattr(torch, group[name].removeprefix("torch."), group[name])
     check(group)
     for p in group.get("params", ()):
         layout(group, p.dtype)

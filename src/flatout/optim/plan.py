@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatout import _dtensor
 from flatout.optim import options
 from flatout.optim.bucket import (
     FOREIGN,
@@ -49,6 +50,7 @@ class Plan:
         self._places: list[list[Any]] = []
         self._forms: list[Any] = []
         self._state: list[Any] = []
+        self._distributed = False  # there are DTensors
 
     def ready(self, optimizer: NativeStep) -> list[Bucket] | None:
         """The buckets with something to do, their gradients set; None when something is not for the kernels.
@@ -60,9 +62,15 @@ class Plan:
         """
         params = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         grads = list(map(_grad, params))
+        known = _same(params, self._params)
+        if not known:
+            self._distributed = any(map(_dtensor.is_distributed, params))
+        if self._distributed:
+            # Before anything that may go otherwise on another rank: this waits for all of them.
+            grads = list(map(_dtensor.placed_like, grads, params))
         status = STALE
         try:
-            if self._holds(optimizer, params):
+            if known and self._holds(optimizer):
                 status = self._set_grads(grads)
             else:
                 self._members = set()
@@ -74,13 +82,15 @@ class Plan:
                     bucket.forget_grads()
         return [bucket for bucket in self._buckets if bucket.given] if status == READY else None
 
-    def _holds(self, optimizer: NativeStep, params: list[Tensor]) -> bool:
+    def _holds(self, optimizer: NativeStep) -> bool:
         return (
-            _same(params, self._params)
-            and _places(self._stepped) == self._places
+            self._where() == self._places
             and _forms(optimizer) == self._forms
             and _same(_values(optimizer), self._state)
         )
+
+    def _where(self) -> list[list[Any]]:
+        return _places(list(map(_dtensor.local, self._stepped)) if self._distributed else self._stepped)
 
     def _set_grads(self, grads: list[Tensor | None]) -> int:
         newcomers = sum(map(is_not, grads, repeat(None)))
@@ -98,7 +108,7 @@ class Plan:
         if not all(takes(params[i], grads[i]) for i in members):
             return FOREIGN
         for i in members:
-            if overlaps_itself(params[i]):
+            if overlaps_itself(_dtensor.local(params[i])):
                 raise ValueError(
                     f"parameter {i} of shape {tuple(params[i].shape)} must not overlap itself (strides "
                     f"{params[i].stride()}, as expand() makes them): use contiguous()"
@@ -120,19 +130,19 @@ class Plan:
                 drop_weights(optimizer.state[p], kind)
         self._buckets, self._params, self._members = made, params, members
         self._stepped = [params[i] for i in members]
-        self._places = _places(self._stepped)
+        self._places = self._where()
         self._forms = _forms(optimizer)
         self._state = _values(optimizer)
         return self._set_grads(grads)
 
     def _kinds(self, optimizer: NativeStep, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
         """Positions of the members by what they have in common."""
-        found: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
+        found: dict[tuple[Any, ...], list[int]] = {}
         groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
         for position, (group, p) in enumerate(zip(groups, params, strict=True)):
             if position in members:
-                found.setdefault((group, p.device, p.dtype), []).append(position)
-        return [(optimizer._kind(group, dtype), positions) for (group, _, dtype), positions in found.items()]
+                found.setdefault((group, p.dtype, p.device, _dtensor.ranks_of(p)), []).append(position)
+        return [(optimizer._kind(group, dtype), positions) for (group, dtype, *_), positions in found.items()]
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from flatout import _gradients
+from flatout._dtensor import Ranks
 from flatout.optim.base import NativeStep, is_patched, unhooked_step
 from flatout.optim.bucket import Bucket
 
@@ -88,17 +89,17 @@ def update(
 
 
 def _look(ready: list[Bucket], inv_scale: Tensor | float | None, max_norm: float | None) -> _gradients.GradCheck:
-    """One look at the gradients set in buckets of any devices."""
-    by_device: dict[torch.device, list[int]] = {}
+    """One look at the gradients set in buckets of any devices and ranks."""
+    by_place: dict[tuple[torch.device, Ranks | None], list[int]] = {}
     for bucket in ready:
-        by_device.setdefault(bucket.device, []).append(bucket.handle)
+        by_place.setdefault((bucket.device, bucket.ranks), []).append(bucket.handle)
     looks = []
-    for device, handles in by_device.items():
+    for (device, ranks), handles in by_place.items():
         here = _gradients.on_device(inv_scale, device)
-        looks.append(_check_buckets(handles, here, max_norm if len(by_device) == 1 else None))
-    if len(looks) == 1:
-        return _gradients.GradCheck(*looks[0])
-    return _gradients.conclude([look[:2] for look in looks], inv_scale, max_norm)
+        if len(by_place) == 1 and ranks is None:
+            return _gradients.GradCheck(*_check_buckets(handles, here, max_norm))
+        looks.append(_gradients.agreed(_check_buckets(handles, here, None)[:2], ranks))
+    return _gradients.conclude(looks, inv_scale, max_norm)
 
 
 def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,86 @@
+"""DTensors of four ranks: stepped on the parts in each process, checked over all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankPool
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
+
+from tests.optim import dtensor_checks as checks
+
+PLACES = list(checks.PLACEMENTS)
+NAMES = list(checks.BASIC)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pool = RankPool(checks.WORLD, tmp_path_factory.mktemp("ranks"), preload=checks.__name__)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_those_of_plain_tensors(ranks, name, place):
+    ranks(checks.steps_are_those_of_plain_tensors, name, place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_states_are_torchs(ranks, name, place):
+    ranks(checks.states_are_torchs, name, place)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_fuse_and_unfuse_in_the_middle_of_a_run(ranks, name):
+    ranks(checks.fused_and_back, name, "hybrid")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.memory_may_be_replaced,
+        checks.autograd_hears_of_it,
+        checks.norms_are_of_all_parts_once,
+        checks.plain_tensors_beside_count_once,
+        checks.torchs_scaler_agrees,
+        checks.random_bits_are_of_the_part,
+        checks.averages_are_swapped_and_copied,
+        checks.saved_and_loaded,
+    ],
+    ids=lambda check: check.__name__,
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_that(ranks, check, place):
+    ranks(check, place)
+
+
+@pytest.mark.parametrize("form", ["lazy", "eager"])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_infinity_stops_all_ranks(ranks, place, form):
+    ranks(checks.one_infinity_stops_all_ranks, place, form)
+
+
+def test_other_gradients_are_torchs(ranks):
+    ranks(checks.other_gradients_are_torchs)
+
+
+def test_partial_gradients_are_summed_once(ranks):
+    ranks(checks.partial_gradients_are_summed_once)
+
+
+@pytest.mark.parametrize(
+    "additions", [{}, {"ema_decay": 0.9, "moment_dtype": torch.bfloat16, "low_precision_copy": torch.bfloat16}], ids=str
+)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
+def test_a_sharded_model_trains_as_a_plain_one(ranks, shape, additions):
+    ranks(checks.a_sharded_model_trains_as_a_plain_one, shape, additions)
+
+
+def test_tensor_parallel_with_sequences(ranks):
+    ranks(checks.tensor_parallel_with_sequences)

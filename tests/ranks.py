@@ -1,0 +1,92 @@
+"""Processes of one gloo group, started once, that run one check after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def _serve(rank: int, world: int, store: str, jobs: multiprocessing.connection.Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(minutes=5)
+    )
+    while (job := jobs.recv()) is not None:
+        check, args, kwargs = job
+        try:
+            check(*args, **kwargs)
+            jobs.send("")
+        except BaseException:
+            jobs.send(f"rank {rank}:\n{traceback.format_exc()}")
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """``pool(check, ...)`` calls a function of a module on all ranks; what fails on one of them fails here.
+
+    Args:
+        world: how many ranks.
+        folder: an empty one.
+        preload: a module that all ranks need: imported once, in the process that they are forked from.
+    """
+
+    def __init__(self, world: int, folder: Path, preload: str) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+        self._world = world
+        self._folder = folder
+        self._ends: list[Any] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        store = str(self._folder / f"store{len(list(self._folder.iterdir()))}")
+        for rank in range(self._world):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, self._world, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def __call__(self, check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._processes:
+            self._start()
+        for end in self._ends:
+            end.send((check, args, kwargs))
+        waiting = list(self._ends)
+        while waiting:
+            for end in multiprocessing.connection.wait(waiting):
+                waiting.remove(end)
+                try:
+                    failure = end.recv()
+                except EOFError:
+                    failure = "a rank died"
+                if failure:
+                    self._kill()  # the others may wait for it for ever; the next check gets new ones
+                    pytest.fail(failure, pytrace=False)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._end()
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._ends, self._processes = [], []
