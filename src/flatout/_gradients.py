@@ -203,6 +203,7 @@ def agreed(look: tuple[Tensor, Tensor], ranks: Ranks | None, norm_type: float = 
     return look if ranks is None else ranks.agree(*look, norm_type)
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def check(
     grads: Sequence[Tensor],
@@ -260,6 +261,7 @@ def conclude(
     return GradCheck(found_inf, norm, factor)
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[tuple[Tensor, Tensor]]:
     """Multiplies all gradients with ``inv_scale`` in place.
@@ -281,6 +283,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[
     return [agreed(look, ranks) for ranks, look in _rewrite(grads, inv_scale, _ops.unscale_and_check_, by_torch)]
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies all gradients with ``factor`` in place; where the factor is 1 no memory is touched.

@@ -43,6 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last_step_skipped
 
+    @torch.compiler.disable
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, max_grad_norm: float | None = None, **kwargs: Any
     ) -> float | None:
@@ -131,6 +132,7 @@ class GradScaler(torch.amp.GradScaler):
         if grads:
             _gradients.scale_(grads, _gradients.check(grads, None, max_grad_norm).grad_factor)
 
+    @torch.compiler.disable
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

@@ -119,7 +119,10 @@ class NativeStep(torch.optim.Optimizer):
         self.__dict__.pop("_plan", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. ``torch.compile`` calls it behind a graph break.
+        """Updates all parameters that have a gradient.
+
+        Inside a function under ``torch.compile`` it is one graph break, and a new learning rate or scale compiles
+        nothing anew. ``fullgraph=True`` takes neither it nor a step of ``torch.optim``: compile the model or the loss.
 
         Args:
             closure: reevaluates the model and returns the loss, as in torch.

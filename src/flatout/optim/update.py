@@ -27,6 +27,7 @@ class UpdateResult:
     """2-norm of the unscaled gradients before clipping."""
 
 
+@torch.compiler.disable
 def update(
     optimizer: torch.optim.Optimizer,
     *,
