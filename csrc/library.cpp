@@ -21,7 +21,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
   //             parameters whose missing 16 bits are `lows`
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
-  //             or 16-bit
+  //             or 16-bit; or uint8, codes of core/dynamic8.h
+  //   absmaxes  of states in uint8: float32, one per 256 elements in the order of memory
   //   steps     float32 counts, where needed: adam; sgd with dampening; a seed
   //   averages  of the weights (EMA), in the compute type, or none
   //   lows      float16 or bfloat16: receive the weights rounded; int16: remainders; or none
@@ -30,15 +31,20 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // found_inf is set changes nothing, step counts included. A seed rounds bfloat16 weights without lows and
   // bfloat16 states stochastically.
   m.def(
-      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "
-      "Tensor(d!)[] averages, Tensor(e!)[] lows, int[] ids, float[] options, *, float lr, Tensor? lr_tensor, "
-      "float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? grad_factor, "
+      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] absmaxes, "
+      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float lr, "
+      "Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? grad_factor, "
       "Tensor? found_inf) -> ()");
+
+  // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
+  // and strides. Of numbers without a sign no positive one becomes 0.
+  m.def("encode_(Tensor values, Tensor(a!) codes, Tensor(b!) absmax, bool has_sign) -> ()");
+  m.def("decode_(Tensor(a!) values, Tensor codes, Tensor absmax, bool has_sign) -> ()");
 
   // The same over and over: a bucket is all of it but the gradients, checked once and kept by number.
   m.def(
-      "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] steps, Tensor[] averages, "
-      "Tensor[] lows, int[] ids) -> int");
+      "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] absmaxes, Tensor[] steps, "
+      "Tensor[] averages, Tensor[] lows, int[] ids) -> int");
   m.def("free_bucket(int bucket) -> ()");
   // Gradients for the next step, of the weights at the indices `which` ([]: all). Only their addresses are
   // kept. 0: ready; 1: the bucket's tensors have moved, it must be made anew; 2: a gradient's shape or

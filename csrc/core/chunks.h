@@ -17,7 +17,8 @@ namespace flatout {
 inline constexpr uint32_t kChunk = 16384;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kArgumentBytes = 32764;  // of a kernel, at most (CUDA >= 12.1)
-inline constexpr int kMaxStreams = 7;         // weight, gradient, three states, average, 16-bit companion
+// Weight, gradient, three states, average, 16-bit companion, three absmaxes.
+inline constexpr int kMaxStreams = 10;
 
 // One tensor and its companions of equal numel, as flat arrays.
 struct FlatTensor {

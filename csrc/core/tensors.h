@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/chunks.h"
+#include "core/dynamic8.h"
 
 namespace flatout {
 
@@ -81,6 +82,16 @@ inline void check_beside(const Tensor& tensor, const char* name, size_t i, const
   STD_TORCH_CHECK(same_device(tensor, leader), name, "[", i, "] must be on the device of ", leader_name, "[",
                   i, "]");
   STD_TORCH_CHECK(same_layout(tensor, leader), name, "[", i, "] must have the shape and strides of ",
+                  leader_name, "[", i, "]");
+}
+
+// The absmaxes of a leader's tensor in 8 bits.
+inline void check_absmax(const Tensor& absmax, const char* name, size_t i, const Tensor& leader,
+                         const char* leader_name) {
+  const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;
+  STD_TORCH_CHECK(absmax.scalar_type() == ScalarType::Float && absmax.is_contiguous() &&
+                      absmax.numel() == blocks && same_device(absmax, leader),
+                  name, "[", i, "] must be ", blocks, " contiguous float32 numbers on the device of ",
                   leader_name, "[", i, "]");
 }
 

@@ -24,8 +24,8 @@ bool is_strided(const Tensor& tensor) {
 }  // namespace
 
 Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
-               const TensorList& steps, const TensorList& averages, const TensorList& lows,
-               const std::vector<int64_t>& ids)
+               const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
+               const TensorList& lows, const std::vector<int64_t>& ids)
     : rule_(rule_named(rule)), states_(0), steps_(steps) {
   check_leader(weights, "weights");
   check_apart(weights, "weights");
@@ -38,10 +38,23 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
   STD_TORCH_CHECK(states.size() % count == 0 && states.size() / count <= kMaxStates,
                   "states must hold 0 to 3 tensors per weight (", count, "), got ", states.size());
   states_ = static_cast<int>(states.size() / count);
-  for (int s = 0; s < states_; ++s)
-    add_stream({states.begin() + static_cast<int64_t>(s * count),
-                states.begin() + static_cast<int64_t>((s + 1) * count)},
-               "states", 2 + s);
+  codes_ = !states.empty() && states[0].scalar_type() == ScalarType::Byte;
+  STD_TORCH_CHECK(absmaxes.size() == (codes_ ? states.size() : 0),
+                  "absmaxes must hold a tensor per state of 8 bits (", codes_ ? states.size() : 0, "), got ",
+                  absmaxes.size());
+  const auto stream_of = [count](const TensorList& tensors, int s) {
+    const auto begin = tensors.begin() + static_cast<int64_t>(s * count);
+    return TensorList{begin, begin + static_cast<int64_t>(count)};
+  };
+  for (int s = 0; s < states_; ++s) {
+    add_stream(stream_of(states, s), "states", 2 + s);
+    STD_TORCH_CHECK((streams_.back().tensors[0].scalar_type() == ScalarType::Byte) == codes_,
+                    "states must be uint8 all or none");
+    if (!codes_) continue;
+    streams_.push_back({stream_of(absmaxes, s), 4 + states_ + s});
+    for (size_t i = 0; i < count; ++i)
+      check_absmax(streams_.back().tensors[i], "absmaxes", s * count + i, weights[i], "weights");
+  }
   if (!averages.empty()) {
     STD_TORCH_CHECK(averages[0].scalar_type() == compute_, "averages must be ",
                     torch::headeronly::toString(compute_));
@@ -78,10 +91,11 @@ void Bucket::add_stream(TensorList tensors, const char* name, int slot) {
   STD_TORCH_CHECK(tensors.size() == weights.size(), name, " must hold as many tensors as weights (",
                   weights.size(), "), got ", tensors.size());
   const ScalarType dtype = tensors[0].scalar_type();
-  STD_TORCH_CHECK(
-      dtype == compute_ || is_16_bit(dtype) || (dtype == ScalarType::Short && low_ == Low::kRemainder), name,
-      " must be ", torch::headeronly::toString(compute_), " or of 16 bits, got ",
-      torch::headeronly::toString(dtype));
+  const bool is_code = dtype == ScalarType::Byte && codes_ && compute_ == ScalarType::Float;
+  const bool is_remainder = dtype == ScalarType::Short && low_ == Low::kRemainder;
+  STD_TORCH_CHECK(dtype == compute_ || is_16_bit(dtype) || is_code || is_remainder, name, " must be ",
+                  torch::headeronly::toString(compute_),
+                  ", of 16 bits or (states beside float32) uint8, got ", torch::headeronly::toString(dtype));
   for (size_t i = 0; i < tensors.size(); ++i) {
     STD_TORCH_CHECK(tensors[i].scalar_type() == dtype, name, "[", i,
                     "] must have the dtype of its neighbours");
@@ -110,6 +124,7 @@ Storage Bucket::storage() const {
   if (grad_dtype_ == compute_) storage.wide |= 2u;
   storage.average = (storage.wide >> (2 + states_) & 1u) != 0;
   storage.low = low_;
+  storage.codes = codes_;
   return storage;
 }
 

@@ -49,11 +49,11 @@ class PlayedBucket final : public Bucket {
 
 // step_ as step_kernel.cuh runs it; returns the number of launches.
 int64_t play_step_(const std::string& rule, const TensorList& weights, const TensorList& grads,
-                   const TensorList& states, const TensorList& steps, const TensorList& averages,
-                   const TensorList& lows, const std::vector<int64_t>& ids,
+                   const TensorList& states, const TensorList& absmaxes, const TensorList& steps,
+                   const TensorList& averages, const TensorList& lows, const std::vector<int64_t>& ids,
                    const std::vector<double>& options, double lr, double weight_decay, bool maximize,
                    double ema_decay, std::optional<int64_t> seed, int64_t threads) {
-  PlayedBucket bucket(rule, weights, states, steps, averages, lows, ids);
+  PlayedBucket bucket(rule, weights, states, absmaxes, steps, averages, lows, ids);
   bucket.threads = static_cast<uint32_t>(threads);
   step_once(bucket, grads,
             {options, lr, std::nullopt, weight_decay, maximize, ema_decay, seed, std::nullopt, std::nullopt});
@@ -65,8 +65,9 @@ int64_t play_step_(const std::string& rule, const TensorList& weights, const Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flatout_testing, m) {
   m.def(
-      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "
-      "Tensor(d!)[] averages, Tensor(e!)[] lows, int[] ids, float[] options, *, float lr, "
+      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] absmaxes, "
+      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float "
+      "lr, "
       "float weight_decay, bool maximize, float ema_decay, int? seed, int threads) -> int");
 }
 

@@ -28,8 +28,8 @@ struct StepNumbers {
 class Bucket {
  public:
   Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
-         const TensorList& steps, const TensorList& averages, const TensorList& lows,
-         const std::vector<int64_t>& ids);
+         const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
+         const TensorList& lows, const std::vector<int64_t>& ids);
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
   virtual ~Bucket() = default;
@@ -56,7 +56,7 @@ class Bucket {
                    const std::vector<FlatTensor>& tensors) = 0;
 
  private:
-  // One tensor per weight: the weights, a state, the averages or the 16-bit companions.
+  // One tensor per weight: the weights, a state, the averages, the 16-bit companions or a state's absmaxes.
   struct Stream {
     TensorList tensors;
     int slot;  // in FlatTensor::address
@@ -70,6 +70,7 @@ class Bucket {
 
   RuleName rule_;
   int states_;
+  bool codes_ = false;  // states are of 8 bits
   Low low_ = Low::kNone;
   std::vector<Stream> streams_;
   TensorList steps_;

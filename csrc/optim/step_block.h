@@ -42,7 +42,7 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   const Place& place = start.place;
   Thread self{rule, extras, {}, place.begin, place.count};
   for (int s = 0; s < Thread::kStreams; ++s) {
-    self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, place.begin);
+    self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, Rule::kStates, place.begin);
 #ifdef __CUDA_ARCH__
     __builtin_assume(__isGlobal(self.stream[s]));  // read from shared memory, it could point anywhere
 #endif

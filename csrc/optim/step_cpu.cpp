@@ -44,12 +44,12 @@ template <class T, class Rule>
 struct StepChunk {
   using Acc = compute_t<T>;
   static constexpr int kCore = 2 + Rule::kStates;
-  static constexpr int kAverage = kCore, kLow = kCore + 1;
+  static constexpr int kAverage = kCore, kLow = kCore + 1, kAbsmax = kCore + 2;
 
   Rule rule;
   Extras<Acc> extras;
-  char* stream[kCore + 2];  // at the chunk's first element; null where there is none
-  int64_t begin;            // the chunk's first element in its tensor
+  char* stream[kCore + 2 + Rule::kStates];  // at the chunk's first element; null where there is none
+  int64_t begin;                            // the chunk's first element in its tensor
   uint32_t count;
 
   template <class Element>
@@ -59,7 +59,7 @@ struct StepChunk {
 
   [[gnu::always_inline]] void operator()() const {
     if constexpr (std::is_same_v<T, Acc>) {
-      if (!extras.storage.average) {
+      if (!extras.storage.average && !extras.storage.codes) {
         Acc* direct[kCore];
         for (int s = 0; s < kCore; ++s) direct[s] = at<Acc>(s, 0);
         return apply(rule, direct, count);
@@ -88,10 +88,17 @@ struct StepChunk {
   }
 
  private:
-  FLATOUT_HD bool is_wide(int s) const { return std::is_same_v<T, Acc> || extras.storage.is_wide(s); }
+  FLATOUT_HD bool is_code(int s) const {
+    return std::is_same_v<Acc, float> && extras.storage.is_code(s, Rule::kStates);
+  }
+  FLATOUT_HD bool is_wide(int s) const {
+    return !is_code(s) && (std::is_same_v<T, Acc> || extras.storage.is_wide(s));
+  }
   FLATOUT_HD bool has_remainder(int s) const { return s == 0 && extras.storage.low == Low::kRemainder; }
 
   FLATOUT_HD void fetch(int s, uint32_t i, Acc* __restrict to, uint32_t n) const {
+    if constexpr (std::is_same_v<Acc, float>)
+      if (is_code(s)) return s == 2 ? decode<true>(s, i, to, n) : decode<false>(s, i, to, n);
     if constexpr (std::is_same_v<T, bf16>) {
       if (has_remainder(s)) {
         const T* __restrict high = at<T>(s, i);
@@ -107,6 +114,8 @@ struct StepChunk {
   }
 
   FLATOUT_HD void put(int s, uint32_t i, const Acc* __restrict from, uint32_t n) const {
+    if constexpr (std::is_same_v<Acc, float>)
+      if (is_code(s)) return s == 2 ? encode<true>(s, i, from, n) : encode<false>(s, i, from, n);
     if constexpr (std::is_same_v<T, bf16>) {
       T* __restrict to = at<T>(s, i);
       if (has_remainder(s)) {
@@ -117,6 +126,18 @@ struct StepChunk {
       if (extras.stochastic) return put_stochastic(s, i, from, to, n);
     }
     if constexpr (!std::is_same_v<T, Acc>) narrow(from, at<T>(s, i), n);
+  }
+
+  template <bool Signed>
+  FLATOUT_HD void decode(int s, uint32_t i, float* __restrict to, uint32_t n) const {
+    prefetch_ahead(at<uint8_t>(s, i), n, 4096);
+    const float* absmax = at<float>(kAbsmax + s - 2, i / kDynamicBlock);
+    decode_blocks<Signed>(at<uint8_t>(s, i), absmax, to, n);
+  }
+  template <bool Signed>
+  FLATOUT_HD void encode(int s, uint32_t i, const float* __restrict from, uint32_t n) const {
+    static_assert(kChunk % kDynamicBlock == 0 && kBlock % kDynamicBlock == 0, "blocks straddle nothing");
+    encode_blocks<Signed>(from, at<uint8_t>(s, i), at<float>(kAbsmax + s - 2, i / kDynamicBlock), n);
   }
 
   FLATOUT_HD void put_stochastic(int s, uint32_t i, const float* __restrict from, bf16* __restrict to,
@@ -163,8 +184,8 @@ void run_chunks(const Config& config, const Storage& storage, const std::vector<
       [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
         StepChunk<T, Rule> chunk{
             rules[t].rule, extras_of<Acc>(config, storage, tensors[t].id, rules[t].step), {}, begin, count};
-        for (int s = 0; s < 4 + Rule::kStates; ++s)
-          chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, begin);
+        for (int s = 0; s < 4 + 2 * Rule::kStates; ++s)
+          chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, Rule::kStates, begin);
         run_vectorised(chunk);
       },
       Direction::kBackwards);

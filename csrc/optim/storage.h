@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/chunks.h"
+#include "core/dynamic8.h"
 #include "core/philox.h"
 #include "optim/rules.h"
 
@@ -12,18 +13,26 @@ namespace flatout {
 // The 16-bit companion of a weight: a rounded copy that a step writes, or the bits that a bfloat16 lacks.
 enum class Low : uint8_t { kNone, kCopy, kRemainder };
 
-// Streams are numbered: 0 weight, 1 gradient, 2.. states; behind them average and 16-bit companion.
+// Streams are numbered: 0 weight, 1 gradient, 2.. states; behind them average, 16-bit companion, and of
+// states in 8 bits the absmaxes.
 struct Storage {
   uint32_t wide;  // bit s: stream s holds the compute type, else the type that the storage is about
   bool average;
   Low low;
+  bool codes;  // states are codes of core/dynamic8.h; the first has a sign, others are second moments
 
   FLATOUT_HD bool is_wide(int stream) const { return (wide >> stream & 1u) != 0; }
-  // Where element `i` of a stream lies; null stays null.
+  FLATOUT_HD bool is_code(int stream, int states) const {
+    return codes && stream >= 2 && stream < 2 + states;
+  }
+  // Where element `i` of a stream, or the absmax of its block, lies; null stays null.
   template <class T>
-  FLATOUT_HD char* move(void* address, int stream, int64_t i) const {
-    const int64_t size = is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T);
-    return address == nullptr ? nullptr : static_cast<char*>(address) + i * size;
+  FLATOUT_HD char* move(void* address, int stream, int states, int64_t i) const {
+    if (address == nullptr) return nullptr;
+    int64_t bytes = i * static_cast<int64_t>(is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T));
+    if (is_code(stream, states)) bytes = i;
+    if (stream >= 4 + states) bytes = i / kDynamicBlock * static_cast<int64_t>(sizeof(float));
+    return static_cast<char*>(address) + bytes;
   }
 };
 

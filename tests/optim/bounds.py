@@ -163,6 +163,72 @@ def away_from_zero(weight: Tensor) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
+# ---- moments in 8 bits: Dettmers et al. 2022 ---------------------------------------------------------------
+
+
+def dynamic_map(has_sign: bool) -> Tensor:
+    """[256] float64, ascending: the paper's dynamic tree map, decade by decade."""
+    numbers = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, (2**i if has_sign else 2 ** (i + 1)) + 1, dtype=torch.float64)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)).tolist()
+        numbers += middles + [-number for number in middles if has_sign]
+    return torch.tensor(sorted(numbers), dtype=torch.float64)
+
+
+def nearest_code(ratio: Tensor, has_sign: bool) -> Tensor:
+    """Positions of the nearest numbers of the map; halfway is away from 0, and without sign nothing positive is 0."""
+    numbers = dynamic_map(has_sign)
+    halfway = (numbers[:-1] + numbers[1:]) / 2
+    codes = torch.where(ratio < 0, torch.bucketize(ratio, halfway), torch.bucketize(ratio, halfway, right=True))
+    return codes if has_sign else torch.where(ratio > 0, codes.clamp(min=1), codes)
+
+
+def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The elements of a dense tensor one after the other, as they (or those of ``like``) lie in memory."""
+    if like is not None:
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def decoded(codes: Tensor, absmax: Tensor, has_sign: bool) -> Tensor:
+    """The numbers that codes stand for, in float64, with their shape and strides."""
+    scale = absmax.double().repeat_interleave(256)[: codes.numel()]
+    result = torch.empty_like(codes, dtype=torch.float64)
+    in_memory_order(result).copy_(dynamic_map(has_sign)[in_memory_order(codes).long()] * scale)
+    return result
+
+
+SMALLEST_SCALE = 2.0**-100
+
+
+def assert_encoded(codes: Tensor, absmax: Tensor, expected: Near, has_sign: bool, what: str = "") -> None:
+    """Codes and absmaxes are what some numbers within the bounds of ``expected`` are in 8 bits.
+
+    Encoding is monotone, so each code lies between those of the bounds, taken as multiples of the block's absmax; that
+    quotient and halfway between two codes are known to a few units in float32.
+    """
+    low, high = (in_memory_order(bound.expand(codes.shape), codes) for bound in (expected.low, expected.high))
+    assert codes.dtype == torch.uint8
+    assert (absmax.dtype, absmax.shape) == (torch.float32, (-(-codes.numel() // 256),)), what
+    greatest = torch.maximum(low.abs(), high.abs())
+    least = torch.where((low <= 0) & (high >= 0), 0.0, torch.minimum(low.abs(), high.abs()))
+    for bound, holds in ((least, torch.ge), (greatest, torch.le)):
+        blocks = torch.nn.functional.pad(bound, (0, -bound.numel() % 256)).view(-1, 256).amax(1).float()
+        blocks = torch.where(blocks > 0, blocks.clamp(min=SMALLEST_SCALE), blocks)
+        assert holds(absmax, blocks).all(), what
+    scale = absmax.double().repeat_interleave(256)[: codes.numel()]
+    scale = torch.where(scale > 0, scale, 1.0)
+    slack = 4 * 2.0**-24
+    first = nearest_code(low / scale - slack * (low / scale).abs(), has_sign)
+    last = nearest_code(high / scale + slack * (high / scale).abs(), has_sign)
+    found = in_memory_order(codes).long()
+    right = (first <= found) & (found <= last)
+    if not right.all():
+        i = int((~right).nonzero()[0])
+        raise AssertionError(f"{what}[{i}]: code {found[i]}, want {first[i]} to {last[i]}")
+
+
 RULES = {"AdamW": adam, "Adam": adam, "SGD": sgd, "Lion": lion}
 STATES = {
     "AdamW": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],

@@ -18,8 +18,18 @@ from hypothesis import strategies as st
 import flatout.optim as fo
 from flatout.optim import update
 from tests.optim import bounds
-from tests.optim.bounds import UNIT, Near, assert_rounded_either_way, assert_rounded_once, away_from_zero, join
+from tests.optim.bounds import (
+    UNIT,
+    Near,
+    assert_encoded,
+    assert_rounded_either_way,
+    assert_rounded_once,
+    away_from_zero,
+    decoded,
+    join,
+)
 
+CODES = torch.uint8
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4, 5), (0, 4), (130, 129)]
 LAYOUTS = ["contiguous", "transposed", "channels_last", "strided", "offset"]
@@ -61,8 +71,9 @@ class Case:
         kind = self.additions.get("master_weights")
         return kind if dtype == BRAIN or (dtype == HALF and kind == "float32") else None
 
-    def moment_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.additions.get("moment_dtype") or (FLOAT if self.masters(dtype) else dtype)
+    def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
+        chosen = self.additions.get("moment_dtype") or (FLOAT if self.masters(p.dtype) else p.dtype)
+        return FLOAT if chosen == CODES and p.numel() < 4096 else chosen
 
 
 # ---- drawing cases -----------------------------------------------------------------------------------------
@@ -98,7 +109,7 @@ def additions_of(draw: Any, dtypes: set[torch.dtype]) -> dict[str, Any]:
         additions["seed"] = draw(st.integers(0, 2**31 - 1))
     low = dtypes & {HALF, BRAIN}  # a bucket has one 16-bit dtype
     if DOUBLE not in dtypes and len(low) < 2:
-        additions["moment_dtype"] = draw(st.sampled_from([None, FLOAT, *(low or {HALF, BRAIN})]))
+        additions["moment_dtype"] = draw(st.sampled_from([None, FLOAT, CODES, *(low or {HALF, BRAIN})]))
         if additions["moment_dtype"] in (HALF, BRAIN):
             low = {additions["moment_dtype"]}
     if FLOAT in dtypes and len(low) < 2:
@@ -202,8 +213,17 @@ def moments_of(case: Case, optimizer: Any, p: torch.nn.Parameter) -> dict[str, t
     if case.name in ("Adam", "AdamW") and not case.options["amsgrad"]:
         keys = keys[:2]
     state = optimizer.state.get(p, {})
-    zeros = lambda: torch.zeros(p.shape, dtype=case.moment_dtype(p.dtype))  # noqa: E731
-    return {key: copied(state[key]) if state.get(key) is not None else zeros() for key in keys}
+
+    in_8_bits = case.moment_dtype(p) == CODES
+
+    def moment(key: str) -> torch.Tensor:
+        if state.get(key) is None:
+            return torch.zeros(p.shape, dtype=DOUBLE if in_8_bits else case.moment_dtype(p))
+        if in_8_bits:
+            return decoded(copied(state[key]), copied(state[f"{key}_absmax"]), not key.endswith("_sq"))
+        return copied(state[key])
+
+    return {key: moment(key) for key in keys}
 
 
 @dataclass
@@ -262,7 +282,9 @@ def check(
             options = {"momentum": 0, "dampening": 0, "nesterov": False} | options
         if case.name in ("Adam", "AdamW"):
             options["decoupled"] = case.name == "AdamW"
-        start = [Near(value.double(), 0, compute) for value in was.moments.values()]
+        # The numbers that codes stand for are known to two units in the last place.
+        unsure = 2.0**-22 if case.moment_dtype(p) == CODES else 0.0
+        start = [Near(value.double(), value.double().abs() * unsure, compute) for value in was.moments.values()]
         weight, moments = bounds.RULES[case.name](
             Near(was.weight.double(), 0, compute), grad, start, was.taken + 1, **options
         )
@@ -287,7 +309,12 @@ def check_stored(
     rounded = assert_rounded_either_way if stochastic and now.dtype == BRAIN else assert_rounded_once
     rounded(now, weight, f"weight of {what}")
     for key, expected in moments.items():
-        assert state[key].dtype == case.moment_dtype(p.dtype)
+        assert state[key].dtype == case.moment_dtype(p)
+        assert (f"{key}_absmax" in state) == (state[key].dtype == CODES)
+        if state[key].dtype == CODES:
+            codes, absmax = state[key], state[f"{key}_absmax"]
+            assert_encoded(codes, absmax, expected, not key.endswith("_sq"), f"{key} of {what}")
+            continue
         rounded = assert_rounded_either_way if stochastic and state[key].dtype == BRAIN else assert_rounded_once
         rounded(state[key], expected, f"{key} of {what}")
     if case.name in ("Adam", "AdamW"):

@@ -36,7 +36,7 @@ STORAGES = [
 
 
 def streams(rule, storage, sizes, offsets):
-    """weights, grads, states, steps, averages, lows, ids: the tensor lists of ``step_``."""
+    """weights, grads, states, absmaxes, steps, averages, lows, ids: the tensor lists of ``step_``."""
     weight, grad, state, average, low = storage
     generator = torch.Generator().manual_seed(0)
 
@@ -49,7 +49,7 @@ def streams(rule, storage, sizes, offsets):
     weights, grads = stream(weight, 0), stream(grad, 1)
     states = [t for k in range(RULES[rule][0]) for t in stream(state, 2 + k)]
     steps = [torch.full((), float(i)) for i in range(len(sizes))]
-    return [weights, grads, states, steps, stream(average, 5), stream(low, 6), [7 + i for i in range(len(sizes))]]
+    return [weights, grads, states, [], steps, stream(average, 5), stream(low, 6), [7 + i for i in range(len(sizes))]]
 
 
 @settings(max_examples=150, deadline=None)
@@ -73,7 +73,7 @@ def test_blocks_and_threads_do_what_the_cpu_loop_does(sizes, rule, storage, offs
     launches = torch.ops.flatout_testing.step_(name, *lists, RULES[rule][1], **options, threads=threads)
     assert launches == -(-len(sizes) // 3)
     torch.ops.flatout.step_(name, *copies, RULES[rule][1], **options, lr_tensor=None, grad_factor=None, found_inf=None)
-    for played, expected in zip(lists[:6], copies[:6], strict=True):
+    for played, expected in zip(lists[:7], copies[:7], strict=True):
         for a, b in zip(played, expected, strict=True):
             # The CPU's loops may fuse multiplications and additions that the played code does not.
             if a.dtype == i16:
@@ -92,7 +92,7 @@ def test_remainders_are_played_exactly():
         torch.ops.flatout.step_(
             "sgd", *copies, [0.9, 0.0, 0.0], **options, lr_tensor=None, grad_factor=None, found_inf=None
         )
-        for high, low, other_high, other_low in zip(lists[0], lists[5], copies[0], copies[5], strict=True):
+        for high, low, other_high, other_low in zip(lists[0], lists[6], copies[0], copies[6], strict=True):
             played, expected = (
                 ((h.view(i16).int() << 16) + r.int()).view(f32) for h, r in ((high, low), (other_high, other_low))
             )
@@ -119,7 +119,7 @@ def test_random_bits_are_philox():
         weight = torch.tensor([(0x3F80 << 16) + low_half], dtype=torch.int32).view(f32).item()
         p = start.to(bf16)
         torch.ops.flatout.step_(
-            "sgd", [p], [torch.full((n,), -(weight - 1.0)).to(f32)], [], [torch.tensor(float(step - 1))], [], [],
+            "sgd", [p], [torch.full((n,), -(weight - 1.0)).to(f32)], [], [], [torch.tensor(float(step - 1))], [], [],
             [tensor], [0.0, 0.0, 0.0], lr=1.0, lr_tensor=None, weight_decay=0.0, maximize=False, ema_decay=0.0,
             seed=seed, grad_factor=None, found_inf=None,
         )  # fmt: skip

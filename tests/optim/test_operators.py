@@ -29,6 +29,7 @@ def step_arguments(rule, dtype):
         tensors(wide),
         tensors(dtype),
         [t for _ in range(states) for t in tensors(wide)],
+        [],
         steps(),
         tensors(wide),
         tensors(dtype) if masters else [],
@@ -54,8 +55,9 @@ def test_operators_trace_without_a_graph_break():
     def one_update(p, g, buffer):
         _, norm, factor = ops.unscale_and_check([g], None, 1.0)
         ops.step_(
-            "sgd", [p], [g], [buffer], [], [], [], [], [0.9, 0.0, 0.0], **NUMBERS, grad_factor=factor, found_inf=None
-        )
+            "sgd", [p], [g], [buffer], [], [], [], [], [], [0.9, 0.0, 0.0],
+            **NUMBERS, grad_factor=factor, found_inf=None,
+        )  # fmt: skip
         return norm
 
     eager, traced = ([torch.ones(7), torch.full((7,), 2.0), torch.zeros(7)] for _ in range(2))
@@ -70,22 +72,24 @@ def test_lr_tensor_and_device_scalars_win():
     for dtype in (torch.float32, torch.float64):
         p.fill_(1)
         ops.step_(
-            "sgd", [p], [g], [], [], [], [], [], [0.0, 0.0, 0.0], lr=100.0, lr_tensor=torch.tensor(0.5, dtype=dtype),
-            weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None,
+            "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0], lr=100.0,
+            lr_tensor=torch.tensor(0.5, dtype=dtype), weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None,
             grad_factor=torch.tensor(0.5, dtype=dtype), found_inf=None,
         )  # fmt: skip
         assert torch.equal(p, torch.full((3,), 0.75))
 
 
 def one_step(
-    rule="sgd", weights=None, grads=None, states=(), counts=(), averages=(), lows=(), options=(0.0, 0.0, 0.0), **kw
-):
+    rule="sgd", weights=None, grads=None, states=(), absmaxes=(), counts=(), averages=(), lows=(),
+    options=(0.0, 0.0, 0.0), **kw
+):  # fmt: skip
     p = torch.ones(4)
     ops.step_(
         rule,
         [p] if weights is None else weights,
         [p] if grads is None else grads,
-        list(states), list(counts), list(averages), list(lows), [], list(options), **NUMBERS | SCALARS | kw,
+        list(states), list(absmaxes), list(counts), list(averages), list(lows), [], list(options),
+        **NUMBERS | SCALARS | kw,
     )  # fmt: skip
 
 
@@ -101,8 +105,22 @@ BAD = [
     (dict(weights=[torch.ones(4), torch.ones(4).double()]), r"weights\[1\] must have the dtype of weights\[0\]"),
     (dict(states=[torch.ones(5)]), r"states\[0\] must have the shape and strides of weights\[0\]"),
     (dict(states=[torch.ones(4)] * 4), "states must hold 0 to 3 tensors per weight"),
-    (dict(states=[torch.ones(4).long()]), "states must be Float or of 16 bits, got Long"),
-    (dict(states=[torch.ones(4, dtype=torch.int16)]), "states must be Float or of 16 bits, got Short"),
+    (dict(states=[torch.ones(4).long()]), r"must be Float, of 16 bits or \(states beside float32\) uint8, got Long"),
+    (dict(states=[torch.ones(4, dtype=torch.int16)]), r"states must be Float, of 16 bits .* got Short"),
+    (dict(states=[torch.ones(4, dtype=torch.uint8)]), r"absmaxes must hold a tensor per state of 8 bits \(1\), got 0"),
+    (
+        dict(states=[torch.ones(4, dtype=torch.uint8)], absmaxes=[torch.ones(2)]),
+        r"absmaxes\[0\] must be 1 contiguous float32 numbers on the device of weights\[0\]",
+    ),
+    (
+        dict(weights=[torch.ones(4).double()], states=[torch.ones(4, dtype=torch.uint8)], absmaxes=[torch.ones(1)]),
+        "states must be Double, .* got Byte",
+    ),
+    (
+        dict(rule="adam", states=[torch.ones(4, dtype=torch.uint8), torch.ones(4)], absmaxes=[torch.ones(1)] * 2),
+        "states must be uint8 all or none",
+    ),
+    (dict(states=[torch.ones(4)], absmaxes=[torch.ones(1)]), r"absmaxes must hold .* \(0\), got 1"),
     (dict(states=[torch.ones(4)] * 2), "the rule cannot have 2 states per weight"),
     (dict(counts=[torch.zeros((), dtype=torch.float64)]), r"steps\[0\] must be one float32 number"),
     (dict(averages=[torch.ones(4).half()]), "averages must be Float"),
@@ -139,7 +157,7 @@ READY, MOVED, OTHER_STRIDES, NOT_NATIVE = range(4)
 def bucket():
     weights = [torch.ones(4, 6), torch.ones(3)]
     states = [torch.zeros(4, 6), torch.zeros(3)]
-    number = ops.make_bucket("sgd", weights, states, [], [], [], [])
+    number = ops.make_bucket("sgd", weights, states, [], [], [], [], [])
     yield number, weights, states
     ops.free_bucket(number)
 
@@ -203,7 +221,7 @@ def test_a_step_that_fails_keeps_no_gradients(bucket):
 def test_counts_that_share_memory_are_refused():
     count, ones = torch.zeros(()), [torch.ones(2), torch.ones(2)]
     with pytest.raises(RuntimeError, match=r"steps\[0\] and steps\[1\] share memory"):
-        ops.make_bucket("adam", ones, [torch.zeros(2) for _ in range(4)], [count, count], [], [], [])
+        ops.make_bucket("adam", ones, [torch.zeros(2) for _ in range(4)], [], [count, count], [], [], [])
 
 
 @pytest.mark.parametrize("written", [0.0, -0.0])
@@ -217,7 +235,7 @@ def test_a_zero_written_over_a_remainder_stays_a_number(written, remainder):
 
 
 def test_a_freed_bucket_is_an_error():
-    number = ops.make_bucket("sgd", [torch.ones(2)], [], [], [], [], [])
+    number = ops.make_bucket("sgd", [torch.ones(2)], [], [], [], [], [], [])
     ops.free_bucket(number)
     ops.free_bucket(number)
     for call in (lambda: ops.set_grads(number, [torch.ones(2)], []), lambda: ops.check_buckets([number], None, None)):

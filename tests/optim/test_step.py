@@ -68,7 +68,7 @@ def test_a_native_step_is_float64s_rounded_once(rule, storage):
     weights, grads, states, steps, averages, lows = lists = make(*storage, n_states)
     starts = [[t.clone() for t in tensors] for tensors in lists]
     torch.ops.flatout.step_(
-        operator, *lists, [], options, lr=0.01, weight_decay=0.1, maximize=True, ema_decay=0.9,
+        operator, *lists[:3], [], *lists[3:], [], options, lr=0.01, weight_decay=0.1, maximize=True, ema_decay=0.9,
         lr_tensor=None, seed=None, grad_factor=torch.tensor(0.5), found_inf=None,
     )  # fmt: skip
     n = len(SHAPES)

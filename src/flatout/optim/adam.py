@@ -51,7 +51,13 @@ class AdamW(_NativeAdam, torch.optim.AdamW):
             ``"remainder"`` keeps only the 16 bits that a bfloat16 parameter lacks (12 bytes per parameter with
             float32 moments). Other parameters have none.
         moment_dtype: of the moments. None: the parameter's, or float32 with master weights. float64 and complex
-            parameters keep theirs.
+            parameters keep theirs. ``torch.uint8``: a byte each, by the block-wise dynamic quantisation of Dettmers et
+            al., "8-bit Optimizers via Block-wise Quantization" (2022), with the paper's map and blocks of 256 elements,
+            computed in float32 and rounded to nearest; parameters of fewer than 4,096 elements keep float32 moments. A
+            positive second moment never becomes 0; one infinity or NaN makes its block NaN. With
+            ``master_weights="remainder"`` that is 6 bytes per bfloat16 parameter in all. State has a float32
+            ``exp_avg_absmax`` of shape (ceil(numel / 256),) beside ``exp_avg``, and so on. torch's classes cannot load
+            such state: :func:`unfuse` gives them their own.
         stochastic_rounding: round bfloat16 parameters without master weights, and bfloat16 moments, up or down at
             random, without bias: small updates then count on average.
         seed: of the random bits. The same seed, state and gradients give the same bits on any number of threads.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flatout import _gradients
 from flatout.optim import options
-from flatout.optim.bucket import Bucket, Kind
+from flatout.optim.bucket import Bucket, Kind, keep_moment
+from flatout.optim.dynamic8 import absmax_name
 from flatout.optim.ema import Averages
 from flatout.optim.plan import Plan
 
@@ -189,10 +190,10 @@ class NativeStep(torch.optim.Optimizer):
         with torch.no_grad():
             return self._plan.ready(self)
 
-    def _kind(self, group: int, dtype: torch.dtype) -> Kind:
-        """What parameters of ``dtype`` in a group have in common."""
+    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool = False) -> Kind:
+        """What parameters of ``dtype`` in a group have in common, those with moments in 8 bits or the others."""
         chosen = self.param_groups[group]
-        layout, streams = options.layout(chosen, dtype), self._streams(chosen)
+        layout, streams = options.layout(chosen, dtype, in_8_bits), self._streams(chosen)
         rounded = ([layout.moments] if streams else []) + ([] if layout.has_master else [dtype])
         seeded = bool(chosen.get("stochastic_rounding")) and torch.bfloat16 in rounded
         return Kind(self._rule, group, streams, seeded or self._counts(chosen), seeded, layout)
@@ -312,10 +313,15 @@ class NativeStep(torch.optim.Optimizer):
                 group.setdefault(name, value)
             options.normalize(group)
             for p, index in zip(group["params"], packed["params"], strict=True):
-                layout = options.layout(group, p.dtype)
+                layout = options.layout(group, p.dtype, options.in_8_bits(group, p))
                 dtypes = {**dict.fromkeys(self._streams(group), layout.moments), **layout.extras}
-                for name, value in loaded["state"].get(index, {}).items():
-                    if name in dtypes and isinstance(value, Tensor):
+                saved = loaded["state"].get(index, {})
+                for name, value in saved.items():
+                    if name in dtypes and isinstance(value, Tensor) and torch.uint8 in (value.dtype, dtypes[name]):
+                        absmax = absmax_name(name)
+                        self.state[p].update({key: saved[key] for key in (name, absmax) if key in saved})
+                        keep_moment(self.state[p], name, p, dtypes[name])
+                    elif name in dtypes and isinstance(value, Tensor):
                         self.state[p][name] = value.to(device=p.device, dtype=dtypes[name])
                     elif name in options.EXTRA_STATE:
                         del self.state[p][name]

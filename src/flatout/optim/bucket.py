@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flatout import _dtensor, _gradients
+from flatout.optim import dynamic8
 from flatout.optim.options import Layout, compute_dtype
 
 _ops = torch.ops.flatout
@@ -78,9 +79,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``tensor`` with the device and strides of ``leader``, in ``dtype``; a copy only where something differs."""
     tensor = tensor.to(device=leader.device, dtype=dtype)
-    if tensor.stride() == leader.stride() or (tensor.is_contiguous() and leader.is_contiguous()):
+    if _laid_out_like(tensor, leader):
         return tensor
     return torch.empty_like(leader, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _laid_out_like(tensor: Tensor, leader: Tensor) -> bool:
+    return tensor.stride() == leader.stride() or (tensor.is_contiguous() and leader.is_contiguous())
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -104,11 +109,27 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
             count = torch.full((), float(count), dtype=torch.float32, device=p.device)
         state["step"] = _gradients.move(count, p.device, torch.float32)
     for name in kind.streams:
-        moment = state.get(name)
-        state[name] = torch.zeros_like(p, dtype=moments) if moment is None else like(moment, p, moments)
+        keep_moment(state, name, p, moments)
     for name, dtype in kind.layout.extras.items():
         kept = state.get(name)
         state[name] = _first(name, state, p, dtype) if kept is None else like(kept, p, dtype)
+
+
+def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype) -> None:
+    """Begins a moment of ``p`` with zeros, or converts what is there: to ``dtype``, device and strides of ``p``."""
+    if not _gradients.is_dense(p):
+        p = torch.empty_like(p)  # moments are dense
+    moment, absmax = state.get(name), dynamic8.absmax_name(name)
+    if moment is not None and moment.dtype == torch.uint8:
+        if dtype == torch.uint8 and _laid_out_like(moment, p):
+            state[name], state[absmax] = moment.to(p.device), state[absmax].to(p.device)
+            return
+        moment = dynamic8.decode(moment, state.pop(absmax), name)
+    if dtype == torch.uint8:  # blocks are in the order of memory, so strides come first
+        made = dynamic8.zeros(p, name) if moment is None else dynamic8.encode(like(moment, p), name)
+        state[name], state[absmax] = made
+    else:
+        state[name] = torch.zeros_like(p, dtype=dtype) if moment is None else like(moment, p, dtype)
 
 
 def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,6 +188,8 @@ class Bucket:
         def entries(name: str) -> list[Tensor]:
             return [_real(state[name]) for state in states] if name in kind.layout.extras else []
 
+        absmaxes = map(dynamic8.absmax_name, kind.streams if kind.layout.moments == torch.uint8 else ())
+
         leaders = list(map(_real, self._leaders))
         part = 0 if self.ranks is None else self.ranks.part
         self._masters = entries("master")
@@ -176,6 +199,7 @@ class Bucket:
             kind.rule,
             self._masters or leaders,
             [_real(state[name]) for name in kind.streams for state in states],
+            [state[name] for name in absmaxes for state in states],
             [state["step"] for state in states] if kind.counted else [],
             entries("ema"),
             leaders if self._masters else entries("remainder") or self._copies,

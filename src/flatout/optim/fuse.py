@@ -13,7 +13,7 @@ from flatout import _gradients
 from flatout.optim import options
 from flatout.optim.adam import Adam, AdamW
 from flatout.optim.base import NativeStep, before_fuse, is_patched
-from flatout.optim.bucket import takes
+from flatout.optim.bucket import keep_moment, takes
 from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -115,7 +115,7 @@ def _torchs(optimizer: NativeStep, group: dict[str, Any], p: Tensor) -> dict[str
         state.pop(name, None)
     for name in optimizer._streams(group):
         if state.get(name) is not None:
-            state[name] = state[name].to(p.dtype)
+            keep_moment(state, name, p, p.dtype)
     return state
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from flatout.optim.dynamic8 import SMALLEST
 
 NEUTRAL: dict[str, Any] = {
     "master_weights": None,
@@ -50,8 +53,14 @@ def form(group: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def layout(group: dict[str, Any], dtype: torch.dtype) -> Layout:
-    """What parameters of ``dtype`` keep under the options of ``group``.
+def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
+    """True when the moments of a parameter are in 8 bits."""
+    wanted = group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
+    return wanted and (p.dtype in _HALF or p.dtype == torch.float32)
+
+
+def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> Layout:
+    """What parameters of ``dtype`` keep under the options of ``group``, those with moments :func:`in_8_bits` or others.
 
     Raises:
         ValueError: the options do not go together for this dtype.
@@ -72,6 +81,8 @@ def layout(group: dict[str, Any], dtype: torch.dtype) -> Layout:
     moments = dtype
     if half or dtype == torch.float32:
         moments = group.get("moment_dtype") or (torch.float32 if master else dtype)
+        if moments == torch.uint8 and not in_8_bits:
+            moments = torch.float32
     halves = {d for d in (dtype, moments, *extras.values()) if d in _HALF}
     if len(halves) > 1:
         kept = ", ".join(f"{name} of {d}" for name, d in {"moments": moments, **extras}.items())
@@ -115,7 +126,7 @@ def check(options: dict[str, Any]) -> None:
     """Refuses values that an additional option cannot have."""
     allowed: dict[str, tuple[Any, ...]] = {
         "master_weights": (None, "float32", "remainder"),
-        "moment_dtype": (None, torch.float32, *_HALF),
+        "moment_dtype": (None, torch.float32, *_HALF, torch.uint8),
         "stochastic_rounding": (False, True),
         "low_precision_copy": (None, *_HALF),
     }

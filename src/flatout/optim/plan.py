@@ -141,8 +141,12 @@ class Plan:
         groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
         for position, (group, p) in enumerate(zip(groups, params, strict=True)):
             if position in members:
-                found.setdefault((group, p.dtype, p.device, _dtensor.ranks_of(p)), []).append(position)
-        return [(optimizer._kind(group, dtype), positions) for (group, dtype, *_), positions in found.items()]
+                in_8_bits = options.in_8_bits(optimizer.param_groups[group], p)
+                found.setdefault((group, p.dtype, in_8_bits, p.device, _dtensor.ranks_of(p)), []).append(position)
+        return [
+            (optimizer._kind(group, dtype, in_8_bits), positions)
+            for (group, dtype, in_8_bits, *_), positions in found.items()
+        ]
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:

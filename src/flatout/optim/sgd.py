@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flatout.optim.base import NativeStep
+from flatout.optim.dynamic8 import absmax_name
 
 
 class SGD(NativeStep, torch.optim.SGD):
@@ -38,6 +39,7 @@ class SGD(NativeStep, torch.optim.SGD):
         result = super()._published(group, state)
         if not group.get("stochastic_rounding") and result.pop("step", None) == 0:
             result["momentum_buffer"] = None
+            result.pop(absmax_name("momentum_buffer"), None)
         return result
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:

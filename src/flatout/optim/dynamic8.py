@@ -1,0 +1,59 @@
+"""Moments in 8 bits: block-wise dynamic quantisation, as the native steps keep them (csrc/core/dynamic8.h).
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). Blocks of 256 elements, in the
+order of memory, have a float32 absmax; codes are positions in the paper's dynamic map, as in bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Elements with one absmax."""
+SMALLEST = 4096
+"""Elements of the smallest parameter with moments in 8 bits: below, there is little to save."""
+
+
+def absmax_name(name: str) -> str:
+    """The state entry beside a moment in 8 bits."""
+    return f"{name}_absmax"
+
+
+def has_sign(name: str) -> bool:
+    """False for second moments, which have a map of their own."""
+    return not name.endswith("_sq")
+
+
+def zeros(like: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes and absmaxes of a moment of zeros with the shape, strides and device of ``like``."""
+    codes = torch.full_like(like, 127 if has_sign(name) else 0, dtype=torch.uint8, requires_grad=False)
+    return codes, torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
+
+
+def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The moment called ``name`` in 8 bits.
+
+    Each element becomes the nearest of 256 multiples of its block's absmax, but a positive second moment never 0. A
+    block with an infinity or NaN becomes one of NaN. Computed on the CPU, wherever the values are.
+
+    Args:
+        values: dense, of any float dtype and device.
+        name: of the state entry; it tells whether there is a sign.
+
+    Returns:
+        ``(codes, absmax)`` on the device of ``values``: uint8 with its shape and strides, and float32 of shape
+        (ceil(numel / 256),).
+    """
+    here = values.detach().to(device="cpu", dtype=torch.float32)
+    codes, absmax = zeros(here, name)
+    torch.ops.flatout.encode_(here, codes, absmax, has_sign(name))
+    return codes.to(values.device), absmax.to(values.device)
+
+
+def decode(codes: Tensor, absmax: Tensor, name: str) -> Tensor:
+    """The moment called ``name`` in float32, with the shape, strides and device of its codes."""
+    here = codes.cpu()
+    values = torch.empty_like(here, dtype=torch.float32)
+    torch.ops.flatout.decode_(values, here, absmax.cpu(), has_sign(name))
+    return values.to(codes.device)
