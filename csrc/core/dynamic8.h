@@ -87,7 +87,7 @@ struct Dynamic8 {
       static_cast<float>((1 + 0.9 / (1 << (Decade - 1))) * power(10, Decade) * 1e-7 * kUnit);
   template <int Decade>
   static constexpr float kScale = static_cast<float>((Signed ? 1e7 : 1e8) / power(5, Decade));  // exact
-  static constexpr float kNearOne = static_cast<float>(1 - 0.225 / (kOne / 2));
+  static constexpr float kNearOne = static_cast<float>(1 - 0.225 / (1 << kLast));
   static constexpr float kNearZero = 0.275e-6f;
   static constexpr float kNinth = 0x1.c71c74p-4f;  // or a little more: multiples of 9 do not fall short
 

@@ -24,11 +24,29 @@ class PlayedBucket final : public Bucket {
     with_config(name, common, options, [&](const auto& config) {
       with_dtype(dtype, [&]<class T>(T*) {
         config.template with_rule<compute_t<T>>(states, [&]<class Rule>(Rule*) {
-          with_kind<T>(storage, common.stochastic,
-                       [&](auto kind) { play<T, Rule, decltype(kind)::value>(config, storage, tensors); });
+          with_kind<T, Rule>(storage, common.stochastic, [&](auto kind) {
+            play<T, Rule, decltype(kind)::value>(config, storage, tensors);
+          });
         });
       });
     });
+  }
+
+  template <class T, class Rule, Kind K>
+  static void play_codes(const BlockStart<T, Rule>& start) {
+    using Warp = CodesWarp<T, Rule, K>;
+    alignas(kVectorBytes) typename Warp::Staged staged;
+    const Warp warp = Warp::of(start.place, start.rule, start.extras, staged);
+    for (uint32_t block = 0; block < warp.blocks(); ++block) {
+      for (uint32_t lane = 0; lane < kLanes; ++lane) warp.decode(block, lane);
+      for (uint32_t lane = 0; lane < kLanes; ++lane) warp.step(block, lane);
+      for (int s = 0; s < Rule::kStates; ++s) {
+        uint32_t largest = 0;
+        for (uint32_t lane = 0; lane < kLanes; ++lane)
+          largest = std::max(largest, warp.largest(block, lane, s));
+        for (uint32_t lane = 0; lane < kLanes; ++lane) warp.encode(block, lane, s, largest);
+      }
+    }
   }
 
   template <class T, class Rule, Kind K, class Config>
@@ -40,7 +58,12 @@ class PlayedBucket final : public Bucket {
       for (uint32_t block = 0; block < batch.chunks; ++block) {
         BlockStart<T, Rule> start;
         start_block(start, table, batch, block, config, storage);
-        for (uint32_t thread = 0; thread < threads; ++thread) step_thread<T, Rule, K>(start, thread, threads);
+        if constexpr (kHasCodes<K>) {
+          play_codes<T, Rule, K>(start);
+        } else {
+          for (uint32_t thread = 0; thread < threads; ++thread)
+            step_thread<T, Rule, K>(start, thread, threads);
+        }
       }
       for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, batch, thread, threads);
     });

@@ -2,13 +2,19 @@
 #pragma once
 
 #include "optim/step_chunk.h"
+#include "optim/step_codes.h"
 #include "optim/step_table.h"
 
 namespace flatout {
 
 // Calls body with the kind of kernel that a step needs, as a type.
-template <class T, class Body>
+template <class T, class Rule, class Body>
 void with_kind(const Storage& storage, bool stochastic, const Body& body) {
+  if constexpr (std::is_same_v<compute_t<T>, float> && Rule::kStates != 0) {
+    if constexpr (std::is_same_v<T, bf16>)
+      if (storage.codes && stochastic) return body(std::integral_constant<Kind, Kind::kRandomCodes>{});
+    if (storage.codes) return body(std::integral_constant<Kind, Kind::kCodes>{});
+  }
   if constexpr (std::is_same_v<T, bf16>)
     if (stochastic) return body(std::integral_constant<Kind, Kind::kRandom>{});
   if (storage.average || storage.low != Low::kNone)
@@ -41,12 +47,8 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   const Extras<compute_t<T>> extras = start.extras;
   const Place& place = start.place;
   Thread self{rule, extras, {}, place.begin, place.count};
-  for (int s = 0; s < Thread::kStreams; ++s) {
+  for (int s = 0; s < Thread::kStreams; ++s)
     self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, Rule::kStates, place.begin);
-#ifdef __CUDA_ARCH__
-    __builtin_assume(__isGlobal(self.stream[s]));  // read from shared memory, it could point anywhere
-#endif
-  }
   self.run(thread, threads);
 }
 

@@ -12,8 +12,12 @@ namespace flatout {
 enum class Kind {
   kPlain,
   kExtended /* averages, 16-bit companions */,
-  kRandom /* random rounding as well */
+  kRandom /* random rounding as well */,
+  kCodes /* states in 8 bits, and what kExtended can */,
+  kRandomCodes /* states in 8 bits, and what kRandom can */
 };
+template <Kind K>
+inline constexpr bool kHasCodes = K == Kind::kCodes || K == Kind::kRandomCodes;
 
 // Streams of a kernel: weight, gradient, states; unless it is plain, average and 16-bit companion.
 template <class Rule, Kind K>

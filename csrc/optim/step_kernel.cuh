@@ -8,9 +8,38 @@
 namespace flatout {
 namespace {
 
+// With states in 8 bits a block has fewer threads: what its warps stage must fit in 48 KiB.
+template <Kind K>
+constexpr uint32_t kThreadsOf = kHasCodes<K> ? kThreads / 2 : kThreads;
+
+__device__ uint32_t warp_max(uint32_t value) {
+  for (uint32_t distance = kLanes / 2; distance != 0; distance /= 2)
+    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
+  return value;
+}
+
+template <class T, class Rule, Kind K>
+__device__ void step_codes(const BlockStart<T, Rule>& start) {
+  constexpr uint32_t kWarps = kThreadsOf<K> / kLanes;
+  using Warp = CodesWarp<T, Rule, K>;
+  __shared__ alignas(kVectorBytes) typename Warp::Staged staged[kWarps];
+  const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const Rule rule = start.rule;  // in registers
+  const Warp self = Warp::of(start.place, rule, start.extras, staged[warp]);
+  const uint32_t blocks = self.blocks();
+  for (uint32_t block = warp; block < blocks; block += kWarps) {
+    self.decode(block, lane);
+    __syncwarp();
+    self.step(block, lane);
+    __syncwarp();
+    for (int s = 0; s < Rule::kStates; ++s)
+      self.encode(block, lane, s, warp_max(self.largest(block, lane, s)));
+  }
+}
+
 // One block per chunk. Skipping and every coefficient are decided on the device.
 template <class T, class Rule, Kind K, class Config>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreadsOf<K>)
     step_kernel(const __grid_constant__ StepBatch<> batch, const __grid_constant__ StepTable table,
                 const __grid_constant__ Config config, const __grid_constant__ Storage storage) {
   if (config.found_inf != nullptr && *config.found_inf != 0) return;
@@ -22,7 +51,11 @@ __global__ void __launch_bounds__(kThreads)
     // Powers and roots in double are slow on most GPUs: once per block.
     if (threadIdx.x == 0) start_block(start, table, batch, blockIdx.x, config, storage);
     __syncthreads();
-    step_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
+    if constexpr (kHasCodes<K>) {
+      step_codes<T, Rule, K>(start);
+    } else {
+      step_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
+    }
   }
   // The block that finishes last counts the step: all others have read the old counts.
   if (threadIdx.x == 0) {
@@ -41,7 +74,7 @@ void launch_batches(const Config& config, const Storage& storage, const std::vec
                 kArgumentBytes);
   for_each_batch<StepBatch<>>(tensors, [&](const StepBatch<>& batch) {
     const uint32_t blocks = batch.chunks == 0 ? 1 : batch.chunks;  // empty tensors count steps, too
-    step_kernel<T, Rule, K, Config><<<blocks, kThreads, 0, stream>>>(batch, table, config, storage);
+    step_kernel<T, Rule, K, Config><<<blocks, kThreadsOf<K>, 0, stream>>>(batch, table, config, storage);
     check_cuda(cudaGetLastError(), "launch of step_kernel");
   });
 }
@@ -56,7 +89,7 @@ bool launch_step(RuleName name, int states, const Storage& storage, const StepCo
   with_config(name, common, options, [&](const auto& config) {
     known = config.template with_rule<compute_t<T>>(states, [&](auto* null) {
       using Rule = std::remove_pointer_t<decltype(null)>;
-      with_kind<T>(storage, common.stochastic, [&](auto kind) {
+      with_kind<T, Rule>(storage, common.stochastic, [&](auto kind) {
         launch_batches<T, Rule, decltype(kind)::value>(config, storage, tensors, table, stream);
       });
     });

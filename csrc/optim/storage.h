@@ -32,7 +32,11 @@ struct Storage {
     int64_t bytes = i * static_cast<int64_t>(is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T));
     if (is_code(stream, states)) bytes = i;
     if (stream >= 4 + states) bytes = i / kDynamicBlock * static_cast<int64_t>(sizeof(float));
-    return static_cast<char*>(address) + bytes;
+    char* moved = static_cast<char*>(address) + bytes;
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(moved));  // read from shared memory, it could point anywhere
+#endif
+    return moved;
   }
 };
 

@@ -16,7 +16,7 @@ from flatout.amp import GradScaler, clip_grad_norm_
 from flatout.optim import update
 from tests.gpu.trace import traced
 from tests.optim.bounds import away_from_zero
-from tests.optim.cases import BRAIN, FLOAT, HALF, Case, Run, Step, bits, cases, weight_of
+from tests.optim.cases import BRAIN, CODES, FLOAT, HALF, Case, Run, Step, bits, cases, weight_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -29,6 +29,9 @@ EVERYTHING: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BRAIN, {"master_weights": "remainder", "moment_dtype": BRAIN}),
     (BRAIN, {"stochastic_rounding": True, "seed": 5}),
     (HALF, {"master_weights": "float32", "ema_decay": 0.5}),
+    (FLOAT, {"moment_dtype": CODES, "ema_decay": 0.9, "low_precision_copy": BRAIN}),
+    (BRAIN, {"moment_dtype": CODES, "master_weights": "remainder"}),
+    (BRAIN, {"moment_dtype": CODES, "stochastic_rounding": True, "seed": 5}),
 ]
 NAMES = ["AdamW", "Adam", "SGD", "Lion"]
 storages = pytest.mark.parametrize(
@@ -101,7 +104,9 @@ def exact_steps(device: str, additions: dict[str, Any], momentum: float) -> list
         optimizer.step()
     results = [p.detach().cpu() for p in params]
     for p in params:
-        kept = (optimizer.state[p].get(key) for key in ("momentum_buffer", "master", "remainder"))
+        kept = (
+            optimizer.state[p].get(key) for key in ("momentum_buffer", "momentum_buffer_absmax", "master", "remainder")
+        )
         results += [tensor.cpu() for tensor in kept if tensor is not None]
     return results
 
@@ -112,6 +117,8 @@ def exact_steps(device: str, additions: dict[str, Any], momentum: float) -> list
     [
         {"stochastic_rounding": True, "seed": 11},
         {"stochastic_rounding": True, "seed": 12, "moment_dtype": BRAIN},
+        {"stochastic_rounding": True, "seed": 13, "moment_dtype": CODES},
+        {"master_weights": "remainder", "moment_dtype": CODES},
         {"master_weights": "float32"},
         {"master_weights": "remainder"},
     ],

@@ -19,6 +19,7 @@ RULES = {
 }
 # The weight's dtype, then those of gradient, states, average and 16-bit companion (None: there is none).
 f64, f32, f16, bf16, i16 = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int16
+u8 = torch.uint8
 STORAGES = [
     (f32, f32, f32, None, None),
     (f32, f32, f32, f32, None),
@@ -32,6 +33,11 @@ STORAGES = [
     (bf16, f32, f32, f32, None),
     (bf16, bf16, f32, f32, i16),
     (bf16, bf16, bf16, None, i16),
+    (f32, f32, u8, None, None),
+    (f32, bf16, u8, f32, bf16),
+    (f16, f16, u8, None, None),
+    (bf16, bf16, u8, f32, None),
+    (bf16, f32, u8, None, i16),
 ]
 
 
@@ -49,7 +55,13 @@ def streams(rule, storage, sizes, offsets):
     weights, grads = stream(weight, 0), stream(grad, 1)
     states = [t for k in range(RULES[rule][0]) for t in stream(state, 2 + k)]
     steps = [torch.full((), float(i)) for i in range(len(sizes))]
-    return [weights, grads, states, [], steps, stream(average, 5), stream(low, 6), [7 + i for i in range(len(sizes))]]
+    absmaxes = []
+    if state == u8:
+        for codes in states:
+            codes.random_(0, 256, generator=generator)
+        absmaxes = [torch.rand(-(-codes.numel() // 256), generator=generator) for codes in states]
+    averages, lows = stream(average, 5), stream(low, 6)
+    return [weights, grads, states, absmaxes, steps, averages, lows, [7 + i for i in range(len(sizes))]]
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,8 +90,31 @@ def test_blocks_and_threads_do_what_the_cpu_loop_does(sizes, rule, storage, offs
             # The CPU's loops may fuse multiplications and additions that the played code does not.
             if a.dtype == i16:
                 continue  # the low halves of weights that agree to float32: seen in the weights
+            if a.dtype == u8:  # a number that differs in its last bit may be nearest to the next code
+                apart = (a.int() - b.int()).abs()
+                assert (apart <= 1).all()
+                assert (apart != 0).sum() <= 1 + a.numel() // 500
+                continue
             bound = {f64: 1e-13, f32: 1e-6}.get(a.dtype, 8e-3)
             torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("storage", [storage for storage in STORAGES if storage[2] == u8], ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+def test_codes_are_played_exactly(storage, offset):
+    """Halves and eighths: with or without fused multiply-adds every number is rounded once, to the same bits."""
+    lists = streams(
+        "momentum", storage, [CHUNK + 300, 70, 0, 256, 255, 4097], [offset, 3 * offset, 5 * offset] + [0] * 4
+    )
+    copies = [[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists]
+    numbers = dict(lr=0.125, weight_decay=0.0, maximize=False, ema_decay=0.5, seed=4 if storage[0] == bf16 else None)
+    torch.ops.flatout_testing.step_("sgd", *lists, [0.5, 0.0, 0.0], **numbers, threads=256)
+    torch.ops.flatout.step_(
+        "sgd", *copies, [0.5, 0.0, 0.0], **numbers, lr_tensor=None, grad_factor=None, found_inf=None
+    )
+    for played, expected in zip(lists[:7], copies[:7], strict=True):
+        for a, b in zip(played, expected, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_remainders_are_played_exactly():

@@ -1,0 +1,121 @@
+// step_codes.h: what a warp does with one block of states in 8 bits (core/dynamic8.h) in an optimizer step:
+// decodes them into memory of its own, steps them there like any others, and encodes them. Each is a function
+// of the lane, so that a test can play lanes one after the other; between any two all lanes must be done.
+#pragma once
+
+#include "optim/step_chunk.h"
+#include "optim/step_table.h"
+
+namespace flatout {
+
+inline constexpr uint32_t kLanes = 32;
+
+template <class T, class Rule, Kind K>
+struct CodesWarp {
+  using Acc = compute_t<T>;
+  using Thread = StepThread<T, Rule, K == Kind::kRandomCodes ? Kind::kRandom : Kind::kExtended>;
+  using Staged = float[Rule::kStates][kDynamicBlock];
+  static constexpr int kStates = Rule::kStates;
+
+  const Place& place;
+  const Rule& rule;
+  const Storage& storage;
+  Extras<Acc> extras;  // of states as they are staged
+  Staged& staged;
+
+  FLATOUT_HD static CodesWarp of(const Place& place, const Rule& rule, const Extras<Acc>& extras,
+                                 Staged& staged) {
+    CodesWarp warp{place, rule, extras.storage, extras, staged};
+    warp.extras.storage.codes = false;
+    warp.extras.storage.wide |= ((1u << kStates) - 1) << 2;
+    return warp;
+  }
+
+  FLATOUT_HD uint32_t blocks() const { return (place.count + kDynamicBlock - 1) / kDynamicBlock; }
+
+  FLATOUT_HD void decode(uint32_t block, uint32_t lane) const {
+    for (int s = 0; s < kStates; ++s) {
+      const float absmax = *absmax_of(block, s);
+      const uint8_t* codes = at<uint8_t>(2 + s, block);
+      for_each_piece(block, lane, [&](uint32_t i, uint32_t n) {
+        Piece piece{};
+        if (is_whole(codes + i, n)) {
+          piece = *reinterpret_cast<const Piece*>(codes + i);
+        } else {
+          for (uint32_t l = 0; l < n; ++l) piece.code[l] = codes[i + l];
+        }
+        for (uint32_t l = 0; l < kPiece; ++l)
+          staged[s][i + l] = s == 0 ? Dynamic8<true>::decode(piece.code[l], absmax)
+                                    : Dynamic8<false>::decode(piece.code[l], absmax);
+      });
+    }
+  }
+
+  FLATOUT_HD void step(uint32_t block, uint32_t lane) const {
+    Thread thread{rule, extras, {}, first(block), count(block)};
+    for (int s = 0; s < Thread::kStreams; ++s)
+      thread.stream[s] =
+          storage.is_code(s, kStates) ? reinterpret_cast<char*>(staged[s - 2]) : at<char>(s, block);
+    thread.run(lane, kLanes);
+  }
+
+  // The greatest magnitude's bits among those that a lane encodes.
+  FLATOUT_HD uint32_t largest(uint32_t block, uint32_t lane, int s) const {
+    uint32_t found = 0;
+    for_each_piece(block, lane, [&](uint32_t i, uint32_t n) {
+      for (uint32_t l = 0; l < n; ++l) {
+        const uint32_t bits = magnitude_bits(staged[s][i + l]);
+        found = bits > found ? bits : found;
+      }
+    });
+    return found;
+  }
+
+  FLATOUT_HD void encode(uint32_t block, uint32_t lane, int s, uint32_t largest_of_all) const {
+    const DynamicScale scale = DynamicScale::of(largest_of_all);
+    if (lane == 0) *absmax_of(block, s) = scale.absmax;
+    uint8_t* codes = at<uint8_t>(2 + s, block);
+    for_each_piece(block, lane, [&](uint32_t i, uint32_t n) {
+      Piece piece{};
+      for (uint32_t l = 0; l < n; ++l)
+        piece.code[l] = s == 0 ? Dynamic8<true>::encode(staged[s][i + l], scale.inverse)
+                               : Dynamic8<false>::encode(staged[s][i + l], scale.inverse);
+      if (is_whole(codes + i, n)) {
+        *reinterpret_cast<Piece*>(codes + i) = piece;
+      } else {
+        for (uint32_t l = 0; l < n; ++l) codes[i + l] = piece.code[l];
+      }
+    });
+  }
+
+ private:
+  static constexpr uint32_t kPiece = 4;  // elements: of codes and of what is staged, lanes touch one line
+  struct alignas(kPiece) Piece {
+    uint8_t code[kPiece];
+  };
+
+  FLATOUT_HD int64_t first(uint32_t block) const { return place.begin + int64_t{block} * kDynamicBlock; }
+  FLATOUT_HD uint32_t count(uint32_t block) const {
+    const uint32_t rest = place.count - block * kDynamicBlock;
+    return rest < kDynamicBlock ? rest : kDynamicBlock;
+  }
+  template <class Element>
+  FLATOUT_HD Element* at(int s, uint32_t block) const {
+    return reinterpret_cast<Element*>(
+        storage.template move<T>(place.tensor.address[s], s, kStates, first(block)));
+  }
+  FLATOUT_HD float* absmax_of(uint32_t block, int s) const { return at<float>(4 + kStates + s, block); }
+  FLATOUT_HD static bool is_whole(const uint8_t* codes, uint32_t n) {
+    return n == kPiece && reinterpret_cast<uintptr_t>(codes) % kPiece == 0;
+  }
+
+  // Calls body(first element, number of elements) for a lane's share of a block.
+  template <class Body>
+  FLATOUT_HD void for_each_piece(uint32_t block, uint32_t lane, const Body& body) const {
+    const uint32_t end = count(block);
+    for (uint32_t i = lane * kPiece; i < kDynamicBlock; i += kLanes * kPiece)
+      if (i < end) body(i, end - i < kPiece ? end - i : kPiece);
+  }
+};
+
+}  // namespace flatout
