@@ -51,7 +51,7 @@ class Case:
         if device == "cuda":
             # Per parameter: 12 bytes of each of torch's and flatout's (others join while there is room), 8 of
             # foreach's temporaries, 12 of gradients, 12 while values are made.
-            total = min(1_200_000_000, int(0.9 * torch.cuda.mem_get_info()[0] / (12 * 5 + 8 + 12 + 12)))
+            total = min(1_200_000_000, int(0.9 * torch.cuda.mem_get_info()[0] / (12 * 6 + 8 + 12 + 12)))
         return [total // SHRINK // self.tensors] * self.tensors
 
 

@@ -138,14 +138,15 @@ def torch_fused_and_cast(problem: Problem) -> Contender:
 
 
 def flatout(
-    name: str, bytes_per_param: float, dtype: torch.dtype = torch.float32, *, lazy: bool = True, **additions: Any
-) -> Callable[[Problem], Contender]:
+    name: str, bytes_per_param: float, dtype: torch.dtype = torch.float32, *, lazy: bool = True, exact: bool = True,
+    **additions: Any,
+) -> Callable[[Problem], Contender]:  # fmt: skip
     def make(problem: Problem) -> Contender:
         params = problem.parameters(dtype)
         optimizer = fo.AdamW(params, lr=LR, **additions)
         device = problem.device
         update = flatout_lazy(optimizer, device) if lazy else flatout_eager(optimizer, params, device)
-        return Contender(name, params, update, bytes_per_param)
+        return Contender(name, params, update, bytes_per_param, exact)
 
     return make
 
@@ -186,6 +187,8 @@ FP32 = [
     flatout("flatout lazy", 32),
     # One pass unscales, checks and measures (8), the clip reads and writes (8), the step 28.
     flatout("flatout eager", 44, lazy=False),
+    # The same with moments of a byte each; an absmax per 256 of them is not counted.
+    flatout("flatout, 8-bit moments", 20, exact=False, moment_dtype=torch.uint8),
     # torch's unscale and clip (20) before their steps; 8-bit moments are a byte each, read and written.
     peer("bitsandbytes AdamW32bit", "bitsandbytes.optim", lambda m, p: m.AdamW32bit(p, lr=LR), 48),
     peer("bitsandbytes AdamW8bit", "bitsandbytes.optim", lambda m, p: m.AdamW8bit(p, lr=LR), 36, exact=False),
@@ -207,6 +210,10 @@ BF16 = [
     flatout("flatout, float32 masters", 30, torch.bfloat16, master_weights="float32"),
     # The same, but 4 bytes of parameter and remainder read and written instead of 4 + 4 + 2.
     flatout("flatout, remainder", 28, torch.bfloat16, master_weights="remainder"),
+    flatout(
+        "flatout, remainder, 8-bit moments", 16, torch.bfloat16,
+        exact=False, master_weights="remainder", moment_dtype=torch.uint8,
+    ),
     flatout("flatout, float32 + copy", 34, low_precision_copy=torch.bfloat16),
     flatout("flatout eager, float32 masters", 36, torch.bfloat16, lazy=False, master_weights="float32"),
 ]

@@ -462,6 +462,15 @@ def test_a_skipped_first_step_leaves_zeros():
         assert torch.equal(p, q)
 
 
+def test_a_buffer_that_waits_for_its_first_step_is_saved_as_none():
+    (p,) = parameters((5000,))
+    optimizer = make("SGD", [p], dampening=0.2)
+    set_grads([p], 0)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0] == {"momentum_buffer": None}
+
+
 def test_a_snapshot_restores_codes():
     torch.manual_seed(0)
     model = torch.nn.Linear(70, 80)
