@@ -211,8 +211,12 @@ BF16 = [
     # The same, but 4 bytes of parameter and remainder read and written instead of 4 + 4 + 2.
     flatout("flatout, remainder", 28, torch.bfloat16, master_weights="remainder"),
     flatout(
-        "flatout, remainder, 8-bit moments", 16, torch.bfloat16,
-        exact=False, master_weights="remainder", moment_dtype=torch.uint8,
+        "flatout, remainder, 8-bit moments",
+        16,
+        torch.bfloat16,
+        exact=False,
+        master_weights="remainder",
+        moment_dtype=torch.uint8,
     ),
     flatout("flatout, float32 + copy", 34, low_precision_copy=torch.bfloat16),
     flatout("flatout eager, float32 masters", 36, torch.bfloat16, lazy=False, master_weights="float32"),

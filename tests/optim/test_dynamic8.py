@@ -409,10 +409,11 @@ def test_a_live_group_turns_to_8_bits_and_back():
     # Without a -1 a block's greatest magnitude shrinks when it is negative, so signed codes are not at rest.
     assert (optimizer.state[params[0]]["exp_avg"].int() - expected["exp_avg"].int()).abs().max() <= 1
     assert optimizer.state[params[1]]["exp_avg"].dtype == FLOAT
+    codes = floats_of(optimizer, params[0])
     optimizer.param_groups[0]["moment_dtype"] = None
     stepped(optimizer, params, [3])
     assert optimizer.state[params[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert optimizer.state[params[0]]["exp_avg"].dtype == FLOAT
+    same(moments_of(optimizer, params[0]), codes)
 
 
 def test_other_strides_are_other_blocks():

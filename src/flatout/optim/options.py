@@ -54,13 +54,12 @@ def form(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
-    """True when the moments of a parameter are in 8 bits."""
-    wanted = group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
-    return wanted and (p.dtype in _HALF or p.dtype == torch.float32)
+    """True when its group asks for moments in 8 bits, and a parameter is large enough for them."""
+    return group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
 
 
 def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> Layout:
-    """What parameters of ``dtype`` keep under the options of ``group``, those with moments :func:`in_8_bits` or others.
+    """What parameters of ``dtype`` keep under the options of ``group``, those :func:`in_8_bits` or others.
 
     Raises:
         ValueError: the options do not go together for this dtype.
