@@ -240,6 +240,24 @@ def test_other_dtypes_keep_their_moments(dtype):
     same(ours.state[p], plain.state[q])
 
 
+def test_dtensors_are_refused_before_anything_is_begun(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(5000), dist.init_device_mesh("cpu", (1,)), [Shard(0)]))
+        p.grad = torch.ones_like(p)
+        optimizer = fo.AdamW([p])
+        for refused in (lambda: make("AdamW", [p]), optimizer.step):
+            with pytest.raises(ValueError, match=r"moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16"):
+                refused()
+            optimizer.param_groups[0]["moment_dtype"] = torch.uint8
+        assert not optimizer.state
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_do_not_depend_on_the_number_of_threads(name):
     threads, results = torch.get_num_threads(), []

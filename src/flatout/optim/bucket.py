@@ -117,7 +117,7 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
 
 def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype) -> None:
     """Begins a moment of ``p`` with zeros, or converts what is there: to ``dtype``, device and strides of ``p``."""
-    if not _gradients.is_dense(p):
+    if not _gradients.is_dense(_dtensor.local(p)):
         p = torch.empty_like(p)  # moments are dense
     moment, absmax = state.get(name), dynamic8.absmax_name(name)
     if moment is not None and moment.dtype == torch.uint8:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout import _dtensor
 from flatout.optim.dynamic8 import SMALLEST
 
 NEUTRAL: dict[str, Any] = {
@@ -54,8 +55,16 @@ def form(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
-    """True when its group asks for moments in 8 bits, and a parameter is large enough for them."""
-    return group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
+    """True when its group asks for moments in 8 bits, and a parameter is large enough for them.
+
+    Raises:
+        ValueError: the parameter is a DTensor.
+    """
+    wanted: bool = group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
+    if wanted and _dtensor.is_distributed(p):
+        # Their absmaxes would have to be spread over ranks as the blocks are.
+        raise ValueError("moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16")
+    return wanted
 
 
 def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> Layout:
@@ -115,7 +124,7 @@ def normalize(group: dict[str, Any]) -> None:
             group[name] = getattr(torch, group[name].removeprefix("torch."), group[name])
     check(group)
     for p in group.get("params", ()):
-        layout(group, p.dtype)
+        layout(group, p.dtype, in_8_bits(group, p))
     for name, neutral in NEUTRAL.items():
         if name in group and group[name] == neutral:
             del group[name]
