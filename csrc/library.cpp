@@ -32,8 +32,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // bfloat16 states stochastically.
   m.def(
       "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] absmaxes, "
-      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float lr, "
-      "Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? grad_factor, "
+      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float "
+      "lr, "
+      "Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? "
+      "grad_factor, "
       "Tensor? found_inf) -> ()");
 
   // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape

@@ -22,8 +22,8 @@ struct DynamicScale {
   float absmax, inverse;
 
   // `largest`: the greatest magnitude's bits. Among them those of NaN are greater than those of infinity: a
-  // block with either decodes as NaN, all of it. An absmax is 0 or at least 2^-100, so that its inverse and
-  // the least multiple of it are normal numbers.
+  // block with either decodes as NaN, all of it. An absmax is 0 or at least 2^-100, so that the least
+  // multiple of it is a normal number.
   FLATOUT_HD static DynamicScale of(uint32_t largest) {
     if (largest >= 0x7F800000u) largest = 0x7FC00000u;
     if (largest != 0 && largest < 0x0D800000u) largest = 0x0D800000u;

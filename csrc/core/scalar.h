@@ -13,6 +13,13 @@
 #define FLATOUT_HD [[gnu::always_inline]] inline
 #endif
 
+// Before a loop whose every turn is to be code of its own on a GPU.
+#ifdef __CUDA_ARCH__
+#define FLATOUT_UNROLL _Pragma("unroll")
+#else
+#define FLATOUT_UNROLL
+#endif
+
 namespace flatout {
 
 struct f16 {

@@ -34,20 +34,26 @@ struct CodesWarp {
   FLATOUT_HD uint32_t blocks() const { return (place.count + kDynamicBlock - 1) / kDynamicBlock; }
 
   FLATOUT_HD void decode(uint32_t block, uint32_t lane) const {
+    // Everything is loaded before the first is stored: loads do not pass stores, and would wait one by one.
+    Piece piece[kStates][kPieces];
+    float absmax[kStates];
+    FLATOUT_UNROLL
     for (int s = 0; s < kStates; ++s) {
-      const float absmax = *absmax_of(block, s);
-      const uint8_t* codes = at<uint8_t>(2 + s, block);
-      for_each_piece(block, lane, [&](uint32_t i, uint32_t n) {
-        Piece piece{};
-        if (is_whole(codes + i, n)) {
-          piece = *reinterpret_cast<const Piece*>(codes + i);
-        } else {
-          for (uint32_t l = 0; l < n; ++l) piece.code[l] = codes[i + l];
-        }
+      absmax[s] = *absmax_of(block, s);
+      FLATOUT_UNROLL
+      for (uint32_t k = 0; k < kPieces; ++k) piece[s][k] = load(at<uint8_t>(2 + s, block), block, lane, k);
+    }
+    FLATOUT_UNROLL
+    for (int s = 0; s < kStates; ++s) {
+      FLATOUT_UNROLL
+      for (uint32_t k = 0; k < kPieces; ++k) {
+        Numbers numbers;
+        FLATOUT_UNROLL
         for (uint32_t l = 0; l < kPiece; ++l)
-          staged[s][i + l] = s == 0 ? Dynamic8<true>::decode(piece.code[l], absmax)
-                                    : Dynamic8<false>::decode(piece.code[l], absmax);
-      });
+          numbers.value[l] = s == 0 ? Dynamic8<true>::decode(piece[s][k].code[l], absmax[s])
+                                    : Dynamic8<false>::decode(piece[s][k].code[l], absmax[s]);
+        *reinterpret_cast<Numbers*>(&staged[s][begin_of(lane, k)]) = numbers;
+      }
     }
   }
 
@@ -55,7 +61,7 @@ struct CodesWarp {
     Thread thread{rule, extras, {}, first(block), count(block)};
     for (int s = 0; s < Thread::kStreams; ++s)
       thread.stream[s] =
-          storage.is_code(s, kStates) ? reinterpret_cast<char*>(staged[s - 2]) : at<char>(s, block);
+          s >= 2 && s < 2 + kStates ? reinterpret_cast<char*>(staged[s - 2]) : at<char>(s, block);
     thread.run(lane, kLanes);
   }
 
@@ -80,7 +86,7 @@ struct CodesWarp {
       for (uint32_t l = 0; l < n; ++l)
         piece.code[l] = s == 0 ? Dynamic8<true>::encode(staged[s][i + l], scale.inverse)
                                : Dynamic8<false>::encode(staged[s][i + l], scale.inverse);
-      if (is_whole(codes + i, n)) {
+      if (n == kPiece && is_aligned(codes)) {
         *reinterpret_cast<Piece*>(codes + i) = piece;
       } else {
         for (uint32_t l = 0; l < n; ++l) codes[i + l] = piece.code[l];
@@ -90,9 +96,24 @@ struct CodesWarp {
 
  private:
   static constexpr uint32_t kPiece = 4;  // elements: of codes and of what is staged, lanes touch one line
+  static constexpr uint32_t kPieces = kDynamicBlock / (kLanes * kPiece);  // of a lane
   struct alignas(kPiece) Piece {
     uint8_t code[kPiece];
   };
+  struct alignas(kVectorBytes) Numbers {
+    float value[kPiece];
+  };
+
+  FLATOUT_HD static uint32_t begin_of(uint32_t lane, uint32_t k) { return (k * kLanes + lane) * kPiece; }
+  // What lies behind the block's end decodes to something that nobody looks at.
+  FLATOUT_HD Piece load(const uint8_t* codes, uint32_t block, uint32_t lane, uint32_t k) const {
+    const uint32_t i = begin_of(lane, k), end = count(block);
+    if (i + kPiece <= end && is_aligned(codes)) return *reinterpret_cast<const Piece*>(codes + i);
+    Piece piece{};
+    for (uint32_t l = 0; l < kPiece; ++l)
+      if (i + l < end) piece.code[l] = codes[i + l];
+    return piece;
+  }
 
   FLATOUT_HD int64_t first(uint32_t block) const { return place.begin + int64_t{block} * kDynamicBlock; }
   FLATOUT_HD uint32_t count(uint32_t block) const {
@@ -105,16 +126,23 @@ struct CodesWarp {
         storage.template move<T>(place.tensor.address[s], s, kStates, first(block)));
   }
   FLATOUT_HD float* absmax_of(uint32_t block, int s) const { return at<float>(4 + kStates + s, block); }
-  FLATOUT_HD static bool is_whole(const uint8_t* codes, uint32_t n) {
-    return n == kPiece && reinterpret_cast<uintptr_t>(codes) % kPiece == 0;
+  FLATOUT_HD static bool is_aligned(const uint8_t* codes) {
+    return reinterpret_cast<uintptr_t>(codes) % kPiece == 0;
   }
 
   // Calls body(first element, number of elements) for a lane's share of a block.
   template <class Body>
   FLATOUT_HD void for_each_piece(uint32_t block, uint32_t lane, const Body& body) const {
     const uint32_t end = count(block);
-    for (uint32_t i = lane * kPiece; i < kDynamicBlock; i += kLanes * kPiece)
-      if (i < end) body(i, end - i < kPiece ? end - i : kPiece);
+    FLATOUT_UNROLL
+    for (uint32_t k = 0; k < kPieces; ++k) {
+      const uint32_t i = begin_of(lane, k);
+      if (end == kDynamicBlock) {
+        body(i, kPiece);
+      } else if (i < end) {
+        body(i, end - i < kPiece ? end - i : kPiece);
+      }
+    }
   }
 };
 

@@ -32,6 +32,7 @@ __device__ void step_codes(const BlockStart<T, Rule>& start) {
     __syncwarp();
     self.step(block, lane);
     __syncwarp();
+    FLATOUT_UNROLL
     for (int s = 0; s < Rule::kStates; ++s)
       self.encode(block, lane, s, warp_max(self.largest(block, lane, s)));
   }

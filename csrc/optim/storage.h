@@ -28,13 +28,13 @@ struct Storage {
   // Where element `i` of a stream, or the absmax of its block, lies; null stays null.
   template <class T>
   FLATOUT_HD char* move(void* address, int stream, int states, int64_t i) const {
-    if (address == nullptr) return nullptr;
     int64_t bytes = i * static_cast<int64_t>(is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T));
     if (is_code(stream, states)) bytes = i;
     if (stream >= 4 + states) bytes = i / kDynamicBlock * static_cast<int64_t>(sizeof(float));
-    char* moved = static_cast<char*>(address) + bytes;
+    char* moved = address == nullptr ? nullptr : static_cast<char*>(address) + bytes;
 #ifdef __CUDA_ARCH__
-    __builtin_assume(__isGlobal(moved));  // read from shared memory, it could point anywhere
+    // Read from shared memory, it could point anywhere. Behind a return of null the compiler would forget it.
+    __builtin_assume(__isGlobal(moved));
 #endif
     return moved;
   }
