@@ -1,6 +1,6 @@
 """DTensors (FSDP2, tensor parallel): what of one lies in this process, and what all ranks say made one.
 
-Nothing here imports ``torch.distributed.tensor`` before there is a DTensor.
+Nothing here needs ``torch.distributed.tensor`` before there is a DTensor.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_settled(tensor: Tensor) -> bool:
-    """False for a DTensor whose numbers are still to be summed over ranks (Partial), or lie on other ranks only."""
-    if not is_distributed(tensor):
-        return True
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return mesh.get_coordinate() is not None and not any(placement.is_partial() for placement in placements)
+    """False for a DTensor whose numbers are still to be summed over ranks (Partial)."""
+    return not is_distributed(tensor) or not any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """True for a DTensor on a mesh that this process is not part of: nothing of it lies here."""
+    return is_distributed(tensor) and tensor.device_mesh.get_coordinate() is None  # type: ignore[attr-defined]
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -45,16 +47,34 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return all(getattr(a, what, None) == getattr(b, what, None) for what in ("device_mesh", "placements"))
 
 
-def placed_like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """A gradient laid over the ranks as its parameter is, where it is on the same ranks; else as it is.
+def placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """``tensor`` laid over the ranks as its parameter is, where it is on the same ranks; else as it is.
 
-    Sequence parallelism leaves gradients of replicated parameters as sums still to be taken (Partial).
+    Sequence parallelism leaves gradients of replicated parameters as sums still to be taken (Partial); state may have
+    been saved under other placements.
     """
-    if grad is None or not is_distributed(parameter) or not is_settled(parameter) or alike(grad, parameter):
-        return grad
-    if getattr(grad, "device_mesh", None) != parameter.device_mesh:  # type: ignore[attr-defined]
-        return grad
-    return grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    if not is_distributed(parameter) or not is_settled(parameter) or alike(tensor, parameter):
+        return tensor
+    if getattr(tensor, "device_mesh", None) != parameter.device_mesh:  # type: ignore[attr-defined]
+        return tensor
+    return tensor.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def spread_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """State of a parameter laid over the ranks as it is; a plain tensor is taken for the whole, the same on all ranks.
+
+    Raises:
+        ValueError: it is a DTensor of other ranks.
+    """
+    tensor = placed_like(tensor, parameter)
+    if alike(tensor, parameter):
+        return tensor
+    if is_distributed(tensor):
+        raise ValueError(f"state must lie on the ranks of its parameter, got it on {tensor.device_mesh}")  # type: ignore[attr-defined]
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(tensor.detach().to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 @dataclass(frozen=True)
@@ -82,17 +102,21 @@ class Ranks:
             norm_type: 1, 2 or inf.
         """
         order = 1.0 if norm_type == math.inf else norm_type
-        # In float64, where the square of no float32 number overflows.
-        numbers = torch.stack([found_inf.double(), norm.double() ** order])
+        # In float64, where the square of no float32 number overflows. A maximum over ranks loses NaN: 2 tells of it.
+        found = torch.where(norm.isnan(), 2.0, found_inf.double())
+        numbers = torch.stack([found, norm.double() ** order])
         for dim in self.dims:
             reduction = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
             dist.all_reduce(numbers, reduction, self.mesh.get_group(dim))
-        return (numbers[0] > 0).to(found_inf.dtype), (numbers[1] ** (1 / order)).to(norm.dtype)
+        together = numbers[1] ** (1 / order)
+        if norm_type == math.inf:
+            together = torch.where(numbers[0] == 2, math.nan, together)
+        return (numbers[0] > 0).to(found_inf.dtype), together.to(norm.dtype)
 
 
 def ranks_of(tensor: Tensor) -> Ranks | None:
     """The ranks that have to agree on what is found in ``tensor``; None where this process holds all of it."""
-    if not is_distributed(tensor):
+    if not is_distributed(tensor) or is_elsewhere(tensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     dims = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())

@@ -195,7 +195,8 @@ def together(looks: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0) -> 
     dtype = _norm_dtype([norm for _, norm in looks])
     found_inf = torch.stack([move(found, device) for found, _ in looks]).amax()
     norms = torch.stack([move(norm, device, dtype) for _, norm in looks])
-    return found_inf, torch.linalg.vector_norm(norms, norm_type)
+    # In float64, where the square of no float32 norm overflows.
+    return found_inf, torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(dtype)
 
 
 def agreed(look: tuple[Tensor, Tensor], ranks: Ranks | None, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:

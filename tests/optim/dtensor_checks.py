@@ -430,6 +430,77 @@ def partial_gradients_are_summed_once():
     assert fa.clip_grad_norm_(spread_out, 1e9).item() == pytest.approx(looks[0].grad_norm.item())
 
 
+def state_of_other_placements_is_spread_anew():
+    """As saved under another plan of parallelism, or of a plain model."""
+    whole = torch.arange(32.0).reshape(8, 4)
+    for place in ((2, 2), [Shard(0), Replicate()]), ((WORLD,), [Shard(0)]), ((WORLD,), [Replicate()]):
+        mesh = mesh_of(place[0])
+        others = [[Replicate()] * mesh.ndim, [*[Replicate()] * (mesh.ndim - 1), Shard(1)], None]
+        others += [[Replicate(), Shard(0)]] if mesh.ndim == 2 else []
+        for other in others:
+            p = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh, place[1], src_data_rank=None))
+            optimizer = fo.SGD([p], lr=1.0, momentum=0.5, ema_decay=0.5)
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+            saved = optimizer.state_dict()
+            mine = whole.clone()  # an optimizer goes on with the tensors that it loads, as in torch
+            loaded = distribute_tensor(mine, mesh, other, src_data_rank=None) if other else mine
+            saved["state"][0]["momentum_buffer"] = loaded
+            optimizer.ema.load_state_dict({"averages": {0: loaded}})
+            saved["state"][0]["ema"] = optimizer.state_dict()["state"][0]["ema"]
+            optimizer.load_state_dict(saved)
+            optimizer.step()
+            assert torch.equal(p.full_tensor(), -0.5 * whole)
+            assert torch.equal(optimizer.state[p]["momentum_buffer"].full_tensor(), 0.5 * whole)
+            assert torch.equal(optimizer.state[p]["ema"].full_tensor(), 0.25 * whole)
+
+
+def masters_follow_what_is_written(place):
+    """Through the DTensor, or into the part in this process, as torch.distributed.checkpoint does."""
+    p = torch.nn.Parameter(spread(torch.ones(8, 8, dtype=BF16), place))
+    optimizer = fo.SGD([p], lr=1.0, master_weights="float32")
+    for value, write in enumerate((lambda v: p.fill_(v), lambda v: p.to_local().fill_(v)), start=5):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            write(float(value))
+        optimizer.step()
+        assert (p.full_tensor() == value).all()
+
+
+def a_nan_is_in_every_norm(place):
+    p = torch.nn.Parameter(spread(torch.ones(8, 8), place))
+    ranks = _dtensor.ranks_of(p)
+    for part in range(WORLD):
+        for order in (1.0, 2.0, math.inf):
+            p.grad = torch.ones_like(p)
+            parts = 1 if ranks is None else math.prod(map(ranks.mesh.size, ranks.dims))
+            if part % parts == (0 if ranks is None else ranks.part):
+                p.grad.to_local().fill_(math.nan)
+            assert _dtensor.whole(fa.clip_grad_norm_([p], 1.0, order)).isnan()
+
+
+def ranks_outside_a_mesh_have_nothing_to_say():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    p = torch.nn.Parameter(
+        distribute_tensor(torch.ones(6, 2), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
+    )
+    q = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = fo.AdamW([p, q], lr=0.1, ema_decay=0.5), fa.GradScaler("cpu", init_scale=8.0)
+    for form in ("lazy", "eager"):
+        for x in (p, q):
+            x.grad = torch.full_like(x, 8.0)
+        scaler.scale(torch.ones(()))
+        if form == "eager":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 8
+    assert torch.allclose(q, torch.full_like(q, 0.8), atol=0.01)
+    assert (p in optimizer.state) == (dist.get_rank() < 2)
+
+
 # ---- models ------------------------------------------------------------------------------------------------
 
 

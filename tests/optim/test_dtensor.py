@@ -52,6 +52,8 @@ def test_fuse_and_unfuse_in_the_middle_of_a_run(ranks, name):
         checks.random_bits_are_of_the_part,
         checks.averages_are_swapped_and_copied,
         checks.saved_and_loaded,
+        checks.masters_follow_what_is_written,
+        checks.a_nan_is_in_every_norm,
     ],
     ids=lambda check: check.__name__,
 )
@@ -72,6 +74,14 @@ def test_other_gradients_are_torchs(ranks):
 
 def test_partial_gradients_are_summed_once(ranks):
     ranks(checks.partial_gradients_are_summed_once)
+
+
+def test_state_of_other_placements_is_spread_anew(ranks):
+    ranks(checks.state_of_other_placements_is_spread_anew)
+
+
+def test_ranks_outside_a_mesh_have_nothing_to_say(ranks):
+    ranks(checks.ranks_outside_a_mesh_have_nothing_to_say)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``tensor`` with the device and strides of ``leader``, in ``dtype``; a copy only where something differs."""
-    tensor = tensor.to(device=leader.device, dtype=dtype)
+    tensor = _dtensor.spread_like(tensor, leader).to(device=leader.device, dtype=dtype)
     if _laid_out_like(tensor, leader):
         return tensor
     return torch.empty_like(leader, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -262,7 +262,7 @@ class Bucket:
         for i in stand_ins:
             self._params[i].copy_(self._leaders[i])
         if self._masters:
-            self._versions = list(map(_versions, self._params))
+            self._versions = self._seen()
 
     def forget_grads(self) -> None:
         """Holds no gradient any more."""
@@ -271,9 +271,14 @@ class Bucket:
     def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[i] for i in self._which] if tensors and len(self._which) < len(tensors) else tensors
 
+    def _seen(self) -> list[int]:
+        """Which writes to the parameters there have been: torch.distributed.checkpoint writes the parts of DTensors."""
+        parts = list(map(_dtensor.local, self._params)) if self._distributed else []
+        return list(map(_versions, self._params + parts))
+
     def _refresh_masters(self) -> None:
         """Somebody else wrote a parameter, as ``model.load_state_dict`` does: its master follows where it differs."""
-        if list(map(_versions, self._params)) != self._versions:
+        if self._seen() != self._versions:
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
             for master, leader in zip(self._masters, map(_real, self._leaders), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout import _dtensor
 from flatout.optim.options import compute_dtype
 
 
@@ -54,7 +55,8 @@ class Averages:
                 raise ValueError(f"averages[{i}] must have shape {shape}, got {tuple(average.shape)}")
         for i, average in state_dict["averages"].items():
             p = parameters[i][1]
-            self._optimizer.state[p]["ema"] = average.to(device=p.device, dtype=compute_dtype(p.dtype), copy=True)
+            kept = average.to(device=p.device, dtype=compute_dtype(p.dtype), copy=True)
+            self._optimizer.state[p]["ema"] = _dtensor.spread_like(kept, p)
 
     @torch.no_grad()
     def copy_to(self, parameters: Iterable[Tensor]) -> None:

@@ -67,7 +67,7 @@ class Plan:
             self._distributed = any(map(_dtensor.is_distributed, params))
         if self._distributed:
             # Before anything that may go otherwise on another rank: this waits for all of them.
-            grads = list(map(_dtensor.placed_like, grads, params))
+            grads = [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
         status = STALE
         try:
             if known and self._holds(optimizer):
@@ -88,6 +88,10 @@ class Plan:
             and _forms(optimizer) == self._forms
             and _same(_values(optimizer), self._state)
         )
+
+    @staticmethod
+    def _here(grad: Tensor, parameter: Tensor) -> Tensor | None:
+        return None if _dtensor.is_elsewhere(parameter) else _dtensor.placed_like(grad, parameter)
 
     def _where(self) -> list[list[Any]]:
         return _places(list(map(_dtensor.local, self._stepped)) if self._distributed else self._stepped)
