@@ -505,3 +505,49 @@ def test_a_snapshot_restores_codes():
         same({"p": p.detach(), **optimizer.state[p]}, expected)
     stepped(optimizer, params, [4])
     assert optimizer.state[params[0]]["exp_avg"].dtype == CODES
+
+
+def test_codes_that_are_not_in_use_are_no_numbers():
+    """The momentum may be turned off and on again, also around a checkpoint."""
+    p, q = (torch.nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2))
+    optimizers = [fo.SGD([x], lr=0.1, momentum=0.9, moment_dtype=torch.uint8) for x in (p, q)]
+    for optimizer, x in zip(optimizers, (p, q), strict=True):
+        set_grads([x], 1)
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0.0
+        optimizer.step()
+    loaded = fo.SGD([q], lr=0.1, momentum=0.9)
+    loaded.load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    for optimizer in (optimizers[0], loaded):
+        optimizer.param_groups[0]["momentum"] = 0.9
+        optimizer.step()
+    assert torch.equal(p, q)
+    fused = fo.fuse(torch.optim.SGD([q], lr=0.1, momentum=0.9), moment_dtype=torch.uint8)
+    fused.step()
+    fused.param_groups[0]["momentum"] = 0.0
+    state = fo.unfuse(fused).state[q]
+    assert state.keys() == {"momentum_buffer"}
+    assert state["momentum_buffer"].dtype == FLOAT
+
+
+@pytest.mark.parametrize("absmax", [None, torch.zeros(3), torch.zeros(20, dtype=torch.float64)], ids=str)
+def test_codes_without_their_absmaxes_are_refused(absmax):
+    p = torch.nn.Parameter(torch.ones(5000))
+    optimizer = fo.AdamW([p], moment_dtype=torch.uint8)
+    set_grads([p], 1)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["exp_avg_absmax"]
+    if absmax is not None:
+        saved["state"][0]["exp_avg_absmax"] = absmax
+    before = {name: value.clone() for name, value in optimizer.state[p].items()}
+    with pytest.raises(ValueError, match=r"exp_avg in 8 bits must come with exp_avg_absmax, float32 of \(20,\), got"):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(optimizer.state[p][name], value) for name, value in before.items())
+
+
+def test_parameters_without_codes_share_a_bucket():
+    params = [torch.nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (10, 5000)]
+    optimizer = fo.AdamW(params, moment_dtype=torch.uint8)
+    set_grads(params, 1)
+    assert len(optimizer._prepare()) == 1

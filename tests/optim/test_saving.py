@@ -93,7 +93,7 @@ def test_from_torch_into_additions(name, additions):
     assert additions.items() <= two.param_groups[0].items()
     for p, q in zip(theirs, ours, strict=True):
         for key in {"exp_avg", "exp_avg_sq", "momentum_buffer"} & one.state[p].keys():
-            dtype = two._kind(0, q.dtype).layout.moments
+            dtype = two._kind(0, q.dtype, in_8_bits=False).layout.moments
             assert torch.equal(two.state[q][key], one.state[p][key].to(dtype))
             assert two.state[q][key].dtype == dtype
     before = [q.detach().float() for q in ours]
@@ -222,3 +222,11 @@ def test_sgd_shows_its_count_only_where_it_must():
         saved = optimizer.state_dict()["state"][0]
         assert ("step" in saved) == (additions in shown)
         assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_a_users_own_entries_of_a_group_stay_what_they_are():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "mine": torch.bfloat16}]
+    ours, theirs = fo.AdamW(groups), torch.optim.AdamW([dict(groups[0])])
+    assert ours.state_dict() == theirs.state_dict()
+    ours.load_state_dict(ours.state_dict())
+    assert ours.param_groups[0]["mine"] is torch.bfloat16

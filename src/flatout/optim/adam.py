@@ -56,8 +56,8 @@ class AdamW(_NativeAdam, torch.optim.AdamW):
             computed in float32 and rounded to nearest; parameters of fewer than 4,096 elements keep float32 moments. A
             positive second moment never becomes 0; one infinity or NaN makes its block NaN. With
             ``master_weights="remainder"`` that is 6 bytes per bfloat16 parameter in all. State has a float32
-            ``exp_avg_absmax`` of shape (ceil(numel / 256),) beside ``exp_avg``, and so on. torch's classes cannot load
-            such state: :func:`unfuse` gives them their own. Not for DTensors.
+            ``exp_avg_absmax`` of shape (ceil(numel / 256),) beside ``exp_avg``, and so on. torch's classes take
+            such codes for numbers: :func:`unfuse` gives them their own. Not for DTensors.
         stochastic_rounding: round bfloat16 parameters without master weights, and bfloat16 moments, up or down at
             random, without bias: small updates then count on average.
         seed: of the random bits. The same seed, state and gradients give the same bits on any number of threads.

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatout import _gradients
 from flatout.optim import options
 from flatout.optim.bucket import Bucket, Kind, keep_moment
-from flatout.optim.dynamic8 import absmax_name
+from flatout.optim.dynamic8 import absmax_name, check_codes, coded
 from flatout.optim.ema import Averages
 from flatout.optim.plan import Plan
 
@@ -190,7 +190,7 @@ class NativeStep(torch.optim.Optimizer):
         with torch.no_grad():
             return self._plan.ready(self)
 
-    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool = False) -> Kind:
+    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:
         """What parameters of ``dtype`` in a group have in common, those with moments in 8 bits or the others."""
         chosen = self.param_groups[group]
         layout, streams = options.layout(chosen, dtype, in_8_bits), self._streams(chosen)
@@ -295,6 +295,8 @@ class NativeStep(torch.optim.Optimizer):
                 self._refuse_differentiable(saved)
                 chosen = {**options.additions_of(old), **options.additions_of(saved), "params": old["params"]}
                 options.normalize(chosen)
+                for p, index in zip(old["params"], saved["params"], strict=False):
+                    check_codes(final["state"].get(index, {}), self._streams({**old, **saved}), p.numel())
 
         before = self.register_load_state_dict_pre_hook(look)
         after = self.register_load_state_dict_post_hook(
@@ -314,8 +316,9 @@ class NativeStep(torch.optim.Optimizer):
             options.normalize(group)
             for p, index in zip(group["params"], packed["params"], strict=True):
                 layout = options.layout(group, p.dtype, options.in_8_bits(group, p))
-                dtypes = {**dict.fromkeys(self._streams(group), layout.moments), **layout.extras}
                 saved = loaded["state"].get(index, {})
+                moments = (*self._streams(group), *coded(saved))
+                dtypes = {**dict.fromkeys(moments, layout.moments), **layout.extras}
                 for name, value in saved.items():
                     if name in dtypes and isinstance(value, Tensor) and torch.uint8 in (value.dtype, dtypes[name]):
                         absmax = absmax_name(name)

@@ -6,6 +6,9 @@ order of memory, have a float32 absmax; codes are positions in the paper's dynam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,28 @@ SMALLEST = 4096
 def absmax_name(name: str) -> str:
     """The state entry beside a moment in 8 bits."""
     return f"{name}_absmax"
+
+
+def coded(state: dict[str, Any]) -> list[str]:
+    """The moments in 8 bits among the entries of a parameter's state, in use or not."""
+    return [name for name in state if absmax_name(name) in state]
+
+
+def check_codes(state: dict[str, Any], moments: Iterable[str], numel: int) -> None:
+    """Refuses state in 8 bits of a parameter of ``numel`` elements whose absmaxes are not there, or not its own.
+
+    Raises:
+        ValueError: the entry, and what it should be.
+    """
+    expected = (-(-numel // BLOCK),)
+    for name in moments:
+        if getattr(state.get(name), "dtype", None) == torch.uint8:
+            absmax = state.get(absmax_name(name))
+            if absmax is None or absmax.dtype != torch.float32 or absmax.shape != expected:
+                found = "none" if absmax is None else f"{absmax.dtype} of {tuple(absmax.shape)}"
+                raise ValueError(
+                    f"{name} in 8 bits must come with {absmax_name(name)}, float32 of {expected}, got {found}"
+                )
 
 
 def has_sign(name: str) -> bool:

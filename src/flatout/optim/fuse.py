@@ -14,6 +14,7 @@ from flatout.optim import options
 from flatout.optim.adam import Adam, AdamW
 from flatout.optim.base import NativeStep, before_fuse, is_patched
 from flatout.optim.bucket import keep_moment, takes
+from flatout.optim.dynamic8 import coded
 from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -42,7 +43,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"There are no native kernels for parameters on {p.device.type}."
             if not takes(p, None):
                 kind = f"{type(p).__name__} of {p.dtype}"
-                return f"param_groups[{i}] has a {kind}: only plain float and complex tensors are native."
+                return f"param_groups[{i}] has a {kind}: only float and complex tensors, plain or DTensors, are native."
     return None
 
 
@@ -113,7 +114,7 @@ def _torchs(optimizer: NativeStep, group: dict[str, Any], p: Tensor) -> dict[str
     state = optimizer._published(group, optimizer.state[p])
     for name in options.EXTRA_STATE:
         state.pop(name, None)
-    for name in optimizer._streams(group):
+    for name in {*optimizer._streams(group), *coded(state)}:
         if state.get(name) is not None:
             keep_moment(state, name, p, p.dtype)
     return state

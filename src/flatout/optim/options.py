@@ -26,6 +26,8 @@ EXTRA_STATE = ("master", "remainder", "copy", "ema")
 """State keys that torch's classes do not have."""
 
 _HALF = (torch.bfloat16, torch.float16)
+_DTYPES = ("moment_dtype", "low_precision_copy")
+"""Options that are dtypes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
     Raises:
         ValueError: the parameter is a DTensor.
     """
-    wanted: bool = group.get("moment_dtype") == torch.uint8 and p.numel() >= SMALLEST
+    wanted: bool = (
+        group.get("moment_dtype") == torch.uint8
+        and p.numel() >= SMALLEST
+        and (p.dtype in _HALF or p.dtype == torch.float32)
+    )
     if wanted and _dtensor.is_distributed(p):
         # Their absmaxes would have to be spread over ranks as the blocks are.
         raise ValueError("moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16")
@@ -109,8 +115,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saved(group: dict[str, Any]) -> dict[str, Any]:
-    """``group`` as ``state_dict`` has it: dtypes by name, since torch.distributed.checkpoint gathers none."""
-    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in group.items()}
+    """``group`` as ``state_dict`` has it: our dtypes by name, since torch.distributed.checkpoint gathers none."""
+    return {**group, **{name: str(group[name]) for name in _DTYPES if isinstance(group.get(name), torch.dtype)}}
 
 
 def normalize(group: dict[str, Any]) -> None:
@@ -119,7 +125,7 @@ def normalize(group: dict[str, Any]) -> None:
     Raises:
         ValueError: an option, its value and what it may be; or :func:`layout`'s for a parameter of the group.
     """
-    for name in ("moment_dtype", "low_precision_copy"):
+    for name in _DTYPES:
         if isinstance(group.get(name), str):
             group[name] = getattr(torch, group[name].removeprefix("torch."), group[name])
     check(group)
