@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +14,12 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -100,17 +104,126 @@ def test_matrix(make, samples, shuffle, kind, drop_last, stop_after):
     assert_equal_traces(make_loader, stop_after=stop_after)
 
 
-@pytest.mark.parametrize("explicit", ["sampler", "batch_sampler"])
-def test_samplers_given_by_the_user(explicit):
-    def make_loader():
-        base, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-        dataset = make_dataset(17)
-        sampler = RandomSampler(dataset, generator=own)
-        if explicit == "sampler":
-            return DataLoader(dataset, 4, sampler=sampler, generator=base), [base, own]
-        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, True), generator=base), [base, own]
+class Draws(Sampler):
+    """A user's own: draws from the default generator for every index, and gives NumPy's ints."""
 
-    assert_equal_traces(make_loader)
+    def __init__(self, dataset):
+        self.samples = len(dataset)
+
+    def __iter__(self):
+        for _ in range(self.samples + 3):
+            yield np.int64(torch.randint(self.samples, ()).item() - (self.samples if torch.rand(()) < 0.5 else 0))
+
+    def __len__(self):
+        return self.samples + 3
+
+
+class Eager(Sampler):
+    """A batch sampler that draws when it is iterated, not when it is asked."""
+
+    def __init__(self, dataset, generator=None):
+        self.samples, self.generator = len(dataset), generator
+
+    def __iter__(self):
+        return iter(torch.randperm(self.samples, generator=self.generator).split(5))
+
+    def __len__(self):
+        return -(-self.samples // 5)
+
+
+def shares(dataset, **options):
+    return [DistributedSampler(dataset, 3, rank, seed=5, **options) for rank in range(3)]
+
+
+SAMPLERS = {
+    "sequential": lambda d, g: SequentialSampler(d),
+    "random": lambda d, g: RandomSampler(d, generator=g),
+    "fewer": lambda d, g: RandomSampler(d, num_samples=len(d) // 2, generator=g),
+    "more": lambda d, g: RandomSampler(d, num_samples=2 * len(d) + 3, generator=g),
+    "twice": lambda d, g: RandomSampler(d, num_samples=2 * len(d), generator=g),
+    "replacement": lambda d, g: RandomSampler(d, replacement=True, generator=g),
+    "much replacement": lambda d, g: RandomSampler(d, replacement=True, num_samples=100, generator=g),
+    "blocks of replacement": lambda d, g: RandomSampler(d, replacement=True, num_samples=64, generator=g),
+    "subset": lambda d, g: SubsetRandomSampler([3, -1, 5, 8, 2, 2, 11], generator=g),
+    "subset of a tensor": lambda d, g: SubsetRandomSampler(torch.arange(9), generator=g),
+    "weighted": lambda d, g: WeightedRandomSampler(torch.arange(len(d)) + 0.5, 33, generator=g),
+    "weighted once": lambda d, g: WeightedRandomSampler([1.0] * len(d), 12, replacement=False, generator=g),
+    "share 0": lambda d, g: shares(d)[0],
+    "share 2": lambda d, g: shares(d, shuffle=False)[2],
+    "share without rest": lambda d, g: shares(d, drop_last=True)[1],
+    "small": lambda d, g: SequentialSampler(range(4)),
+    "list": lambda d, g: [4, -2, 0, 7, 7, 1],
+    "user's": lambda d, g: Draws(d),
+    "0-dim tensors": lambda d, g: torch.arange(11),
+}
+
+
+@pytest.mark.parametrize("stop_after", [None, 0, 1, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["none", "given"])
+@pytest.mark.parametrize("samples", [20, 22])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers(name, samples, kind, drop_last, stop_after):
+    def make_loader():
+        base, (own, generators) = torch.Generator().manual_seed(1), generators_for(kind)
+        dataset = make_dataset(samples)
+        sampler = SAMPLERS[name](dataset, own)
+        return DataLoader(dataset, 5, sampler=sampler, drop_last=drop_last, generator=base), [base, *generators]
+
+    assert_equal_traces(make_loader, stop_after=stop_after)
+
+
+def test_every_epoch_of_a_distributed_sampler():
+    loader = DataLoader(make_dataset(20), 5, sampler=shares(range(20))[1])
+    ours = InMemoryLoader(loader)
+    orders = []
+    for epoch in range(3):
+        ours.set_epoch(epoch)
+        assert loader.sampler.epoch == epoch
+        for our, their in zip(ours, loader, strict=True):
+            assert_same(our, their)
+        orders.append([batch[1].tolist() for batch in ours])
+    assert orders[0] != orders[1] != orders[2]
+
+
+BATCH_SAMPLERS = {
+    "torch's": lambda d, g: BatchSampler(RandomSampler(d, generator=g), 4, True),
+    "a list": lambda d, g: [[0, 1], [2], [5, -1, 3]],
+    "tuples": lambda d, g: [(0, 1), (2,)],
+    "the sampler's own batches": lambda d, g: Eager(d, g),
+}
+
+
+@pytest.mark.parametrize("stop_after", [None, 1])
+@pytest.mark.parametrize("kind", ["none", "given"])
+@pytest.mark.parametrize("name", BATCH_SAMPLERS)
+def test_batch_samplers(name, kind, stop_after):
+    def make_loader():
+        base, (own, generators) = torch.Generator().manual_seed(1), generators_for(kind)
+        dataset = make_subset(17)
+        return DataLoader(dataset, batch_sampler=BATCH_SAMPLERS[name](dataset, own), generator=base), [
+            base,
+            *generators,
+        ]
+
+    assert_equal_traces(make_loader, stop_after=stop_after)
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(range(11)), [0, 3, 10, 4], [1, 2.5, 0]], ids=str)
+def test_indices_that_the_dataset_refuses(sampler):
+    """The same error as the DataLoader's, at the same batch; and the batches behind it are still to be had."""
+    outcomes = []
+    for make in (InMemoryLoader, lambda loader: loader):
+        iterator = iter(make(DataLoader(TensorDataset(torch.arange(10)), 2, sampler=sampler)))
+        seen = []
+        for _ in range(7):
+            try:
+                seen.append(str(next(iterator)))
+            except (IndexError, TypeError, StopIteration) as error:
+                seen.append((type(error), str(error)))
+        outcomes.append(seen)
+    assert outcomes[0] == outcomes[1]
+    assert any("index" in str(outcome) or "indices" in str(outcome) for outcome in outcomes[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,11 +405,6 @@ REFUSED = {
     "subclass of TensorDataset": (lambda: DataLoader(MyTensors(torch.zeros(3))), "MyTensors"),
     "collate": (lambda: DataLoader(DATA, collate_fn=lambda samples: samples), "collate_fn"),
     "unbatched": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
-    "replacement": (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "replacement"),
-    "num_samples": (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4)), "num_samples"),
-    "sampler": (lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandom"),
-    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler is a list"),
-    "sampler too long": (lambda: DataLoader(DATA, sampler=SequentialSampler(range(11))), "11 samples"),
     "gradients": (lambda: DataLoader(TensorDataset(torch.zeros(3, requires_grad=True))), "requires grad"),
     "parameter": (lambda: DataLoader(TensorDataset(torch.nn.Parameter(torch.zeros(3)))), "Parameter"),
     "permuted": (

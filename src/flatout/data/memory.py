@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
 from flatout.data.loaders import set_epoch
-from flatout.data.order import EpochOrder, Span, why_not_ordered
+from flatout.data.order import Foreign, Span, order_of, why_not_ordered
 
 # DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
 _DLPACK: dict[torch.dtype, tuple[int, int]] = {
@@ -125,9 +126,10 @@ class InMemoryLoader:
     ``depth`` batches late; ``Subset.indices`` are read once, here.
 
     Args:
-        loader: a ``DataLoader`` over a ``TensorDataset`` (or subsets of one) with default collate and torch's
-            sequential or random sampler. Its ``pin_memory`` is honoured when there is a GPU.
-        depth: batches gathered ahead, >= 1.
+        loader: a ``DataLoader`` over a ``TensorDataset`` (or subsets of one) with default collate and any sampler.
+            Its ``pin_memory`` is honoured when there is a GPU.
+        depth: batches gathered ahead, >= 1. A sampler that is not torch's own is asked for a batch when you are, as
+            nobody else knows what it draws; so is torch's where the next indices would move a generator of yours.
         threads: gathering threads; default: one per four cores, at most four.
 
     Raises:
@@ -249,13 +251,12 @@ class _InMemoryIterator:
     def __init__(self, loader: InMemoryLoader, device: int, pin: bool) -> None:
         self._stager: Any = None
         self._pin = pin
-        self._order = EpochOrder(loader.loader)
+        self._order = order_of(loader.loader)
         self._loader = loader
         tensors = tuple(loader._columns())
         self._columns = _host.Columns([_spec(tensor) for tensor in tensors], tensors)
         self._ring = loader._ring(device, len(tensors))
-        self._pending: deque[tuple[Span, Any]] = deque()
-        self._indices: Tensor | None = None
+        self._pending: deque[Any] = deque()
         self._ended = False
 
     def __iter__(self) -> _InMemoryIterator:
@@ -264,32 +265,40 @@ class _InMemoryIterator:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        if self._stager is None:
-            self._begin()
-        while len(self._pending) <= self._loader.depth and (span := self._order.next_span()) is not None:
-            self._pending.append((span, self._submit(span)))
+        while len(self._pending) <= self._loader.depth:
+            batch = self._order.next_batch(asked=not self._pending)
+            if isinstance(batch, Foreign):  # asked for, so nothing is pending
+                return self._fetch(batch)
+            if batch is None:
+                break
+            self._pending.append(self._submit(batch))
         if not self._pending:
-            self._order.delivered(None)
             self.close()
             raise StopIteration
-        span, gathered = self._pending.popleft()
-        self._order.delivered(span)
-        tensors = [torch.from_dlpack(capsule) for capsule in gathered.take()]
-        if self._pin:
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return self._loader._assemble(tensors)
+        tensors = [torch.from_dlpack(capsule) for capsule in self._pending.popleft().take()]
+        return self._pinned(self._loader._assemble(tensors))
 
-    def _begin(self) -> None:
-        permutation, rows = self._order.draw(), self._loader._rows
-        if permutation is None:
-            self._indices = rows
-        else:
-            self._indices = permutation if rows is None else rows[permutation]
-        self._stager = _host.Stager(self._ring, threads=self._loader.threads)
+    def _pinned(self, batch: Any) -> Any:
+        return pin_memory(batch) if self._pin else batch
 
     def _submit(self, span: Span) -> Any:
-        address = 0 if self._indices is None else self._indices.data_ptr() + 8 * span.first
-        return self._stager.gather(self._columns, address, span.first, span.count, self._indices)
+        if self._stager is None:
+            self._stager = _host.Stager(self._ring, threads=self._loader.threads)
+        indices, rows, first = span.indices, self._loader._rows, span.first
+        if rows is not None:
+            indices = rows[first : first + span.count] if indices is None else rows.index_select(0, indices)
+        address = 0 if indices is None else indices.data_ptr()
+        return self._stager.gather(self._columns, address, first, span.count, indices)
+
+    def _fetch(self, batch: Foreign) -> Any:
+        """As DataLoader does it: what the indices mean, and whether they are an error, is the dataset's to say."""
+        loader = self._loader.loader
+        dataset: Any = loader.dataset
+        if hasattr(dataset, "__getitems__"):
+            samples = dataset.__getitems__(batch.indices)
+        else:
+            samples = [dataset[index] for index in batch.indices]
+        return self._pinned(loader.collate_fn(samples))
 
     def close(self) -> None:
         """End the threads; what was gathered ahead is dropped."""

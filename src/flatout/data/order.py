@@ -1,101 +1,209 @@
 """The order and the random numbers of a plain ``DataLoader(num_workers=0)``, without its lists of indices.
 
-torch draws random numbers at three moments, and a loader that is to leave every generator in the same state
-has to draw at the same ones (torch/utils/data/dataloader.py, sampler.py):
+torch draws random numbers at certain moments, and a loader that is to leave every generator in the same state has to
+draw at the same ones (torch/utils/data/dataloader.py, sampler.py):
 
-1. ``iter(loader)``: one int64, the base seed, from ``loader.generator`` (default generator if ``None``);
-2. first batch, when shuffled: one int64 from the default generator, which seeds a private one, or nothing if
-   the sampler has its own; then ``randperm(n)``;
-3. exhaustion, when shuffled: one more ``randperm(n)``, thrown away. A partial last batch exhausts the sampler
-   as it is made; a full one only when the batch after it is asked for.
+1. ``iter(loader)``: ``iter(batch_sampler)``, then one int64, the base seed, from ``loader.generator`` (default
+   generator if ``None``);
+2. whenever a batch needs an index that has not been drawn, its sampler draws the next block of them: a permutation,
+   32 numbers with replacement, everything at once. A full batch needs no more than its own indices; a partial one has
+   asked the sampler for more, and a ``RandomSampler`` then draws a last block, even one that it throws away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions ``[first, first + count)`` of an epoch's order: one batch."""
+    """One batch: samples ``indices`` (int64 ``[count]``), or ``first, first + 1, ...`` where they are ``None``."""
 
+    indices: Tensor | None
     first: int
     count: int
 
 
+@dataclass(frozen=True)
+class Foreign:
+    """One batch of which only the dataset knows what its indices mean: no ints, or out of range."""
+
+    indices: Any
+
+
+class Order(Protocol):
+    """One epoch's batches, in order."""
+
+    def next_batch(self, *, asked: bool) -> Span | Foreign | None:
+        """The next batch; with ``asked``, ``None`` behind the last one.
+
+        Unless ``asked``, when the user wants this very batch, nothing is drawn that somebody else could see: then
+        ``None`` may also mean that the batch has to be asked for.
+        """
+
+
 def why_not_ordered(loader: DataLoader) -> str | None:
-    """Why :class:`EpochOrder` cannot stand in for the samplers of ``loader``; ``None`` if it can."""
+    """Why :func:`order_of` cannot stand in for the samplers of ``loader``; ``None`` if it can."""
     if loader.batch_sampler is None:
         return "batch_size=None: samples are not batched"
-    batch_sampler: Any = loader.batch_sampler
-    if type(batch_sampler) is not BatchSampler:
-        return f"batch_sampler is a {type(batch_sampler).__name__}, not torch's BatchSampler"
-    sampler: Any = batch_sampler.sampler
-    if type(sampler) is SequentialSampler:
-        samples = len(sampler)
-    elif type(sampler) is RandomSampler:
-        if sampler.replacement:
-            return "RandomSampler(replacement=True)"
-        if sampler._num_samples is not None:
-            return "RandomSampler with num_samples"
-        if sampler.generator is not None and sampler.generator.device.type != "cpu":
-            return f"the sampler's generator is on {sampler.generator.device}"
-        samples = len(sampler)
-    else:
-        return f"sampler is a {type(sampler).__name__}, not torch's RandomSampler or SequentialSampler"
-    dataset: Any = loader.dataset
-    if samples > len(dataset):
-        return f"the sampler draws from {samples} samples, the dataset has {len(dataset)}"
     if loader.num_workers > 0 and loader.worker_init_fn is not None:
         return "worker_init_fn runs in worker processes only"
     return None
 
 
-class EpochOrder:
-    """One pass over the samplers of ``loader``; making it is what ``iter(loader)`` is to the generators."""
+def order_of(loader: DataLoader) -> Order:
+    """An epoch of ``loader``; making it is what ``iter(loader)`` is to the generators."""
+    batch_sampler: Any = loader.batch_sampler
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    order: Order
+    if type(batch_sampler) is BatchSampler and _is_replayable(batch_sampler.sampler, samples):
+        order = _Replayed(batch_sampler, samples)
+    else:
+        order = _Asked(iter(batch_sampler), samples)
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    return order
 
-    def __init__(self, loader: DataLoader) -> None:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item()
-        batch_sampler: Any = loader.batch_sampler
-        self._sampler: Any = batch_sampler.sampler
-        self._shuffled = type(self._sampler) is RandomSampler
-        self._batch_size: int = batch_sampler.batch_size
-        self._drop_last: bool = batch_sampler.drop_last
-        self._samples = len(self._sampler)
-        self._next = 0
-        self._exhausted = False
 
-    def draw(self) -> Tensor | None:
-        """At the first batch: this epoch's permutation, int64 ``[samples]``; ``None`` for 0, 1, 2, ..."""
-        if not self._shuffled:
+def _is_replayable(sampler: Any, samples: int) -> bool:
+    """One of torch's own, which draws on the host, and nothing that the dataset does not have."""
+    generator = getattr(sampler, "generator", None)
+    if generator is not None and generator.device.type != "cpu":
+        return False
+    if type(sampler) is SubsetRandomSampler:
+        return _as_indices(sampler.indices, samples) is not None
+    sources = {
+        SequentialSampler: "data_source",
+        RandomSampler: "data_source",
+        WeightedRandomSampler: "weights",
+        DistributedSampler: "dataset",
+    }
+    return type(sampler) in sources and len(getattr(sampler, sources[type(sampler)])) <= samples
+
+
+def _as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
+    """int64 ``[n]``, counted from the front; ``None`` where something is no int, or not in the dataset."""
+    if not isinstance(indices, (Tensor, np.ndarray, range)) and not all(map(_is_int, indices)):
+        return None
+    found = torch.as_tensor(indices)
+    if found.dim() != 1 or found.dtype in (torch.bool, torch.uint64) or found.dtype.is_floating_point:
+        return None
+    found = found.to(torch.int64)
+    if found.numel() and not (-samples <= int(found.min()) and int(found.max()) < samples):
+        return None
+    return torch.where(found < 0, found + samples, found)
+
+
+def _is_int(index: Any) -> bool:
+    return type(index) is int or isinstance(index, np.integer)
+
+
+class _Replayed:
+    """Draws as torch's samplers do, whole blocks of indices at a time."""
+
+    def __init__(self, batch_sampler: BatchSampler, samples: int) -> None:
+        sampler: Any = batch_sampler.sampler
+        self._size = batch_sampler.batch_size
+        self._drop_last = batch_sampler.drop_last
+        self._sequential = type(sampler) is SequentialSampler
+        self._blocks = _blocks(sampler, samples)
+        # A user sees what is drawn from a generator of his own; the one that a sampler makes dies with the epoch.
+        self._is_seen = type(sampler) is RandomSampler and sampler.generator is not None
+        self._taken = 0
+        self._drawn = 0
+        self._left = torch.empty(0, dtype=torch.int64)  # drawn, not taken
+
+    def next_batch(self, *, asked: bool) -> Span | None:
+        end = self._taken + self._size
+        if self._drawn < end and (asked or (self._drawn and not self._is_seen)):
+            self._draw(end)
+        count = min(self._size, self._drawn - self._taken)
+        if count < self._size and (not asked or self._drop_last or count == 0):
             return None
-        generator = self._sampler.generator
-        if generator is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            generator = torch.Generator()
-            generator.manual_seed(seed)
-        return torch.randperm(self._samples, generator=generator)
-
-    def next_span(self) -> Span | None:
-        """Where the next batch lies; ``None`` behind the last. Draws nothing, so it may run ahead."""
-        count = min(self._batch_size, self._samples - self._next)
-        if count <= 0 or (self._drop_last and count < self._batch_size):
-            return None
-        span = Span(self._next, count)
-        self._next += count
+        indices = None if self._sequential else self._left[:count]
+        span = Span(indices, self._taken, count)
+        self._left = self._left[count:]
+        self._taken += count
         return span
 
-    def delivered(self, span: Span | None) -> None:
-        """Draw what the sampler draws as ``span`` (``None``: the end) is handed to the user."""
-        partial = span is None or span.count < self._batch_size
-        if not partial or self._exhausted:
-            return
-        self._exhausted = True
-        # A private generator dies with the epoch: only a user's own is seen to move.
-        if self._shuffled and self._sampler.generator is not None:
-            torch.randperm(self._samples, generator=self._sampler.generator)
+    def _draw(self, end: int) -> None:
+        parts = [self._left]
+        while self._drawn < end and (block := next(self._blocks, None)) is not None:
+            parts.append(block)
+            self._drawn += len(block)
+        if len(parts) > 1:
+            self._left = torch.cat(parts)
+
+
+def _blocks(sampler: Any, samples: int) -> Iterator[Tensor]:
+    """The indices of an epoch, block by block, each drawn as it is asked for."""
+    if type(sampler) is RandomSampler:
+        yield from _random_blocks(sampler)
+    elif type(sampler) is SubsetRandomSampler:
+        indices = _as_indices(sampler.indices, samples)
+        assert indices is not None
+        yield indices[torch.randperm(len(indices), generator=sampler.generator)]
+    elif type(sampler) is WeightedRandomSampler:
+        yield torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
+    elif type(sampler) is DistributedSampler:
+        yield _share(sampler)
+    else:
+        yield torch.arange(len(sampler))
+
+
+def _random_blocks(sampler: RandomSampler) -> Iterator[Tensor]:
+    n, generator = len(sampler.data_source), sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator().manual_seed(seed)
+    size = 32 if sampler.replacement else n
+    whole, rest = divmod(sampler.num_samples, size)
+    for block in range(whole + 1):  # the last one is drawn even if nothing of it is used
+        count = size if block < whole else rest
+        if sampler.replacement:
+            yield torch.randint(n, (count,), dtype=torch.int64, generator=generator)
+        else:
+            yield torch.randperm(n, generator=generator)[:count]
+
+
+def _share(sampler: DistributedSampler) -> Tensor:
+    """The indices of one rank: shuffled alike on all, cut or repeated to a multiple of their number."""
+    n = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.shuffle:
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(sampler.seed + sampler.epoch))
+    else:
+        order = torch.arange(n)
+    padded = order.repeat(-(-sampler.total_size // n))
+    return padded[sampler.rank : sampler.total_size : sampler.num_replicas]
+
+
+class _Asked:
+    """Batches of any other sampler: asked when the user asks, never ahead."""
+
+    def __init__(self, batches: Iterator[Any], samples: int) -> None:
+        self._batches = batches
+        self._samples = samples
+
+    def next_batch(self, *, asked: bool) -> Span | Foreign | None:
+        if not asked:
+            return None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            return None
+        found = _as_indices(batch, self._samples) if type(batch) in (list, tuple) and batch else None
+        return Foreign(batch) if found is None else Span(found, 0, len(found))
