@@ -37,14 +37,18 @@ class Columns {
     std::vector<std::int64_t> row_shape;
   };
 
-  // One tuple per tensor: (address, rows, row_bytes, row_stride in bytes, DLPack type code, bits, row shape).
-  using Spec = std::tuple<std::uintptr_t, std::int64_t, std::size_t, std::ptrdiff_t, int, int,
-                          std::vector<std::int64_t>>;
+  // Of each tensor: (address, rows, stride of a row in bytes).
+  using PartSpec = std::tuple<std::uintptr_t, std::int64_t, std::ptrdiff_t>;
+  // Of each column: (its tensors, row_bytes, DLPack type code, bits, row shape).
+  using Spec = std::tuple<std::vector<PartSpec>, std::size_t, int, int, std::vector<std::int64_t>>;
 
   Columns(const std::vector<Spec>& specs, py::object owner) : owner_(std::move(owner)) {
     auto columns = std::make_shared<std::vector<Column>>();
-    for (const auto& [address, rows, row_bytes, row_stride, code, bits, row_shape] : specs) {
-      columns->push_back({source_pointer(address), rows, row_bytes, row_stride});
+    for (const auto& [parts, row_bytes, code, bits, row_shape] : specs) {
+      Column column{{}, row_bytes};
+      for (const auto& [address, rows, stride] : parts)
+        column.parts.push_back({source_pointer(address), rows, stride});
+      columns->push_back(std::move(column));
       layouts_.push_back({{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1}, row_shape});
     }
     columns_ = std::move(columns);

@@ -16,30 +16,68 @@ constexpr std::size_t cache_line = 64;
 constexpr std::size_t lines_ahead = 4;
 
 [[noreturn]] void out_of_range(std::int64_t index, std::int64_t rows) {
-  throw std::out_of_range("index " + std::to_string(index) + " is out of range for a tensor of " +
-                          std::to_string(rows) + " rows");
+  throw std::out_of_range("index " + std::to_string(index) + " is out of range for " + std::to_string(rows) +
+                          " rows");
+}
+
+void prefetch(const std::byte* row, std::size_t bytes) {
+  for (std::size_t byte = 0; byte < bytes; byte += cache_line) __builtin_prefetch(row + byte);
 }
 
 // A row size known to the compiler turns each memcpy into a few moves; 0 stands for any size.
 template <std::size_t fixed_bytes>
 void gather(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+  const Part& part = column.parts.front();
   const std::size_t row_bytes = fixed_bytes != 0 ? fixed_bytes : column.row_bytes;
   const std::size_t prefetched = std::min(row_bytes, lines_ahead * cache_line);
   for (std::size_t i = 0; i < count; ++i) {
-    if (i + rows_ahead < count) {
-      // A prefetch of a wrong address is harmless, so the index is checked only where it is used.
-      const std::byte* next = column.data + indices[i + rows_ahead] * column.row_stride;
-      for (std::size_t byte = 0; byte < prefetched; byte += cache_line) __builtin_prefetch(next + byte);
-    }
+    // A prefetch of a wrong address is harmless, so the index is checked only where it is used.
+    if (i + rows_ahead < count) prefetch(part.data + indices[i + rows_ahead] * part.stride, prefetched);
     const std::int64_t index = indices[i];
-    if (index < 0 || index >= column.rows) out_of_range(index, column.rows);
-    std::memcpy(out + i * row_bytes, column.data + index * column.row_stride, row_bytes);
+    if (index < 0 || index >= part.rows) out_of_range(index, part.rows);
+    std::memcpy(out + i * row_bytes, part.data + index * part.stride, row_bytes);
   }
+}
+
+// The first row of each part; behind them the number of all rows.
+std::vector<std::int64_t> first_rows(const Column& column) {
+  std::vector<std::int64_t> first{0};
+  for (const Part& part : column.parts) first.push_back(first.back() + part.rows);
+  return first;
+}
+
+void gather_from_parts(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+  const std::vector<std::int64_t> first = first_rows(column);
+  std::vector<const std::byte*> rows(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (indices[i] < 0 || indices[i] >= first.back()) out_of_range(indices[i], first.back());
+    const auto behind = std::upper_bound(first.begin(), first.end(), indices[i]);
+    const Part& part = column.parts[static_cast<std::size_t>(behind - first.begin()) - 1];
+    rows[i] = part.data + (indices[i] - *(behind - 1)) * part.stride;
+  }
+  const std::size_t prefetched = std::min(column.row_bytes, lines_ahead * cache_line);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + rows_ahead < count) prefetch(rows[i + rows_ahead], prefetched);
+    std::memcpy(out + i * column.row_bytes, rows[i], column.row_bytes);
+  }
+}
+
+void copy_from(const Part& part, std::size_t row_bytes, std::int64_t first, std::int64_t count,
+               std::byte* out) {
+  const std::byte* from = part.data + first * part.stride;
+  const auto rows = static_cast<std::size_t>(count);
+  if (part.stride == static_cast<std::ptrdiff_t>(row_bytes)) {
+    std::memcpy(out, from, rows * row_bytes);
+    return;
+  }
+  for (std::size_t i = 0; i < rows; ++i, from += part.stride)
+    std::memcpy(out + i * row_bytes, from, row_bytes);
 }
 
 }  // namespace
 
 void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+  if (column.parts.size() > 1) return gather_from_parts(column, indices, count, out);
   switch (column.row_bytes) {
     case 1:
       return gather<1>(column, indices, count, out);
@@ -59,15 +97,16 @@ void gather_rows(const Column& column, const std::int64_t* indices, std::size_t 
 }
 
 void copy_rows(const Column& column, std::int64_t first, std::size_t count, std::byte* out) {
-  const auto end = first + static_cast<std::int64_t>(count);
-  if (first < 0 || end > column.rows) out_of_range(first < 0 ? first : end - 1, column.rows);
-  const std::byte* from = column.data + first * column.row_stride;
-  if (column.row_stride == static_cast<std::ptrdiff_t>(column.row_bytes)) {
-    std::memcpy(out, from, count * column.row_bytes);
-    return;
-  }
-  for (std::size_t i = 0; i < count; ++i, from += column.row_stride) {
-    std::memcpy(out + i * column.row_bytes, from, column.row_bytes);
+  const std::int64_t end = first + static_cast<std::int64_t>(count), rows = first_rows(column).back();
+  if (first < 0 || end > rows) out_of_range(first < 0 ? first : end - 1, rows);
+  std::int64_t begin = 0;  // of the part
+  for (const Part& part : column.parts) {
+    const std::int64_t from = std::max(first, begin), to = std::min(end, begin + part.rows);
+    if (from < to) {
+      copy_from(part, column.row_bytes, from - begin, to - from, out);
+      out += static_cast<std::size_t>(to - from) * column.row_bytes;
+    }
+    begin += part.rows;
   }
 }
 

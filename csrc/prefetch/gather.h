@@ -3,15 +3,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace flatout::prefetch {
 
-// A tensor seen as rows: `rows` runs of `row_bytes` bytes, `row_stride` bytes apart.
-struct Column {
+// A tensor seen as rows: `rows` of them, `stride` bytes apart.
+struct Part {
   const std::byte* data;
   std::int64_t rows;
+  std::ptrdiff_t stride;
+};
+
+// Rows of `row_bytes` bytes, numbered through all parts.
+struct Column {
+  std::vector<Part> parts;  // at least one
   std::size_t row_bytes;
-  std::ptrdiff_t row_stride;
 };
 
 // out[i] = column[indices[i]] for i in [0, count); throws std::out_of_range before it reads a row that is not

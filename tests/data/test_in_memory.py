@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -37,6 +38,16 @@ def make_dataset(n: int) -> TensorDataset:
 def make_subset(n: int) -> Subset:
     outer = Subset(make_dataset(n + 7), [(5 * i) % (n + 7) - (i % 2) * (n + 7) for i in range(n + 3)])
     return Subset(outer, list(range(n + 2, 2, -1)))
+
+
+def make_concatenation(n: int) -> ConcatDataset:
+    """Of tensors, subsets, and another concatenation, with an empty one in between."""
+    inner = ConcatDataset([make_dataset(3), Subset(make_dataset(6), [5, -6, 2])])
+    return ConcatDataset([make_dataset(n - 11), Subset(make_dataset(2), []), inner, Subset(inner, [4, 0, -1, 3, 3])])
+
+
+def make_plain_concatenation(n: int) -> ConcatDataset:
+    return ConcatDataset([make_dataset(4), make_dataset(1), make_dataset(n - 5)])
 
 
 def assert_same(ours, theirs) -> None:
@@ -94,7 +105,7 @@ def generators_for(kind: str) -> tuple[torch.Generator | None, list]:
 @pytest.mark.parametrize("kind", ["none", "given"])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("samples", [20, 22])  # batches of 5: full and partial last batch
-@pytest.mark.parametrize("make", [make_dataset, make_subset])
+@pytest.mark.parametrize("make", [make_dataset, make_subset, make_concatenation, make_plain_concatenation])
 def test_matrix(make, samples, shuffle, kind, drop_last, stop_after):
     def make_loader():
         generator, generators = generators_for(kind)
@@ -394,6 +405,10 @@ class MyTensors(TensorDataset):
     pass
 
 
+class MyConcatenation(ConcatDataset):
+    pass
+
+
 class MyLoader(DataLoader):
     pass
 
@@ -413,6 +428,12 @@ REFUSED = {
     ),
     "indices too large": (lambda: DataLoader(Subset(DATA, [10])), "Subset.indices"),
     "float indices": (lambda: DataLoader(Subset(DATA, [0.5])), "Subset.indices"),
+    "concatenation of others": (lambda: DataLoader(ConcatDataset([DATA, Squares()])), "Squares"),
+    "different samples": (
+        lambda: DataLoader(ConcatDataset([DATA, TensorDataset(torch.zeros(10, 3))])),
+        "different types",
+    ),
+    "subclass of ConcatDataset": (lambda: DataLoader(MyConcatenation([DATA])), "MyConcatenation"),
     "worker init": (
         lambda: DataLoader(DATA, num_workers=1, worker_init_fn=lambda worker: None),
         "worker_init_fn",

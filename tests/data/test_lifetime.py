@@ -93,7 +93,7 @@ def test_closed_stager_says_so():
     stager = _host.Stager(_host.Ring(device=-1, max_idle=4))
     stager.close()
     data = torch.zeros(4, 2)
-    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
+    columns = _host.Columns([([(data.data_ptr(), 4, 8)], 8, 2, 32, [2])], data)
     with pytest.raises(RuntimeError, match="closed"):
         stager.gather(columns, 0, 0, 2, None)
 
@@ -103,8 +103,8 @@ def test_index_out_of_range_is_an_error(index):
     """The last defence: never a read outside the tensor."""
     data, indices = torch.zeros(4, 2), torch.tensor([0, index])
     stager = _host.Stager(_host.Ring(device=-1, max_idle=4))
-    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
-    with pytest.raises(IndexError, match=f"index {index} is out of range for a tensor of 4 rows"):
+    columns = _host.Columns([([(data.data_ptr(), 4, 8)], 8, 2, 32, [2])], data)
+    with pytest.raises(IndexError, match=f"index {index} is out of range for 4 rows"):
         stager.gather(columns, indices.data_ptr(), 0, 2, indices).take()
     with pytest.raises(IndexError, match="out of range"):
         stager.gather(columns, 0, 3, 2, None).take()
@@ -115,7 +115,7 @@ def test_unused_capsules_return_their_slot():
     data = torch.arange(8.0).reshape(4, 2)
     ring = _host.Ring(device=-1, max_idle=4)
     stager = _host.Stager(ring)
-    columns = _host.Columns([(data.data_ptr(), 4, 8, 8, 2, 32, [2])], data)
+    columns = _host.Columns([([(data.data_ptr(), 4, 8)], 8, 2, 32, [2])], data)
     capsules = stager.gather(columns, 0, 0, 2, None).take()
     assert ring.idle == 0
     tensor = torch.from_dlpack(capsules[0])

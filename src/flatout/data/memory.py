@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
 from flatout.data.loaders import set_epoch
-from flatout.data.order import Foreign, Span, order_of, why_not_ordered
+from flatout.data.order import Foreign, Span, as_indices, order_of, why_not_ordered
 
 # DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
 _DLPACK: dict[torch.dtype, tuple[int, int]] = {
@@ -58,30 +58,33 @@ def why_not_column(tensor: Tensor) -> str | None:
     return None
 
 
-def _leaf_dataset(dataset: Any) -> Any:
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return dataset
+def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:
+    """The datasets that ``dataset`` is made of, and of which row in all of them, one behind the other, each sample is.
 
-
-def _subset_indices(dataset: Any) -> Tensor | None:
-    """Leaf row behind each index of nested subsets, int64 ``[len(dataset)]``; ``None``: the same.
+    Returns:
+        What is no ``Subset`` or ``ConcatDataset`` (exact types); and int64 ``[len(dataset)]``, ``None``: the same.
 
     Raises:
-        ValueError: indices that are not integers within range.
+        ValueError: indices of a ``Subset`` that are not integers within range.
     """
-    rows: Tensor | None = None
-    while type(dataset) is Subset:
-        inner = torch.as_tensor(dataset.indices)
-        if inner.dim() != 1 or inner.dtype.is_floating_point or inner.dtype in (torch.bool, torch.complex64):
-            raise ValueError("Subset.indices must be a flat sequence of ints")
-        inner, length = inner.to(torch.int64), len(dataset.dataset)  # type: ignore[arg-type]
-        if inner.numel() and not (-length <= int(inner.min()) and int(inner.max()) < length):
-            raise ValueError(f"Subset.indices must lie in [-{length}, {length})")
-        inner = torch.where(inner < 0, inner + length, inner)
-        rows = inner if rows is None else inner[rows]
-        dataset = dataset.dataset
-    return rows
+    leaves: list[Any] = []
+    if type(dataset) is Subset:
+        leaves, rows = _leaves_of(dataset.dataset)
+        indices = as_indices(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
+        if indices is None:
+            raise ValueError(f"they must be ints in [-n, n) for a dataset of n = {len(dataset.dataset)}")  # type: ignore[arg-type]
+        return leaves, indices if rows is None else rows[indices]
+    if type(dataset) is not ConcatDataset:
+        return [dataset], None
+    parts: list[Tensor] = []
+    moved, first = False, 0
+    for part in dataset.datasets:
+        found, rows = _leaves_of(part)
+        leaves += found
+        parts.append((torch.arange(len(part)) if rows is None else rows) + first)  # type: ignore[arg-type]
+        moved = moved or rows is not None
+        first += sum(map(len, found))
+    return leaves, torch.cat(parts) if moved else None
 
 
 def why_not_in_memory(loader: Any) -> str | None:
@@ -92,17 +95,19 @@ def why_not_in_memory(loader: Any) -> str | None:
     reason = why_not_collated(loader)
     if reason is not None:
         return reason
-    leaf = _leaf_dataset(loader.dataset)
-    if type(leaf) is not TensorDataset:
-        return f"the dataset is a {type(leaf).__name__}, not a TensorDataset (or subsets of one)"
-    for tensor in leaf.tensors:
-        reason = why_not_column(tensor)
-        if reason is not None:
-            return f"the dataset holds {reason}"
     try:
-        _subset_indices(loader.dataset)
+        leaves, _ = _leaves_of(loader.dataset)
     except (TypeError, ValueError, RuntimeError) as error:
         return f"Subset.indices cannot be read: {error}"
+    for leaf in leaves:
+        if type(leaf) is not TensorDataset:
+            return f"the dataset is a {type(leaf).__name__}, not a TensorDataset (or subsets, concatenations of such)"
+        for tensor in leaf.tensors:
+            reason = why_not_column(tensor)
+            if reason is not None:
+                return f"the dataset holds {reason}"
+    if len({tuple((tensor.dtype, tensor.shape[1:]) for tensor in leaf.tensors) for leaf in leaves}) > 1:
+        return "the datasets that are concatenated hold samples of different types"
     return why_not_ordered(loader)
 
 
@@ -126,8 +131,8 @@ class InMemoryLoader:
     ``depth`` batches late; ``Subset.indices`` are read once, here.
 
     Args:
-        loader: a ``DataLoader`` over a ``TensorDataset`` (or subsets of one) with default collate and any sampler.
-            Its ``pin_memory`` is honoured when there is a GPU.
+        loader: a ``DataLoader`` over a ``TensorDataset``, or subsets (``random_split``) and concatenations of such,
+            with default collate and any sampler. Its ``pin_memory`` is honoured when there is a GPU.
         depth: batches gathered ahead, >= 1. A sampler that is not torch's own is asked for a batch when you are, as
             nobody else knows what it draws; so is torch's where the next indices would move a generator of yours.
         threads: gathering threads; default: one per four cores, at most four.
@@ -140,9 +145,9 @@ class InMemoryLoader:
         reason = why_not_in_memory(loader)
         if reason is not None:
             raise ValueError(f"InMemoryLoader cannot serve this loader: {reason}")
-        leaf = _leaf_dataset(loader.dataset)
+        leaves, rows = _leaves_of(loader.dataset)
         # DataLoader's collate turns the tuple of a sample into a list.
-        self._set_up(loader, lambda: leaf.tensors, list, _subset_indices(loader.dataset), depth, threads)
+        self._set_up(loader, lambda: zip(*(leaf.tensors for leaf in leaves), strict=True), list, rows, depth, threads)
 
     @classmethod
     def over(
@@ -164,13 +169,13 @@ class InMemoryLoader:
             threads: as in the constructor.
         """
         made = cls.__new__(cls)
-        made._set_up(loader, lambda: columns, assemble, None, depth, threads)
+        made._set_up(loader, lambda: ((column,) for column in columns), assemble, None, depth, threads)
         return made
 
     def _set_up(
         self,
         loader: DataLoader,
-        columns: Callable[[], Any],
+        columns: Callable[[], Iterable[tuple[Tensor, ...]]],
         assemble: Callable[[list[Tensor]], Any],
         rows: Tensor | None,
         depth: int,
@@ -253,9 +258,9 @@ class _InMemoryIterator:
         self._pin = pin
         self._order = order_of(loader.loader)
         self._loader = loader
-        tensors = tuple(loader._columns())
-        self._columns = _host.Columns([_spec(tensor) for tensor in tensors], tensors)
-        self._ring = loader._ring(device, len(tensors))
+        columns = list(loader._columns())
+        self._columns = _host.Columns(list(map(_spec, columns)), columns)
+        self._ring = loader._ring(device, len(columns))
         self._pending: deque[Any] = deque()
         self._ended = False
 
@@ -312,9 +317,9 @@ class _InMemoryIterator:
             self._stager.close()
 
 
-def _spec(tensor: Tensor) -> tuple[int, int, int, int, int, int, list[int]]:
-    item = tensor.element_size()
-    code, bits = _DLPACK[tensor.dtype]
-    row_shape = list(tensor.shape[1:])
+def _spec(parts: tuple[Tensor, ...]) -> tuple[list[tuple[int, int, int]], int, int, int, list[int]]:
+    item = parts[0].element_size()
+    code, bits = _DLPACK[parts[0].dtype]
+    row_shape = list(parts[0].shape[1:])
     row_bytes = item * int(torch.Size(row_shape).numel())
-    return tensor.data_ptr(), tensor.size(0), row_bytes, item * tensor.stride(0), code, bits, row_shape
+    return [(p.data_ptr(), p.size(0), item * p.stride(0)) for p in parts], row_bytes, code, bits, row_shape

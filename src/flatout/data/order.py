@@ -85,7 +85,7 @@ def _is_replayable(sampler: Any, samples: int) -> bool:
     if generator is not None and generator.device.type != "cpu":
         return False
     if type(sampler) is SubsetRandomSampler:
-        return _as_indices(sampler.indices, samples) is not None
+        return as_indices(sampler.indices, samples) is not None
     sources = {
         SequentialSampler: "data_source",
         RandomSampler: "data_source",
@@ -95,11 +95,11 @@ def _is_replayable(sampler: Any, samples: int) -> bool:
     return type(sampler) in sources and len(getattr(sampler, sources[type(sampler)])) <= samples
 
 
-def _as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
+def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
     """int64 ``[n]``, counted from the front; ``None`` where something is no int, or not in the dataset."""
     if not isinstance(indices, (Tensor, np.ndarray, range)) and not all(map(_is_int, indices)):
         return None
-    found = torch.as_tensor(indices)
+    found = torch.as_tensor(indices) if len(indices) else torch.empty(0, dtype=torch.int64)
     if found.dim() != 1 or found.dtype in (torch.bool, torch.uint64) or found.dtype.is_floating_point:
         return None
     found = found.to(torch.int64)
@@ -154,7 +154,7 @@ def _blocks(sampler: Any, samples: int) -> Iterator[Tensor]:
     if type(sampler) is RandomSampler:
         yield from _random_blocks(sampler)
     elif type(sampler) is SubsetRandomSampler:
-        indices = _as_indices(sampler.indices, samples)
+        indices = as_indices(sampler.indices, samples)
         assert indices is not None
         yield indices[torch.randperm(len(indices), generator=sampler.generator)]
     elif type(sampler) is WeightedRandomSampler:
@@ -205,5 +205,5 @@ class _Asked:
             batch = next(self._batches)
         except StopIteration:
             return None
-        found = _as_indices(batch, self._samples) if type(batch) in (list, tuple) and batch else None
+        found = as_indices(batch, self._samples) if type(batch) in (list, tuple) and batch else None
         return Foreign(batch) if found is None else Span(found, 0, len(found))
