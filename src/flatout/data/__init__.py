@@ -5,11 +5,13 @@ from flatout.data.cache import NotCacheable, cache_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
 from flatout.data.prefetcher import Prefetcher
+from flatout.data.remote import WorkerError
 
 __all__ = [
     "InMemoryLoader",
     "NotCacheable",
     "Prefetcher",
+    "WorkerError",
     "batch_size_of",
     "cache_in_memory",
     "clone_loader",

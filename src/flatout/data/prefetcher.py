@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from flatout.data.batch import map_tensors, move_object, tensors_of
 from flatout.data.loaders import set_epoch
 from flatout.data.memory import InMemoryLoader
+from flatout.data.remote import WorkerError, death_of_a_worker, watch, with_whole_exceptions
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
 _PASSED_THROUGH = (
@@ -38,9 +39,11 @@ class Prefetcher:
     :class:`InMemoryLoader` gathers ahead by itself, and so do worker processes.
 
     An exception of ``loader`` reaches the user where it would without the prefetcher, behind the batches that
-    precede it, as the same object. A batch is the user's: it stays valid for as long as it is held. It may be
-    used on the stream that is current when it is taken; use on a further stream needs ``record_stream``, as
-    ever.
+    precede it, as the same object; from a worker process of a ``DataLoader`` with its arguments, its cause and the
+    worker's traceback as text. A worker that has died is a :class:`WorkerError` when its batch is asked for.
+
+    A batch is the user's: it stays valid for as long as it is held. It may be used on the stream that is current when
+    it is taken; use on a further stream needs ``record_stream``, as ever.
 
     Args:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
@@ -63,12 +66,13 @@ class Prefetcher:
         self.depth = depth
         self.reset_stall()
         self._ring: Any = None
+        self._twin: DataLoader | None = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
         iterator: _PassThrough
         if self.device.type == "cpu":
-            iterator = _PassThrough(self, iter(self.loader))
+            iterator = _PassThrough(self, iter(self._source()))
         else:
             if self._ring is None:
                 self._ring = make_ring(self.device, self.depth)
@@ -76,12 +80,21 @@ class Prefetcher:
             memory = self.loader if type(self.loader) is InMemoryLoader else None
             fresh = memory is not None or (type(self.loader) is DataLoader and self.loader.pin_memory)
             if memory is None or self._ring is None:
-                batches = iter(self.loader)
+                batches = iter(self._source())
             else:
                 batches = memory.iterate_pinned(self._ring.device)
             iterator = _Ahead(self, batches, make_copier(self.device, self.depth, self._ring, fresh=fresh))
         self._live.add(iterator)
         return iterator
+
+    def _source(self) -> Iterable[Any]:
+        """The loader, or a twin of a ``DataLoader`` with workers: one as long as its workers live."""
+        loader = self.loader
+        if type(loader) is not DataLoader or loader.num_workers == 0:
+            return loader
+        if self._twin is None or not loader.persistent_workers:
+            self._twin = with_whole_exceptions(loader)
+        return self._twin
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -131,6 +144,7 @@ class _PassThrough:
     def __init__(self, prefetcher: Prefetcher, batches: Iterator[Any]) -> None:
         self._prefetcher = prefetcher
         self._batches: Iterator[Any] | None = batches
+        watch(batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -140,12 +154,25 @@ class _PassThrough:
             raise StopIteration
         asked = time.perf_counter()
         try:
-            batch = next(self._batches)
+            batch = self._fetch()
         except StopIteration:
             self.close()
             raise
         self._prefetcher._waited(asked)
         return batch
+
+    def _fetch(self) -> Any:
+        assert self._batches is not None
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if death := death_of_a_worker(self._batches, error):
+                self._prefetcher._twin = None
+                self.close()
+                raise WorkerError(death) from error
+            raise
 
     def close(self) -> None:
         """Drop the loader's iterator, and with it whatever it has running."""
@@ -208,7 +235,7 @@ class _Ahead(_PassThrough):
             except Exception:
                 return  # raised when the batch's turn comes
             try:
-                entry = _Entry(next(self._batches))  # type: ignore[arg-type]
+                entry = _Entry(self._fetch())
             except StopIteration:
                 self._exhausted = True
                 return

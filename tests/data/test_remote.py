@@ -1,0 +1,229 @@
+"""What workers of a DataLoader send besides batches: exceptions, whole, and the news of their death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from flatout.data import Prefetcher, WorkerError
+from flatout.data.remote import RemoteTraceback
+
+
+class Broken(Exception):
+    def __init__(self, index: int, *, why: str) -> None:
+        super().__init__(index, why)
+        self.index, self.why = index, why
+
+    def __reduce__(self):
+        return _broken, (self.index, self.why)
+
+
+def _broken(index: int, why: str) -> Broken:
+    return Broken(index, why=why)
+
+
+class Unreturnable(Exception):
+    """Pickles, but cannot be made again from its ``args``."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("one text")
+
+
+def chained(index: int) -> None:
+    try:
+        try:
+            {}["key"]
+        except KeyError as error:
+            raise OSError(2, "no such file", "image.png") from error
+    except OSError as error:
+        raise Broken(index, why="bad data") from error
+
+
+class Failing(Dataset):
+    """Does what it is told at index 5."""
+
+    def __init__(self, fail) -> None:
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            self.fail(index)
+        return torch.tensor(index)
+
+
+class FailingStream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(4)
+        chained(4)
+
+
+def failing_collate(samples):
+    if any(sample == 5 for sample in samples):
+        chained(5)
+    return default_collate(samples)
+
+
+def failing_start(worker: int) -> None:
+    chained(worker)
+
+
+def failure_of(loader: DataLoader) -> tuple[list, BaseException]:
+    seen = []
+    try:
+        for batch in Prefetcher(loader, "cpu"):
+            seen += batch.tolist()
+    except Exception as error:
+        return seen, error.with_traceback(None)  # whose frames keep the workers alive
+    raise AssertionError("nothing was raised")
+
+
+WHERE = {
+    "dataset": lambda **o: DataLoader(Failing(chained), 2, **o),
+    "collate": lambda **o: DataLoader(Failing(lambda _: None), 2, collate_fn=failing_collate, **o),
+    "stream": lambda **o: DataLoader(FailingStream(), 2, **o),
+    "start": lambda **o: DataLoader(Failing(chained), 2, worker_init_fn=failing_start, **o),
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("where", WHERE)
+def test_an_exception_comes_whole(where, persistent):
+    seen, error = failure_of(WHERE[where](num_workers=1, persistent_workers=persistent))
+    assert seen == {"start": [], "stream": [0, 1, 2, 3]}.get(where, [0, 1, 2, 3])
+    assert type(error) is Broken
+    index = {"start": 0, "stream": 4}.get(where, 5)
+    assert (error.index, error.why, error.args) == (index, "bad data", (index, "bad data"))
+    cause = error.__cause__
+    assert type(cause) is FileNotFoundError
+    assert (cause.errno, cause.filename) == (2, "image.png")
+    assert type(cause.__cause__) is KeyError
+    assert cause.__cause__.args == ("key",)
+    text = cause.__cause__.__cause__
+    assert type(text) is RemoteTraceback
+    assert "in chained" in str(text)
+    assert "worker process 0" in str(text)
+    assert str(text) in "".join(traceback.format_exception(error))
+
+
+def test_the_same_without_workers():
+    _, error = failure_of(WHERE["dataset"]())
+    assert type(error.__cause__.__cause__) is KeyError
+    assert error.__cause__.__cause__.__cause__ is None
+
+
+def unreturnable(_):
+    raise Unreturnable(1, 2)
+
+
+def local(_):
+    class Local(Exception):
+        pass
+
+    raise Local("mine")
+
+
+def test_what_cannot_be_made_again_comes_as_in_torch():
+    loader = DataLoader(Failing(unreturnable), 2, num_workers=1)
+    _, error = failure_of(loader)
+    with pytest.raises(RuntimeError) as theirs:
+        list(loader)
+    assert type(error) is RuntimeError
+    assert "in unreturnable" in str(error)
+    assert str(error).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+def test_what_cannot_be_sent_comes_as_text():
+    """A class made in a function: torch's worker fails to send it, and its loader waits forever."""
+    _, error = failure_of(DataLoader(Failing(local), 2, num_workers=1))
+    assert type(error) is RuntimeError
+    assert "Local: mine" in str(error)
+
+
+def test_iteration_goes_on_behind_an_exception():
+    iterator = iter(Prefetcher(DataLoader(Failing(chained), 2, num_workers=2), "cpu"))
+    seen: list = []
+    for _ in range(6):
+        try:
+            seen += next(iterator).tolist()
+        except Broken:
+            seen.append("broken")
+    assert seen == [0, 1, 2, 3, "broken", 6, 7, 8, 9, 10, 11]
+
+
+def kill(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bus(_):
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+def leave(_):
+    os._exit(3)
+
+
+DEATHS = [
+    (kill, r"was killed by SIGKILL, as the kernel does when memory runs out"),
+    (bus, r"was killed by SIGBUS, as happens when shared memory \(/dev/shm\) runs out"),
+    (leave, r"exited with code 3"),
+]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("end", "words"), DEATHS, ids=lambda v: getattr(v, "__name__", ""))
+def test_a_worker_that_dies(end, words, persistent):
+    loader = DataLoader(Failing(end), 1, num_workers=2, prefetch_factor=1, persistent_workers=persistent)
+    iterator = iter(Prefetcher(loader, "cpu"))
+    pids = {worker.pid: number for number, worker in enumerate(iterator._batches._workers)}
+    with pytest.raises(WorkerError, match=rf"DataLoader worker 1 \(pid \d+\) {words}") as caught:
+        list(iterator)
+    pid = int(str(caught.value).split("pid ")[1].split(")")[0])
+    assert pids[pid] == 1
+    assert list(iterator) == []
+
+
+@pytest.mark.slow
+def test_100_killed_workers():
+    """From outside, at any moment: waiting, in the middle of a sample, or sending it."""
+    for attempt in range(100):
+        loader = DataLoader(torch.arange(100_000).reshape(-1, 10), 50, num_workers=2)
+        iterator = iter(Prefetcher(loader, "cpu"))
+        next(iterator)
+        victim = iterator._batches._workers[attempt % 2].pid
+        time.sleep(0.0001 * attempt)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"worker {attempt % 2} \(pid {victim}\) was killed by SIGKILL"):
+            list(iterator)
+
+
+def test_a_new_epoch_after_a_death():
+    marker = torch.zeros(1).share_memory_()
+
+    def once(_):
+        if not marker:
+            marker.fill_(1)
+            kill(_)
+
+    prefetcher = Prefetcher(DataLoader(Failing(once), 3, num_workers=1, persistent_workers=True), "cpu")
+    with pytest.raises(WorkerError):
+        list(prefetcher)
+    assert torch.cat(list(prefetcher)).tolist() == list(range(12))
+
+
+def test_persistent_workers_live_on():
+    prefetcher = Prefetcher(DataLoader(Failing(lambda _: None), 3, num_workers=1, persistent_workers=True), "cpu")
+    pids = set()
+    for _ in range(3):
+        iterator = iter(prefetcher)
+        pids.add(iterator._batches._workers[0].pid)
+        assert torch.cat(list(iterator)).tolist() == list(range(12))
+    assert len(pids) == 1
