@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data.machine import usable_cores
 from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.measure.bench import Bench
@@ -28,7 +29,6 @@ from flatout.report.model import Row, Summary
 from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.determinism import seed_all
-from flatout.techniques.workers import usable_cores
 
 TRIAL_BATCHES = 4
 """Batches that trials go round in; they stay on the device while measuring."""

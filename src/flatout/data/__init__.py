@@ -6,11 +6,13 @@ from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.remote import WorkerError
+from flatout.data.tuning import Tuned, tune
 
 __all__ = [
     "InMemoryLoader",
     "NotCacheable",
     "Prefetcher",
+    "Tuned",
     "WorkerError",
     "batch_size_of",
     "cache_in_memory",
@@ -19,5 +21,6 @@ __all__ = [
     "map_tensors",
     "tensors_of",
     "to_device",
+    "tune",
     "why_not_in_memory",
 ]

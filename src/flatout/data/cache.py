@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_c
 
 from flatout.data.batch import map_tensors, tensors_of
 from flatout.data.generators import RandomState
+from flatout.data.machine import available_memory
 from flatout.data.memory import InMemoryLoader, why_not_collated, why_not_column
 from flatout.data.order import why_not_ordered
 
@@ -178,26 +177,3 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
-
-
-def available_memory() -> int:
-    """Bytes that a process can still take without swapping, a container's limit included."""
-    available = _meminfo_available()
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            available = min(available, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass  # no control groups, or an older version of them
-    return available
-
-
-def _meminfo_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024  # "kB" there means KiB
-    except (OSError, ValueError):
-        pass  # not Linux
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

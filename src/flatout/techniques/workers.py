@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +9,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.data import InMemoryLoader, clone_loader
 from flatout.data.generators import RandomState
+from flatout.data.machine import usable_cores
 from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
 
 if TYPE_CHECKING:
     from flatout.job import Job
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (affinity respected)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerSource:
