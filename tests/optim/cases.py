@@ -246,10 +246,11 @@ class Stored:
 
 def bits(optimizer: Any, params: list[torch.nn.Parameter]) -> list[Any]:
     """Everything an update may write, as bytes to compare: parameters, and state as it is saved."""
-    saved = optimizer.state_dict()["state"]
-    tensors = [p.detach() for p in params] + [v for s in saved.values() for v in s.values() if torch.is_tensor(v)]
+    # In the order of the parameters and of the keys, whichever was begun first.
+    saved = [(i, sorted(s.items())) for i, s in sorted(optimizer.state_dict()["state"].items())]
+    tensors = [p.detach() for p in params] + [v for _, s in saved for _, v in s if torch.is_tensor(v)]
     flat = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()) for t in tensors)  # whatever the strides
-    return [sorted(s) for s in saved.values()] + [t.view(torch.uint8).numpy().tobytes() for t in flat]
+    return [(i, [k for k, _ in s]) for i, s in saved] + [t.view(torch.uint8).numpy().tobytes() for t in flat]
 
 
 # ---- one step against the reference ------------------------------------------------------------------------
