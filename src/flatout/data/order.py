@@ -71,28 +71,32 @@ def order_of(loader: DataLoader) -> Order:
     batch_sampler: Any = loader.batch_sampler
     samples = len(loader.dataset)  # type: ignore[arg-type]
     order: Order
-    if type(batch_sampler) is BatchSampler and _is_replayable(batch_sampler.sampler, samples):
-        order = _Replayed(batch_sampler, samples)
-    else:
-        order = _Asked(iter(batch_sampler), samples)
+    blocks = _blocks_of(batch_sampler.sampler, samples) if type(batch_sampler) is BatchSampler else None
+    order = _Asked(iter(batch_sampler), samples) if blocks is None else _Replayed(batch_sampler, blocks)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     return order
 
 
-def _is_replayable(sampler: Any, samples: int) -> bool:
-    """One of torch's own, which draws on the host, and nothing that the dataset does not have."""
+def _blocks_of(sampler: Any, samples: int) -> Iterator[Tensor] | None:
+    """The indices of an epoch, block by block, each drawn as it is asked for.
+
+    ``None`` unless the sampler is torch's own, draws on the host, and draws nothing that the dataset does not have.
+    """
     generator = getattr(sampler, "generator", None)
     if generator is not None and generator.device.type != "cpu":
-        return False
+        return None
     if type(sampler) is SubsetRandomSampler:
-        return as_indices(sampler.indices, samples) is not None
-    sources = {
-        SequentialSampler: "data_source",
-        RandomSampler: "data_source",
-        WeightedRandomSampler: "weights",
-        DistributedSampler: "dataset",
-    }
-    return type(sampler) in sources and len(getattr(sampler, sources[type(sampler)])) <= samples
+        indices = as_indices(sampler.indices, samples)
+        return None if indices is None else _permuted(indices, generator)
+    if type(sampler) is SequentialSampler and len(sampler.data_source) <= samples:
+        return iter([torch.arange(len(sampler))])
+    if type(sampler) is RandomSampler and len(sampler.data_source) <= samples:
+        return _random_blocks(sampler)
+    if type(sampler) is WeightedRandomSampler and len(sampler.weights) <= samples:
+        return _weighted(sampler)
+    if type(sampler) is DistributedSampler and len(sampler.dataset) <= samples:  # type: ignore[arg-type]
+        return _share(sampler)
+    return None
 
 
 def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
@@ -115,12 +119,12 @@ def _is_int(index: Any) -> bool:
 class _Replayed:
     """Draws as torch's samplers do, whole blocks of indices at a time."""
 
-    def __init__(self, batch_sampler: BatchSampler, samples: int) -> None:
+    def __init__(self, batch_sampler: BatchSampler, blocks: Iterator[Tensor]) -> None:
         sampler: Any = batch_sampler.sampler
         self._size = batch_sampler.batch_size
         self._drop_last = batch_sampler.drop_last
         self._sequential = type(sampler) is SequentialSampler
-        self._blocks = _blocks(sampler, samples)
+        self._blocks = blocks
         # A user sees what is drawn from a generator of his own; the one that a sampler makes dies with the epoch.
         self._is_seen = type(sampler) is RandomSampler and sampler.generator is not None
         self._taken = 0
@@ -149,20 +153,12 @@ class _Replayed:
             self._left = torch.cat(parts)
 
 
-def _blocks(sampler: Any, samples: int) -> Iterator[Tensor]:
-    """The indices of an epoch, block by block, each drawn as it is asked for."""
-    if type(sampler) is RandomSampler:
-        yield from _random_blocks(sampler)
-    elif type(sampler) is SubsetRandomSampler:
-        indices = as_indices(sampler.indices, samples)
-        assert indices is not None
-        yield indices[torch.randperm(len(indices), generator=sampler.generator)]
-    elif type(sampler) is WeightedRandomSampler:
-        yield torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-    elif type(sampler) is DistributedSampler:
-        yield _share(sampler)
-    else:
-        yield torch.arange(len(sampler))
+def _permuted(indices: Tensor, generator: torch.Generator | None) -> Iterator[Tensor]:
+    yield indices[torch.randperm(len(indices), generator=generator)]
+
+
+def _weighted(sampler: WeightedRandomSampler) -> Iterator[Tensor]:
+    yield torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
 
 
 def _random_blocks(sampler: RandomSampler) -> Iterator[Tensor]:
@@ -180,7 +176,7 @@ def _random_blocks(sampler: RandomSampler) -> Iterator[Tensor]:
             yield torch.randperm(n, generator=generator)[:count]
 
 
-def _share(sampler: DistributedSampler) -> Tensor:
+def _share(sampler: DistributedSampler) -> Iterator[Tensor]:
     """The indices of one rank: shuffled alike on all, cut or repeated to a multiple of their number."""
     n = len(sampler.dataset)  # type: ignore[arg-type]
     if sampler.shuffle:
@@ -188,7 +184,7 @@ def _share(sampler: DistributedSampler) -> Tensor:
     else:
         order = torch.arange(n)
     padded = order.repeat(-(-sampler.total_size // n))
-    return padded[sampler.rank : sampler.total_size : sampler.num_replicas]
+    yield padded[sampler.rank : sampler.total_size : sampler.num_replicas]
 
 
 class _Asked:

@@ -20,8 +20,8 @@ from flatout.data.loaders import clone_loader
 _SECONDS_BETWEEN_LOOKS = 0.25  # at the workers, while no batch comes
 _SECONDS_TO_DIE = 0.2  # between the end of a process's pipes and the end of the process
 _HINTS = {
-    signal.SIGKILL: "as the kernel does when memory runs out",
-    signal.SIGBUS: "as happens when shared memory (/dev/shm) runs out",
+    "SIGKILL": "as the kernel does when memory runs out",
+    "SIGBUS": "as happens when shared memory (/dev/shm) runs out",
 }
 
 
@@ -147,6 +147,5 @@ def _is_remote(error: BaseException) -> bool:
 def _end(exitcode: int) -> str:
     if exitcode > 0:
         return f"exited with code {exitcode}"
-    number = signal.Signals(-exitcode)
-    hint = _HINTS.get(number)
-    return f"was killed by {number.name}" + (f", {hint}" if hint else "")
+    name = signal.Signals(-exitcode).name
+    return f"was killed by {name}" + (f", {_HINTS[name]}" if name in _HINTS else "")
