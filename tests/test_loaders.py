@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import flatout
 from tests.helpers import bits
@@ -151,3 +151,42 @@ def test_the_cached_loader_yields_what_the_dataloader_does():
     expected = [(bits(x), bits(y)) for x, y in loader]
     torch.manual_seed(3)
     assert [(bits(x), bits(y)) for x, y in run.loader] == expected
+
+
+class Shuffled(Sampler):
+    """A user's own."""
+
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(torch.randperm(64).tolist())
+
+
+@pytest.mark.parametrize("own_sampler", [False, True])
+@pytest.mark.parametrize("batches", [0, 2, 5])
+def test_a_run_goes_on_in_mid_epoch(own_sampler, batches):
+    """Also where trials have taken batches that were given back."""
+    x = torch.arange(64.0)[:, None].expand(64, 8).contiguous()
+    data = TensorDataset(x, torch.arange(64) % 3)
+
+    def make_run():
+        torch.manual_seed(0)
+        model = Net()
+        loader = DataLoader(data, 8, sampler=Shuffled() if own_sampler else None, shuffle=not own_sampler)
+        opt = torch.optim.SGD(model.parameters(), 0.1)
+        return flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=0)
+
+    run = make_run()
+    iterator = iter(run.loader)
+    for _ in range(batches):
+        run.step(next(iterator))
+    state, generator = run.loader.state_dict(), torch.get_rng_state()
+    rest = [x[:, 0].tolist() for x, _ in iterator]
+    assert len(rest) == 8 - batches
+    after = torch.get_rng_state()
+    resumed = make_run()
+    torch.set_rng_state(generator)
+    resumed.loader.load_state_dict(state)
+    assert [x[:, 0].tolist() for x, _ in resumed.loader] == rest
+    assert torch.equal(torch.get_rng_state(), after)

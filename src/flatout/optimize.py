@@ -268,10 +268,13 @@ def _check_numbers(accumulate: int, max_grad_norm: float | None, expected_steps:
 def _take(job: Job, rewindable: bool) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
     loader = job.loader
-    batches = iter(clone_loader(loader) if rewindable and isinstance(loader, DataLoader) else loader)
-    taken = list(itertools.islice(batches, TRIAL_BATCHES))
-    if not rewindable:
-        job.source = Replayed(loader, taken, batches)
+    if rewindable:
+        taken = list(
+            itertools.islice(clone_loader(loader) if isinstance(loader, DataLoader) else loader, TRIAL_BATCHES)
+        )
+    else:
+        job.source = Replayed(loader, TRIAL_BATCHES)
+        taken = job.source.read
     if not taken:
         raise ValueError("the loader is empty: it yielded no batch")
     if not tensors_of(taken[0]):

@@ -79,6 +79,14 @@ class TrainingLoader:
     def __len__(self) -> int:
         return len(self._prefetcher)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the epoch training is: see :meth:`flatout.data.Prefetcher.state_dict`."""
+        return self._prefetcher.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was saved: see :meth:`flatout.data.Prefetcher.load_state_dict`."""
+        self._prefetcher.load_state_dict(state)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # a copy looks for these before there is a job to ask
             raise AttributeError(name)

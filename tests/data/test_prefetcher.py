@@ -24,7 +24,7 @@ class CopyingPrefetcher(Prefetcher):
     def __iter__(self):
         if self._ring is None:
             self._ring = _host.Ring(device=-1, max_idle=self.depth + 2)
-        iterator = _Ahead(self, iter(self.loader), NativeCopier(self.device, self.depth, self._ring))
+        iterator = _Ahead(self, self._source.open(), NativeCopier(self.device, self.depth, self._ring))
         self._live.add(iterator)
         return iterator
 

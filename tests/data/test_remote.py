@@ -183,7 +183,7 @@ DEATHS = [
 def test_a_worker_that_dies(end, words, persistent):
     loader = DataLoader(Failing(end), 1, num_workers=2, prefetch_factor=1, persistent_workers=persistent)
     iterator = iter(Prefetcher(loader, "cpu"))
-    pids = {worker.pid: number for number, worker in enumerate(iterator._batches._workers)}
+    pids = {worker.pid: number for number, worker in enumerate(iterator._epoch._batches._workers)}
     with pytest.raises(WorkerError, match=rf"DataLoader worker 1 \(pid \d+\) {words}") as caught:
         list(iterator)
     pid = int(str(caught.value).split("pid ")[1].split(")")[0])
@@ -198,7 +198,7 @@ def test_100_killed_workers():
         loader = DataLoader(torch.arange(100_000).reshape(-1, 10), 50, num_workers=2)
         iterator = iter(Prefetcher(loader, "cpu"))
         next(iterator)
-        victim = iterator._batches._workers[attempt % 2].pid
+        victim = iterator._epoch._batches._workers[attempt % 2].pid
         time.sleep(0.0001 * attempt)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"worker {attempt % 2} \(pid {victim}\) was killed by SIGKILL"):
@@ -224,6 +224,6 @@ def test_persistent_workers_live_on():
     pids = set()
     for _ in range(3):
         iterator = iter(prefetcher)
-        pids.add(iterator._batches._workers[0].pid)
+        pids.add(iterator._epoch._batches._workers[0].pid)
         assert torch.cat(list(iterator)).tolist() == list(range(12))
     assert len(pids) == 1

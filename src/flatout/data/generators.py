@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,11 @@ class RandomState:
         self._tracked = tracked
 
     @classmethod
+    def held_by(cls, root: Any) -> RandomState:
+        """Read the generators in attributes, containers and closures below ``root``."""
+        return cls([_track_found(generator) for generator in _generators(root)])
+
+    @classmethod
     def capture(cls, root: Any = None) -> RandomState:
         """Read the global generators, and those in attributes, containers and closures below ``root``."""
         tracked = [
@@ -40,8 +45,7 @@ class RandomState:
         ]
         if torch.cuda.is_initialized():
             tracked.append(_track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-        tracked += [_track_found(generator) for generator in _generators(root)]
-        return cls(tracked)
+        return cls(tracked + cls.held_by(root)._tracked)
 
     def moved(self) -> str | None:
         """Name of the first generator whose state has changed since; ``None`` if all are as they were."""
@@ -51,6 +55,18 @@ class RandomState:
         """Put every generator back."""
         for each in self._tracked:
             each.write(each.state)
+
+    def states(self) -> list[tuple[str, Any]]:
+        """Every generator's name and state, of tensors, numbers and strings alone."""
+        return [(each.name, _portable(each.state)) for each in self._tracked]
+
+    def write(self, states: Sequence[tuple[str, Any]]) -> None:
+        """Give the generators the ``states`` that those of the same names once had; one without any stays."""
+        left = list(states)
+        for each in self._tracked:
+            found = next((i for i, (name, _) in enumerate(left) if name == each.name), None)
+            if found is not None:
+                each.write(_like(left.pop(found)[1], each.state))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -114,6 +130,24 @@ def _cell_contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return None
+
+
+def _portable(state: Any) -> Any:
+    """``state`` with tensors for arrays, as ``torch.load`` takes it without further ado."""
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state.copy())
+    if isinstance(state, dict):
+        return {key: _portable(value) for key, value in state.items()}
+    return type(state)(map(_portable, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _like(state: Any, model: Any) -> Any:
+    """``state`` with arrays for tensors wherever ``model`` has arrays."""
+    if isinstance(model, np.ndarray):
+        return np.asarray(state)
+    if isinstance(model, dict):
+        return {key: _like(state[key], value) for key, value in model.items()}
+    return type(model)(map(_like, state, model)) if isinstance(model, (list, tuple)) else state
 
 
 def _same(left: Any, right: Any) -> bool:

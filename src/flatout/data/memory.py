@@ -16,7 +16,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
 from flatout.data.loaders import set_epoch
-from flatout.data.order import Foreign, Span, as_indices, order_of, why_not_ordered
+from flatout.data.order import Foreign, Order, Position, Span, as_indices, why_not_ordered
+from flatout.data.progress import Progress
 
 # DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
 _DLPACK: dict[torch.dtype, tuple[int, int]] = {
@@ -184,6 +185,7 @@ class InMemoryLoader:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
         self.loader = loader
+        self.progress = Progress(loader)
         self.depth = depth
         self.threads = min(4, max(1, (os.cpu_count() or 1) // 4)) if threads is None else threads
         self._columns = columns
@@ -235,6 +237,18 @@ class InMemoryLoader:
         """Pass ``epoch`` to whatever of the wrapped loader has a ``set_epoch``."""
         set_epoch(self.loader, epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on behind the batch that was handed out last: see :meth:`Prefetcher.state_dict`."""
+        return self.progress.state_dict(self.progress.position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch go on where ``state`` was saved, by this kind of loader or by a ``Prefetcher``.
+
+        Raises:
+            ValueError: it was saved by a loader of another kind; the message names the difference.
+        """
+        self.progress.load_state_dict(state)
+
     def close(self) -> None:
         """End the iterators under way and free the idle buffers; the loader can be iterated again."""
         for iterator in list(self._live):
@@ -256,13 +270,22 @@ class _InMemoryIterator:
     def __init__(self, loader: InMemoryLoader, device: int, pin: bool) -> None:
         self._stager: Any = None
         self._pin = pin
-        self._order = order_of(loader.loader)
         self._loader = loader
+        self._order = self._begin()
         columns = list(loader._columns())
         self._columns = _host.Columns(list(map(_spec, columns)), columns)
         self._ring = loader._ring(device, len(columns))
-        self._pending: deque[Any] = deque()
+        self._pending: deque[tuple[Any, Position]] = deque()
         self._ended = False
+
+    def _begin(self) -> Order:
+        """What ``iter`` of the plain loader is to the generators."""
+        progress, loader = self._loader.progress, self._loader.loader
+        order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
+        if not progress.goes_on:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers
+        progress.has_begun()
+        return order
 
     def __iter__(self) -> _InMemoryIterator:
         return self
@@ -272,15 +295,19 @@ class _InMemoryIterator:
             raise StopIteration
         while len(self._pending) <= self._loader.depth:
             batch = self._order.next_batch(asked=not self._pending)
-            if isinstance(batch, Foreign):  # asked for, so nothing is pending
-                return self._fetch(batch)
             if batch is None:
                 break
-            self._pending.append(self._submit(batch))
+            if isinstance(batch, Foreign):  # asked for, so nothing is pending
+                self._loader.progress.reached(self._order, self._order.position())
+                return self._fetch(batch)
+            self._pending.append((self._submit(batch), self._order.position()))
         if not self._pending:
+            self._loader.progress.reached(self._order, None)
             self.close()
             raise StopIteration
-        tensors = [torch.from_dlpack(capsule) for capsule in self._pending.popleft().take()]
+        gathered, position = self._pending.popleft()
+        self._loader.progress.reached(self._order, position)
+        tensors = [torch.from_dlpack(capsule) for capsule in gathered.take()]
         return self._pinned(self._loader._assemble(tensors))
 
     def _pinned(self, batch: Any) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from flatout.data.batch import map_tensors, move_object, tensors_of
 from flatout.data.loaders import set_epoch
-from flatout.data.memory import InMemoryLoader
-from flatout.data.remote import WorkerError, death_of_a_worker, watch, with_whole_exceptions
+from flatout.data.remote import WorkerError
+from flatout.data.source import Epoch, source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
 _PASSED_THROUGH = (
@@ -49,6 +48,9 @@ class Prefetcher:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
         device: where the batches are to be.
         depth: batches copied ahead, >= 1.
+        transform: called with each batch when it is on the device, and on a CUDA device with the copies' stream
+            current, beside the running step; what it returns is handed out. Its exceptions are raised when the
+            batch is due, and the epoch can go on behind it.
 
     Attributes:
         loader: the wrapped loader.
@@ -56,7 +58,14 @@ class Prefetcher:
         batches: batches handed out, all epochs together.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str | int, depth: int = 2) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str | int,
+        depth: int = 2,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
         if isinstance(loader, Iterator):
@@ -64,37 +73,25 @@ class Prefetcher:
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
+        self.transform = transform
         self.reset_stall()
+        self._source = source_of(loader)
+        self._handed_out: _Place | None = None
         self._ring: Any = None
-        self._twin: DataLoader | None = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
         iterator: _PassThrough
         if self.device.type == "cpu":
-            iterator = _PassThrough(self, iter(self._source()))
+            iterator = _PassThrough(self, self._source.open())
         else:
             if self._ring is None:
                 self._ring = make_ring(self.device, self.depth)
-            # Pinned batches of which we know that nobody writes to them need no further copy on the host.
-            memory = self.loader if type(self.loader) is InMemoryLoader else None
-            fresh = memory is not None or (type(self.loader) is DataLoader and self.loader.pin_memory)
-            if memory is None or self._ring is None:
-                batches = iter(self._source())
-            else:
-                batches = memory.iterate_pinned(self._ring.device)
-            iterator = _Ahead(self, batches, make_copier(self.device, self.depth, self._ring, fresh=fresh))
+            copier = make_copier(self.device, self.depth, self._ring, fresh=self._source.is_fresh)
+            epoch = self._source.open(None if self._ring is None else self._ring.device)
+            iterator = _Ahead(self, epoch, copier)
         self._live.add(iterator)
         return iterator
-
-    def _source(self) -> Iterable[Any]:
-        """The loader, or a twin of a ``DataLoader`` with workers: one as long as its workers live."""
-        loader = self.loader
-        if type(loader) is not DataLoader or loader.num_workers == 0:
-            return loader
-        if self._twin is None or not loader.persistent_workers:
-            self._twin = with_whole_exceptions(loader)
-        return self._twin
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -107,6 +104,38 @@ class Prefetcher:
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the loader, or to whatever of it has a ``set_epoch``."""
         set_epoch(self.loader, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on behind the batch that was handed out last, in this process or another.
+
+        Works for a ``DataLoader`` over a map-style dataset with any sampler, for :class:`InMemoryLoader`, and for
+        lists of batches; for a ``DataLoader`` (``num_workers=0``) over an ``IterableDataset`` that has ``state_dict``
+        and ``load_state_dict``; and for any loader that has these itself.
+
+        The rest of the epoch is the same to the sample, with any number of workers, and so are the states of the
+        generators that the loader and its samplers hold; the global generators are yours to save (torch's, NumPy's,
+        Python's). Random augmentation in worker processes goes on with other numbers.
+
+        Raises:
+            TypeError: the loader is none of these; the message says what it lacks.
+        """
+        place = self._handed_out or _Place(self._source.mark())
+        return self._source.state_dict(place.mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch go on where ``state`` was saved; iterators under way are not changed.
+
+        With torch's own samplers this takes the time of drawing indices once, however many batches were read; a
+        sampler with ``state_dict`` and ``load_state_dict`` is asked; any other sampler draws the epoch again up to
+        there. The dataset is never asked for samples that were read.
+
+        Raises:
+            TypeError: as in :meth:`state_dict`.
+            ValueError: the state was saved by a loader of another kind; the message names the difference. Or, when the
+                epoch begins: a sampler without a state of its own does not draw the same batches again.
+        """
+        self._source.load_state_dict(state)
+        self._handed_out = None
 
     @property
     def stall_fraction(self) -> float:
@@ -138,93 +167,91 @@ class Prefetcher:
             self._ring.clear()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a source was behind a batch."""
+
+    mark: Any
+
+
 class _PassThrough:
     """One epoch on the host: the loader's own batches, and the time that they took."""
 
-    def __init__(self, prefetcher: Prefetcher, batches: Iterator[Any]) -> None:
+    def __init__(self, prefetcher: Prefetcher, epoch: Epoch) -> None:
         self._prefetcher = prefetcher
-        self._batches: Iterator[Any] | None = batches
-        watch(batches)
+        self._epoch: Epoch | None = epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        if self._epoch is None:
             raise StopIteration
         asked = time.perf_counter()
         try:
-            batch = self._fetch()
-        except StopIteration:
+            batch = next(self._epoch)
+        except (StopIteration, WorkerError):
             self.close()
             raise
+        if self._prefetcher.transform is not None:
+            batch = self._prefetcher.transform(batch)
         self._prefetcher._waited(asked)
         return batch
 
-    def _fetch(self) -> Any:
-        assert self._batches is not None
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise
-        except Exception as error:
-            if death := death_of_a_worker(self._batches, error):
-                self._prefetcher._twin = None
-                self.close()
-                raise WorkerError(death) from error
-            raise
-
     def close(self) -> None:
         """Drop the loader's iterator, and with it whatever it has running."""
-        batches, self._batches = self._batches, None
-        close = getattr(batches, "close", None)
-        if callable(close):
-            close()
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.close()
 
 
 @dataclass
 class _Entry:
-    """What came out of the loader: a batch and its copy, or an exception."""
+    """What came out of the loader: a batch and its copy, or an exception; and where the loader was behind it."""
 
+    place: _Place
     batch: Any = None
     copy: Copy | None = None
-    error: BaseException | None = None
+    transformed: tuple[Any, torch.cuda.Event | None] | None = None
+    error: Exception | None = None
 
 
 class _Ahead(_PassThrough):
     """One epoch on a device, ``depth`` batches ahead."""
 
-    def __init__(self, prefetcher: Prefetcher, batches: Iterator[Any], copier: Copier) -> None:
-        super().__init__(prefetcher, batches)
+    def __init__(self, prefetcher: Prefetcher, epoch: Epoch, copier: Copier) -> None:
+        super().__init__(prefetcher, epoch)
+        prefetcher._handed_out = _Place(prefetcher._source.mark())
         self._copier = copier
         self._queue: deque[_Entry] = deque()
         self._exhausted = False
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        if self._epoch is None:
             raise StopIteration
         asked = time.perf_counter()
         self._top_up()
         if not self._queue:
+            self._prefetcher._handed_out = _Place(self._prefetcher._source.mark())
             self.close()
             raise StopIteration
         entry = self._queue[0]
-        if entry.error is not None:
-            self._queue.popleft()
-            raise entry.error
-        if entry.copy is None:
+        if entry.error is None:
             self._start(entry)  # what failed ahead of time may work now; if not, the batch stays first in line
-        assert entry.copy is not None
-        tensors = iter(entry.copy.tensors())
+            self._transform(entry)
+        batch = None if entry.error else self._taken(entry)
         self._queue.popleft()
-        batch = map_tensors(
-            lambda _: next(tensors), entry.batch, lambda leaf: move_object(leaf, self._prefetcher.device)
-        )
+        self._prefetcher._handed_out = entry.place
+        if entry.error is not None:
+            if isinstance(entry.error, WorkerError):
+                self.close()
+            raise entry.error
         self._prefetcher._waited(asked)
         return batch
 
     def _top_up(self) -> None:
         """Start copies until ``depth`` batches are ahead of the one that is about to be handed out."""
+        assert self._epoch is not None
         while len(self._queue) <= self._prefetcher.depth and not self._exhausted:
             if self._queue and (self._queue[-1].error is not None or self._queue[-1].copy is None):
                 return  # nothing is fetched past an exception before the user has seen it
@@ -234,14 +261,17 @@ class _Ahead(_PassThrough):
                     self._queue[-1].copy.release_sources()  # type: ignore[union-attr]
             except Exception:
                 return  # raised when the batch's turn comes
+            if self._queue:
+                self._transform(self._queue[-1])
             try:
-                entry = _Entry(self._fetch())
+                batch = next(self._epoch)
             except StopIteration:
                 self._exhausted = True
                 return
             except Exception as error:
-                self._queue.append(_Entry(error=error))
+                self._queue.append(_Entry(_Place(self._prefetcher._source.mark()), error=error))
                 return
+            entry = _Entry(_Place(self._prefetcher._source.mark()), batch)
             self._queue.append(entry)
             try:
                 self._start(entry)
@@ -249,7 +279,31 @@ class _Ahead(_PassThrough):
                 return  # raised when the batch's turn comes, if there is no room by then either
 
     def _start(self, entry: _Entry) -> None:
-        entry.copy = self._copier.start(tensors_of(entry.batch))
+        if entry.copy is None:
+            entry.copy = self._copier.start(tensors_of(entry.batch))
+
+    def _transform(self, entry: _Entry) -> None:
+        """Run the user's transform behind the copy, on its stream."""
+        transform = self._prefetcher.transform
+        if transform is None or entry.transformed is not None or entry.copy is None:
+            return
+        try:
+            entry.transformed = entry.copy.run(lambda tensors: transform(self._rebuilt(entry.batch, tensors)))
+        except Exception as error:
+            entry.error = error
+
+    def _taken(self, entry: _Entry) -> Any:
+        assert entry.copy is not None
+        if entry.transformed is None:
+            return self._rebuilt(entry.batch, entry.copy.tensors())
+        batch, done = entry.transformed
+        if done is not None:
+            torch.cuda.current_stream(self._prefetcher.device).wait_event(done)
+        return batch
+
+    def _rebuilt(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
+        left = iter(tensors)
+        return map_tensors(lambda _: next(left), batch, lambda leaf: move_object(leaf, self._prefetcher.device))
 
     def close(self) -> None:
         """End the copying thread and drop what was fetched ahead."""

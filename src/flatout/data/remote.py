@@ -12,10 +12,7 @@ from typing import Any
 
 import torch.utils.data._utils.worker
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
-from flatout.data.loaders import clone_loader
 
 _SECONDS_BETWEEN_LOOKS = 0.25  # at the workers, while no batch comes
 _SECONDS_TO_DIE = 0.2  # between the end of a process's pipes and the end of the process
@@ -36,18 +33,15 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def with_whole_exceptions(loader: DataLoader) -> DataLoader:
-    """A twin of ``loader`` from whose workers exceptions come back as they were raised.
+class InWorker:
+    """A ``worker_init_fn`` that has exceptions come back from the worker as they were raised.
 
     torch's come back with their type, and the traceback as their only argument.
 
     Args:
-        loader: an exact ``DataLoader`` with workers.
+        users: the user's own ``worker_init_fn``, called behind it.
     """
-    return clone_loader(loader, worker_init_fn=_InWorker(loader.worker_init_fn))
 
-
-class _InWorker:
     def __init__(self, users: Callable[[int], Any] | None) -> None:
         self._users = users
 

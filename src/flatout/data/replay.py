@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from flatout.data.source import Epoch, Source, source_of
 
-class Replayed:
+
+class Replayed(Source):
     """A loader whose first epoch begins with batches that were read from it already. Nothing is lost or repeated.
 
     Args:
         loader: the loader; epochs after the first iterate it anew.
-        taken: batches that ``rest`` has yielded so far.
-        rest: the open iterator that continues behind them.
+        count: batches to read, or all there are.
     """
 
-    def __init__(self, loader: Iterable[Any], taken: Sequence[Any], rest: Iterator[Any]) -> None:
-        self._loader = loader
-        self._first: tuple[list[Any], Iterator[Any]] | None = (list(taken), rest)
+    def __init__(self, loader: Iterable[Any], count: int) -> None:
+        super().__init__(loader, "")
+        self._source = source_of(loader)
+        self._rest: Epoch | None = self._source.open()
+        # Where the loader was behind the batch that was handed out last: not where it is while there are batches left.
+        self._behind: tuple[Any] | None = (self._source.mark(),)
+        self._read = deque((batch, self._source.mark()) for batch in itertools.islice(self._rest, count))
+
+    @property
+    def read(self) -> list[Any]:
+        """Batches that were read and are not handed out yet."""
+        return [batch for batch, _ in self._read]
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, None
-        if first is None:
-            yield from self._loader
-        else:
-            taken, rest = first
-            while taken:
-                yield taken.pop(0)
-            yield from rest
+        return self.open()
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        rest, self._rest = self._rest, None
+        return self._source.open(pinned_for) if rest is None else Epoch(self._replay(rest))
+
+    def _replay(self, rest: Epoch) -> Iterator[Any]:
+        while self._read:
+            batch, mark = self._read.popleft()
+            self._behind = (mark,)
+            yield batch
+        self._behind = None
+        yield from rest
+
+    def mark(self) -> Any:
+        return self._source.mark() if self._behind is None else self._behind[0]
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return self._source.state_dict(mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+        self._rest, self._behind = None, None
+        self._read.clear()
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ stream is given to nobody else, so nothing allocates from its pool without that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ class Copy(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """The tensors on the device; work that the caller enqueues from now on sees their values."""
+
+    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
+        """Call ``work`` with the tensors, on the stream of their copies; the event is behind what it enqueues."""
 
 
 class Copier(Protocol):
@@ -78,6 +82,18 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[index]
 
 
+def _run_on(
+    side: torch.cuda.Stream, work: Callable[[list[Tensor]], Any], tensors: list[Tensor]
+) -> tuple[Any, torch.cuda.Event]:
+    # The same fence as for copies: what `work` allocates may be memory that queued kernels still read.
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
+        result = work(tensors)
+        done = torch.cuda.Event()
+        done.record(side)
+    return result, done
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` is bytes on the host that may be copied as they are."""
     return (
@@ -128,13 +144,13 @@ class NativeCopier:
         if not transfers:
             return _Ready(outputs)
         if not self._on_cuda:
-            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs, None)
+            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs)
         fence = torch.cuda.Event()
         fence.record(torch.cuda.current_stream(self.device))
         # The owner outlives the copy, and with it whatever the copy reads and writes.
         stream, owner = self._side.cuda_stream, (held, fence)
         copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
-        return _NativeCopy(copied, outputs, self.device)
+        return _NativeCopy(copied, outputs, self._side)
 
     def _empty_like(self, source: Tensor) -> Tensor:
         if not self._on_cuda:
@@ -148,19 +164,23 @@ class NativeCopier:
 
 
 class _NativeCopy:
-    def __init__(self, copied: Any, outputs: list[Tensor], device: torch.device | None) -> None:
+    def __init__(self, copied: Any, outputs: list[Tensor], side: torch.cuda.Stream | None = None) -> None:
         self._copied = copied
         self._outputs = outputs
-        self._device = device
+        self._side = side
 
     def release_sources(self) -> None:
         self._copied.wait()
 
     def tensors(self) -> list[Tensor]:
         self._copied.wait()
-        if self._device is not None:
-            self._copied.block(torch.cuda.current_stream(self._device).cuda_stream)
+        if self._side is not None:
+            self._copied.block(torch.cuda.current_stream(self._side.device).cuda_stream)
         return self._outputs
+
+    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
+        self._copied.wait()  # its copies are on the stream now
+        return (work(self._outputs), None) if self._side is None else _run_on(self._side, work, self._outputs)
 
 
 class TorchCopier:
@@ -188,24 +208,27 @@ class TorchCopier:
                 outputs.append(pinned.to(self.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record(self._side)
-        return _TorchCopy(outputs, done, self.device)
+        return _TorchCopy(outputs, done, self._side)
 
     def close(self) -> None:
         """Nothing to end: torch's copies have no thread."""
 
 
 class _TorchCopy:
-    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event, side: torch.cuda.Stream) -> None:
         self._outputs = outputs
         self._done = done
-        self._device = device
+        self._side = side
 
     def release_sources(self) -> None:
         """Nothing to wait for: staging was done by the caller."""
 
     def tensors(self) -> list[Tensor]:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        torch.cuda.current_stream(self._side.device).wait_event(self._done)
         return self._outputs
+
+    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
+        return _run_on(self._side, work, self._outputs)
 
 
 class DirectCopier:
@@ -231,3 +254,6 @@ class _Ready:
 
     def tensors(self) -> list[Tensor]:
         return self._outputs
+
+    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
+        return work(self._outputs), None

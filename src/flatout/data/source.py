@@ -1,0 +1,363 @@
+"""Where a ``Prefetcher`` takes its batches from: any loader, and what it takes to come back to a place in it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SubsetRandomSampler
+
+from flatout.data.loaders import clone_loader
+from flatout.data.memory import InMemoryLoader
+from flatout.data.order import Foreign, Order, Position, Span
+from flatout.data.progress import Progress
+from flatout.data.remote import InWorker, WorkerError, death_of_a_worker, watch
+
+
+class Source:
+    """Batches of a loader that cannot say where it is."""
+
+    def __init__(self, loader: Iterable[Any], reason: str) -> None:
+        self._loader = loader
+        self._reason = reason
+        self.is_fresh = False  # whether nobody writes to the memory of a batch again
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        """An epoch, or the rest of the one that a loaded state was saved in.
+
+        Args:
+            pinned_for: a CUDA device; batches may lie in pinned memory that torch does not know, and have to be copied
+                to that device by a :class:`NativeCopier`.
+        """
+        return Epoch(iter(self._loader))
+
+    def mark(self) -> Any:
+        """A place behind the batch that an epoch yielded last; cheap enough to be asked for behind each."""
+        return None
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        """What it takes to go on behind ``mark``.
+
+        Raises:
+            TypeError: this loader cannot; the message says why.
+        """
+        raise TypeError(f"a {type(self._loader).__name__} cannot go on in mid-epoch: {self._reason}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch go on where ``state`` was saved.
+
+        Raises:
+            TypeError: as in :meth:`state_dict`.
+            ValueError: the state does not fit.
+        """
+        self.state_dict(None)
+
+
+class Epoch:
+    """One pass over a loader. A worker process that has died is a :class:`WorkerError` when its batch is due."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches: Iterator[Any] | None = batches
+        watch(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended()
+            self.close()
+            raise
+        except Exception as error:
+            self._passed()
+            if death := death_of_a_worker(self._batches, error):
+                self._died()
+                self.close()
+                raise WorkerError(death) from error
+            raise
+        self._passed()
+        return batch
+
+    def close(self) -> None:
+        """Drop the loader's iterator, and with it whatever it has running."""
+        batches, self._batches = self._batches, None
+        close = getattr(batches, "close", None)
+        if callable(close):
+            close()
+
+    def _passed(self) -> None:
+        """A batch was yielded, or an exception in its place."""
+
+    def _ended(self) -> None:
+        """There is no further batch."""
+
+    def _died(self) -> None:
+        """The workers are gone."""
+
+
+def source_of(loader: Iterable[Any] | Source) -> Source:
+    """What is known of loaders of this kind."""
+    if isinstance(loader, Source):
+        return loader
+    if type(loader) is InMemoryLoader:
+        return _InMemory(loader)
+    if type(loader) is DataLoader and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        if not isinstance(loader.dataset, IterableDataset):
+            return _MapStyle(loader)
+        return _Streamed(loader)
+    if isinstance(loader, (list, tuple)):
+        return _Listed(loader)
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return _Stateful(loader)
+    return Source(loader, "it has no state_dict() and load_state_dict()")
+
+
+class _InMemory(Source):
+    def __init__(self, loader: InMemoryLoader) -> None:
+        super().__init__(loader, "")
+        self._memory = loader
+        self._progress = loader.progress
+        self.is_fresh = True
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        return Epoch(iter(self._memory) if pinned_for is None else self._memory.iterate_pinned(pinned_for))
+
+    def mark(self) -> Any:
+        return self._progress.position
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return self._progress.state_dict(mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._progress.load_state_dict(state)
+
+
+class _Stateful(Source):
+    """A loader with a state of its own."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, "")
+        self._stateful = loader
+
+    def mark(self) -> Any:
+        return copy.deepcopy(self._stateful.state_dict())
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return mark
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stateful.load_state_dict(state)
+
+
+class _Listed(Source):
+    """Batches in a list."""
+
+    def __init__(self, batches: list[Any] | tuple[Any, ...]) -> None:
+        super().__init__(batches, "")
+        self._list = batches
+        self._first = 0
+        self.passed = 0
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        self.passed, self._first = self._first, 0
+        return _ListedEpoch(itertools.islice(self._list, self.passed, None), self)
+
+    def mark(self) -> Any:
+        return self.passed
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return {"batches": mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passed = self._first = state["batches"]
+
+
+class _ListedEpoch(Epoch):
+    def __init__(self, batches: Iterator[Any], source: _Listed) -> None:
+        super().__init__(batches)
+        self._source = source
+
+    def _passed(self) -> None:
+        self._source.passed += 1
+
+    def _ended(self) -> None:
+        self._source.passed = 0
+
+
+class _FromDataLoader(Source):
+    """A twin of the user's ``DataLoader``: its exceptions come from workers whole, and it can begin in mid-epoch."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader, "")
+        self._dataloader = loader
+        self._persistent: DataLoader | None = None
+        self.is_fresh = loader.pin_memory
+
+    def _iterate(self) -> tuple[DataLoader, Any]:
+        """A twin, one as long as its workers live, and an iterator of it."""
+        twin = self._persistent or self._make_twin()
+        self._persistent = twin if twin.persistent_workers else None
+        return twin, iter(twin)
+
+    def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
+        loader = self._dataloader
+        if loader.num_workers:
+            changes["worker_init_fn"] = InWorker(loader.worker_init_fn)
+        if worker_seed is not None:
+            # An epoch's begin draws a seed for the workers: the user's generator has given it before.
+            changes["generator"] = torch.Generator().manual_seed(worker_seed)
+        return clone_loader(loader, **changes)
+
+    def forget_workers(self) -> None:
+        """Persistent workers have ended."""
+        self._persistent = None
+
+
+class _Streamed(_FromDataLoader):
+    """A ``DataLoader`` over an iterable dataset, which alone can say where it is."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        self._stateful: Any = loader.dataset
+        self.is_under_way = False
+        self._goes_on = False
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        _, batches = self._iterate()
+        self.is_under_way, self._goes_on = True, False
+        return _StreamedEpoch(batches, self)
+
+    def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
+        return super()._make_twin(0 if self._goes_on else None, **changes)
+
+    def mark(self) -> Any:
+        return None if self._why_not() else (copy.deepcopy(self._stateful.state_dict()), self.is_under_way)
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        if reason := self._why_not():
+            raise TypeError(f"a DataLoader over a {type(self._stateful).__name__} cannot go on in mid-epoch: {reason}")
+        return {"dataset": mark[0], "is_under_way": mark[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict((None, None))
+        self._stateful.load_state_dict(state["dataset"])
+        self.is_under_way = self._goes_on = state["is_under_way"]
+
+    def _why_not(self) -> str:
+        if not hasattr(self._stateful, "state_dict") or not hasattr(self._stateful, "load_state_dict"):
+            return "an iterable dataset needs state_dict() and load_state_dict() of its own"
+        if self._dataloader.num_workers:
+            return "its state is in worker processes (num_workers=0, or torchdata's StatefulDataLoader, would do)"
+        return ""
+
+
+class _StreamedEpoch(Epoch):
+    def __init__(self, batches: Iterator[Any], source: _Streamed) -> None:
+        super().__init__(batches)
+        self._source = source
+
+    def _ended(self) -> None:
+        self._source.is_under_way = False
+
+    def _died(self) -> None:
+        self._source.forget_workers()
+
+
+class _MapStyle(_FromDataLoader):
+    """A ``DataLoader`` whose sampler says where it is."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        self._progress = Progress(loader)
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        twin, batches = self._iterate()
+        self._progress.has_begun()
+        return _MapStyleEpoch(batches, self, _noted(twin))
+
+    def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
+        if self._progress.goes_on:
+            # The same worker seeds as before would draw the same augmentation as the first batches had.
+            position = self._progress.position or {}
+            worker_seed = position.get("worker_seed", 0) + position["taken"]
+        role = "sampler" if self._dataloader.batch_sampler is None else "batch_sampler"
+        return super()._make_twin(worker_seed, **{role: _Noted(self._dataloader, self._progress)})
+
+    def mark(self) -> Any:
+        return self._progress.position
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        if self._dataloader.num_workers and not self._dataloader.in_order:
+            raise TypeError("a DataLoader with in_order=False cannot go on in mid-epoch: any batch may be missing")
+        return self._progress.state_dict(mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._progress.load_state_dict(state)
+        self._persistent = None
+
+    def reached(self, order: Order, position: Position | None) -> None:
+        self._progress.reached(order, position)
+
+
+class _Noted:
+    """The sampler of a twin: draws what the user's does, when it does, and notes where each batch ends."""
+
+    def __init__(self, loader: DataLoader, progress: Progress) -> None:
+        self._loader = loader
+        self._progress = progress
+        self.order: Order | None = None
+        self.ends: deque[Position] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.order, self.ends = self._progress.begin(None), deque()
+        return self._batches(self.order, self.ends)
+
+    def _batches(self, order: Order, ends: deque[Position]) -> Iterator[Any]:
+        is_batched = self._loader.batch_sampler is not None
+        sampler = getattr(self._loader.batch_sampler, "sampler", None) if is_batched else self._loader.sampler
+        names = sampler.indices if type(sampler) is SubsetRandomSampler else None
+        while (batch := order.next_batch(asked=True)) is not None:
+            ends.append(order.position())
+            if isinstance(batch, Foreign):
+                indices = batch.indices
+            else:
+                indices = _listed(batch) if names is None else [names[place] for place in _listed(batch)]
+            yield indices if is_batched else indices[0]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _noted(twin: DataLoader) -> _Noted:
+    return twin.sampler if twin.batch_sampler is None else twin.batch_sampler  # type: ignore[return-value]
+
+
+def _listed(span: Span) -> list[int]:
+    return list(range(span.first, span.first + span.count)) if span.indices is None else span.indices.tolist()
+
+
+class _MapStyleEpoch(Epoch):
+    def __init__(self, batches: Any, source: _MapStyle, noted: _Noted) -> None:
+        super().__init__(batches)
+        self._source = source
+        self._order, self._ends = noted.order, noted.ends
+        self._worker_seed = {"worker_seed": batches._base_seed}
+
+    def _passed(self) -> None:
+        if self._ends and self._order is not None:  # a sampler that raises has drawn no batch
+            self._source.reached(self._order, self._ends.popleft() | self._worker_seed)
+
+    def _ended(self) -> None:
+        if self._order is not None:
+            self._source.reached(self._order, None)
+
+    def _died(self) -> None:
+        self._source.forget_workers()

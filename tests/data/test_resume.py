@@ -1,0 +1,491 @@
+"""A loader that goes on in mid-epoch: the same samples and the same generators as without the break."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_prefetcher import CopyingPrefetcher
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory
+from flatout.data.generators import RandomState
+
+SAMPLES = 22
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.arange(SAMPLES), torch.arange(SAMPLES * 2.0).reshape(SAMPLES, 2))
+
+
+class Numbers(Dataset):
+    """Says of which type the index was that it got."""
+
+    asked: int = 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        Numbers.asked += 1
+        return int(index), type(index).__name__
+
+
+class OwnGenerator(Sampler):
+    """A user's own, without a state; draws from a generator that it holds."""
+
+    def __init__(self, _dataset):
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        for _ in range(SAMPLES):
+            yield int(torch.randint(SAMPLES, (), generator=self.generator))
+
+
+class GlobalGenerators(Sampler):
+    """A user's own batch sampler; draws a whole epoch at once, from everybody's generators."""
+
+    def __init__(self, _dataset):
+        pass
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        order = torch.randperm(SAMPLES).tolist()
+        random.shuffle(order)
+        order = np.random.permutation(order).tolist()
+        return iter([order[i : i + 5] for i in range(0, 20, 5)])
+
+
+class Stateful(Sampler):
+    """A user's own that says where it is."""
+
+    def __init__(self, _dataset):
+        self.epoch, self.given = 0, 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.given < SAMPLES:
+            self.given += 1
+            yield order[self.given - 1]
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def given() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Callable[..., DataLoader]] = {
+    "sequential": lambda d, **kw: DataLoader(d, 4, **kw),
+    "shuffled": lambda d, **kw: DataLoader(d, 4, shuffle=True, **kw),
+    "shuffled, drop_last": lambda d, **kw: DataLoader(d, 4, shuffle=True, drop_last=True, **kw),
+    "shuffled, full batches": lambda d, **kw: DataLoader(d, 2, shuffle=True, **kw),
+    "shuffled, generator": lambda d, **kw: DataLoader(d, 4, shuffle=True, generator=given(), **kw),
+    "generator of the sampler": lambda d, **kw: DataLoader(d, 4, sampler=RandomSampler(d, generator=given()), **kw),
+    "replacement": lambda d, **kw: DataLoader(
+        d, 7, sampler=RandomSampler(d, replacement=True, num_samples=100, generator=given()), generator=given(), **kw
+    ),
+    "replacement, no generator": lambda d, **kw: DataLoader(
+        d, 7, sampler=RandomSampler(d, replacement=True, num_samples=64), **kw
+    ),
+    "more samples": lambda d, **kw: DataLoader(d, 5, sampler=RandomSampler(d, num_samples=60, generator=given()), **kw),
+    "weighted": lambda d, **kw: DataLoader(d, 4, sampler=WeightedRandomSampler([0.1, 2, 1] * 7 + [1], 30), **kw),
+    "weighted, generator": lambda d, **kw: DataLoader(
+        d, 4, sampler=WeightedRandomSampler([0.1, 2, 1] * 7 + [1], 30, generator=given()), **kw
+    ),
+    "subset": lambda d, **kw: DataLoader(d, 4, sampler=SubsetRandomSampler(range(1, 20)), **kw),
+    "subset, NumPy": lambda d, **kw: DataLoader(d, 4, sampler=SubsetRandomSampler(np.arange(1, 20)), **kw),
+    "distributed": lambda d, **kw: DataLoader(d, 4, sampler=DistributedSampler(d, 2, 1, seed=3), **kw),
+    "own generator": lambda d, **kw: DataLoader(d, 4, sampler=OwnGenerator(d), **kw),
+    "global generators": lambda d, **kw: DataLoader(d, batch_sampler=GlobalGenerators(d), **kw),
+    "stateful": lambda d, **kw: DataLoader(d, 4, sampler=Stateful(d), **kw),
+    "list of batches": lambda d, **kw: DataLoader(d, batch_sampler=[[0, 1], [2], [3, 4, 5]], **kw),
+    "not batched": lambda d, **kw: DataLoader(d, None, shuffle=True, **kw),
+    "not batched, own": lambda d, **kw: DataLoader(d, None, sampler=OwnGenerator(d), **kw),
+}
+WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {
+    "in memory": InMemoryLoader,
+    "prefetcher": lambda loader: Prefetcher(loader, "cpu"),
+    "copying": lambda loader: CopyingPrefetcher(loader, "cpu", 3),
+    "copying from memory": lambda loader: CopyingPrefetcher(InMemoryLoader(loader), "cpu", 1),
+}
+
+
+@dataclass
+class Log:
+    """What a training saw: batches by epoch, and the generators at each epoch's end."""
+
+    epochs: list[list[Any]] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+
+    def run(self, wrapped: Iterable[Any], held: Any, epochs: int, stop: tuple[int, int] | None = None) -> Any:
+        """Iterate; at ``stop`` (epoch, batches) save and leave, as a training that is killed does."""
+        for epoch in range(epochs):
+            self.epochs.append([])
+            iterator = iter(wrapped)
+            if stop == (epoch, 0):
+                return self._saved(wrapped)
+            for batch in iterator:
+                torch.rand(3)  # the model draws, too
+                self.epochs[-1].append(plain(batch))
+                if stop == (epoch, len(self.epochs[-1])):
+                    return self._saved(wrapped)
+            self.generators.append(plain(RandomState.capture(held).states()))
+        return None
+
+    def _saved(self, wrapped: Any) -> tuple[Any, Any]:
+        buffer = io.BytesIO()
+        torch.save(wrapped.state_dict(), buffer)
+        buffer.seek(0)
+        return torch.load(buffer), RandomState.capture().states()
+
+
+def plain(value: Any) -> Any:
+    """``value`` with lists for tensors: to be compared."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def held_by(loader: DataLoader) -> list[Any]:
+    """The generators of a loader that a user knows of."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return [loader.generator, getattr(sampler, "generator", None), getattr(loader.sampler, "generator", None)]
+
+
+def scramble() -> None:
+    """What a new process is like."""
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+
+
+def check(make: Callable[[], DataLoader], wrap, epoch: int, batches: int, then_wrap=None, then_make=None) -> None:
+    """Break in ``epoch``, behind so many ``batches``; negative: counted from its end."""
+    scramble()
+    whole, loader = Log(), make()
+    whole.run(wrap(loader), held_by(loader), 3)
+    stop = epoch, batches % (len(whole.epochs[epoch]) + 1)
+
+    scramble()
+    first, loader = Log(), make()
+    state, generators = first.run(wrap(loader), held_by(loader), 3, stop)
+    assert first.epochs == [*whole.epochs[: stop[0]], whole.epochs[stop[0]][: stop[1]]]
+
+    torch.manual_seed(12345)
+    second, loader = Log(), (then_make or make)()
+    wrapped = (then_wrap or wrap)(loader)
+    RandomState.capture().write(generators)
+    wrapped.load_state_dict(state)
+    second.run(wrapped, held_by(loader), 3 - stop[0])
+    assert second.epochs == [whole.epochs[stop[0]][stop[1] :], *whole.epochs[stop[0] + 1 :]]
+    assert second.generators == whole.generators[stop[0] :]
+
+
+@pytest.mark.parametrize(("epoch", "batches"), [(0, 0), (0, 1), (1, 2), (1, -2), (2, -1)])
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [(kind, wrapper) for kind in LOADERS for wrapper in WRAPPERS if not ("memory" in wrapper and "not batch" in kind)],
+)
+def test_goes_on_to_the_sample(kind, wrapper, epoch, batches):
+    check(lambda: LOADERS[kind](dataset()), WRAPPERS[wrapper], epoch, batches)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "shuffled, generator", "replacement", "stateful", "own generator"])
+def test_workers(kind, persistent):
+    def make():
+        return LOADERS[kind](dataset(), num_workers=2, persistent_workers=persistent)
+
+    check(make, WRAPPERS["prefetcher"], 1, 2)
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
+def test_any_number_of_workers_can_go_on(workers):
+    """Whatever the workers had read ahead."""
+    before, after = workers
+
+    def made_with(number: int):
+        return lambda: LOADERS["shuffled, generator"](dataset(), num_workers=number)
+
+    check(made_with(before), WRAPPERS["prefetcher"], 1, 2, then_make=made_with(after))
+
+
+@pytest.mark.parametrize("names", [("prefetcher", "in memory"), ("in memory", "prefetcher")])
+def test_one_kind_of_loader_goes_on_where_another_stopped(names):
+    before, after = (WRAPPERS[name] for name in names)
+    check(lambda: LOADERS["shuffled"](dataset()), before, 1, 2, then_wrap=after)
+
+
+def test_a_cached_dataset():
+    check(lambda: DataLoader(list(range(SAMPLES)), 4, shuffle=True), cache_in_memory, 1, 2)
+
+
+def test_the_dataset_is_not_asked_again():
+    for kind in LOADERS:
+        prefetcher = Prefetcher(LOADERS[kind](Numbers()), "cpu")
+        iterator = iter(prefetcher)
+        next(iterator)
+        state = prefetcher.state_dict()
+        Numbers.asked = 0
+        left = sum(1 if isinstance(batch[0], int) else len(batch[0]) for batch in iterator)
+        assert Numbers.asked == left
+        resumed = Prefetcher(LOADERS[kind](Numbers()), "cpu")
+        resumed.load_state_dict(state)
+        Numbers.asked = 0
+        assert sum(1 if isinstance(batch[0], int) else len(batch[0]) for batch in resumed) == left
+        assert Numbers.asked == left
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_indices_keep_their_types(kind):
+    """The dataset sees what the user's sampler yields, also in the rest of an epoch."""
+    scramble()
+    theirs = [plain(batch) for batch in LOADERS[kind](Numbers())]
+    scramble()
+    prefetcher = Prefetcher(LOADERS[kind](Numbers()), "cpu")
+    first = plain(next(iter(prefetcher)))
+    resumed = Prefetcher(LOADERS[kind](Numbers()), "cpu")
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert [first, *map(plain, resumed)] == theirs
+
+
+def test_drawing_in_one_go():
+    """However many batches were read, torch's samplers draw one block."""
+
+    drawn: list[int] = []
+    original = torch.randint
+
+    def counted(*args, **kwargs):
+        drawn.append(1)
+        return original(*args, **kwargs)
+
+    def make():
+        sampler = RandomSampler(range(10**6), replacement=True)
+        return DataLoader(range(10**6), 100, sampler=sampler)  # type: ignore[arg-type]
+
+    prefetcher = Prefetcher(make(), "cpu")
+    for number, _ in enumerate(prefetcher):
+        if number == 50:
+            break
+    state = prefetcher.state_dict()
+    resumed = Prefetcher(make(), "cpu")
+    resumed.load_state_dict(state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", counted)
+        next(iter(resumed))
+    assert len(drawn) <= 1 + 100 // 32 + 1
+
+
+def test_between_epochs():
+    """A state saved there begins the next epoch, with the loader's own generator as it was."""
+    torch.manual_seed(0)
+    loader = LOADERS["shuffled, generator"](dataset())
+    prefetcher = Prefetcher(loader, "cpu")
+    list(prefetcher)
+    state = prefetcher.state_dict()
+    assert state["position"] is None
+    theirs = plain(list(prefetcher))
+    resumed = Prefetcher(LOADERS["shuffled, generator"](dataset()), "cpu")
+    resumed.load_state_dict(state)
+    assert plain(list(resumed)) == theirs
+
+
+def test_a_loaded_state_can_be_saved_again():
+    prefetcher = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
+    next(iter(prefetcher))
+    state = prefetcher.state_dict()
+    resumed = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
+    resumed.load_state_dict(state)
+    assert plain(resumed.state_dict()["position"]["before"]) == plain(state["position"]["before"])
+    rest = list(resumed)
+    assert len(rest) == len(prefetcher) - 1
+    assert len(list(resumed)) == len(prefetcher)  # and the next epoch is whole
+
+
+def test_an_epoch_that_was_left_is_gone_on_with():
+    """As a user does it who stops training after so many steps."""
+    prefetcher = Prefetcher(LOADERS["sequential"](dataset()), "cpu")
+    for number, _ in enumerate(prefetcher):
+        if number == 1:
+            break
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    assert next(iter(prefetcher))[0].tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        DataLoader(dataset(), 8, shuffle=True),
+        DataLoader(dataset(), 4),
+        DataLoader(dataset(), 4, shuffle=True, drop_last=True),
+        DataLoader(TensorDataset(torch.arange(7)), 4, shuffle=True),
+    ],
+    ids=["batch_size", "sampler", "drop_last", "num_samples"],
+)
+def test_a_state_of_another_loader_is_refused(other, request):
+    prefetcher = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
+    next(iter(prefetcher))
+    with pytest.raises(ValueError, match=request.node.callspec.id):
+        Prefetcher(other, "cpu").load_state_dict(prefetcher.state_dict())
+    with pytest.raises(ValueError, match="state_dict"):
+        prefetcher.load_state_dict({"batches": 3})
+
+
+def test_a_sampler_that_draws_something_else_is_an_error():
+    """Rather than other samples in silence."""
+    torch.manual_seed(0)
+    make = LOADERS["global generators"]
+    prefetcher = Prefetcher(make(dataset()), "cpu")
+    next(iter(prefetcher))
+    state = prefetcher.state_dict()
+
+    class Other(GlobalGenerators):
+        def __iter__(self):
+            return iter([[1, 2, 3, 4, 5]] * 4)
+
+    Other.__name__ = "GlobalGenerators"
+    changed = Prefetcher(DataLoader(dataset(), batch_sampler=Other(None)), "cpu")
+    changed.load_state_dict(state)
+    with pytest.raises(ValueError, match="state_dict"):
+        next(iter(changed))
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        while self.given < 10:
+            self.given += 1
+            yield self.given - 1
+        self.given = 0
+
+
+class StatefulStream(Stream):
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("kind", [Prefetcher, CopyingPrefetcher])
+def test_streams_say_where_they_are(kind):
+    prefetcher = kind(DataLoader(StatefulStream(), 3), "cpu")
+    iterator = iter(prefetcher)
+    next(iterator), next(iterator)
+    state = prefetcher.state_dict()
+    rest = plain(list(iterator))
+    resumed = kind(DataLoader(StatefulStream(), 3), "cpu")
+    before = torch.get_rng_state()
+    resumed.load_state_dict(state)
+    assert plain(list(resumed)) == rest == [[6, 7, 8], [9]]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert plain(list(resumed)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+@pytest.mark.parametrize(
+    ("loader", "lack"),
+    [
+        (DataLoader(Stream(), 3), "Stream cannot go on in mid-epoch: an iterable dataset needs"),
+        (DataLoader(StatefulStream(), 3, num_workers=1), "its state is in worker processes"),
+        (range(4), "a range cannot go on in mid-epoch: it has no state_dict"),
+        (DataLoader(dataset(), 3, num_workers=1, in_order=False), "in_order=False"),
+    ],
+)
+def test_what_cannot_go_on_says_why(loader, lack):
+    prefetcher = Prefetcher(loader, "cpu")
+    with pytest.raises(TypeError, match=lack):
+        prefetcher.state_dict()
+
+
+class OwnLoader:
+    """A loader of the user's with a state of its own."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        while self.given < 5:
+            self.given += 1
+            yield torch.tensor([self.given])
+        self.given = 0
+
+    state_dict, load_state_dict = StatefulStream.state_dict, StatefulStream.load_state_dict
+
+
+@pytest.mark.parametrize("kind", [Prefetcher, CopyingPrefetcher])
+@pytest.mark.parametrize("make", [OwnLoader, lambda: [torch.tensor([i]) for i in range(1, 6)]])
+def test_other_loaders(make, kind):
+    prefetcher = kind(make(), "cpu")
+    iterator = iter(prefetcher)
+    next(iterator), next(iterator)
+    resumed = kind(make(), "cpu")
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert plain(list(resumed)) == [[3], [4], [5]]
+    assert plain(list(resumed)) == [[1], [2], [3], [4], [5]]
+
+
+def test_an_exception_counts_as_its_batch():
+    class Raises(Numbers):
+        def __getitem__(self, index):
+            if index == 5:
+                raise KeyError(index)
+            return index
+
+    for kind in (Prefetcher, CopyingPrefetcher):
+        prefetcher = kind(DataLoader(Raises(), 2), "cpu")
+        iterator = iter(prefetcher)
+        next(iterator), next(iterator)
+        with pytest.raises(KeyError):
+            next(iterator)
+        resumed = kind(DataLoader(Raises(), 2), "cpu")
+        resumed.load_state_dict(prefetcher.state_dict())
+        assert next(iter(resumed)).tolist() == [6, 7]
+
+
+def test_an_old_iterator_does_not_move_the_new_ones_place():
+    prefetcher = Prefetcher(LOADERS["sequential"](dataset()), "cpu")
+    old, new = iter(prefetcher), iter(prefetcher)
+    next(new)
+    next(old), next(old)
+    prefetcher.load_state_dict(prefetcher.state_dict())
+    assert next(iter(prefetcher))[0].tolist() == [4, 5, 6, 7]
+
+
+def test_sequential_sampler_is_not_copied():
+    """A sampler over something else than the dataset."""
+    loader = DataLoader(dataset(), 4, sampler=SequentialSampler(range(9)))
+    check(lambda: loader, WRAPPERS["prefetcher"], 0, 1)
