@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from test_prefetcher import CopyingPrefetcher
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout import _host
-from flatout.data import InMemoryLoader, Prefetcher
+from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 
 LOADER = DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4), torch.arange(1000)), 8, shuffle=True)
 
@@ -50,16 +52,91 @@ def break_after(loader, batches: int) -> None:
             break
 
 
-@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: Prefetcher(loader, "cpu")])
-def test_breaks_leave_nothing_behind(wrap):
-    loader = wrap(InMemoryLoader(LOADER))
+def copying(loader) -> CopyingPrefetcher:
+    return CopyingPrefetcher(loader, "cpu")
+
+
+WRAPPERS = {
+    "memory": InMemoryLoader,
+    "prefetched memory": lambda loader: Prefetcher(InMemoryLoader(loader), "cpu"),
+    "copied memory": lambda loader: copying(InMemoryLoader(loader)),
+    "prefetched": lambda loader: Prefetcher(loader, "cpu"),
+    "copied": copying,
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_thousand_breaks_leave_nothing_behind(kind):
+    loader = WRAPPERS[kind](LOADER)
     break_after(loader, 3)
     before = descriptors()
-    for number in range(200):
+    for number in range(1000):
         break_after(loader, number % 5)
     gc.collect()
     assert soon(0)
     assert descriptors() == before
+
+
+def children() -> list[int]:
+    """Processes that this one has started and that have not ended."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda loader: Prefetcher(loader, "cpu"), copying], ids=["prefetched", "copied"])
+def test_a_thousand_breaks_leave_no_worker_behind(wrap):
+    loader = wrap(clone_loader(LOADER, num_workers=1))
+    break_after(loader, 1)
+    gc.collect()
+    before = descriptors(), children()
+    for number in range(500):
+        break_after(loader, number % 3)
+    gc.collect()
+    assert soon(0)
+    assert (descriptors(), children()) == before
+
+
+class Interrupted(Dataset):
+    """Presses Ctrl-C while a sample is loaded; in a worker: while the main thread waits for it."""
+
+    def __init__(self) -> None:
+        self.main = os.getpid()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 20:
+            os.kill(self.main, signal.SIGINT)
+            time.sleep(0.2)
+        return index
+
+
+def interrupts(loader) -> None:
+    """Ctrl-C while the loop is at its step."""
+    with pytest.raises(KeyboardInterrupt):
+        for number, _ in enumerate(loader):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_keyboard_interrupt_leaves_nothing_behind(kind, workers):
+    def attempt() -> None:
+        interrupts(WRAPPERS[kind](clone_loader(LOADER, num_workers=workers)))
+        if "memory" not in kind:
+            with pytest.raises(KeyboardInterrupt):
+                list(WRAPPERS[kind](DataLoader(Interrupted(), 4, num_workers=workers)))
+        gc.collect()
+
+    attempt()
+    before = descriptors(), children()
+    for _ in range(3):
+        attempt()
+    assert soon(0)
+    assert (descriptors(), children()) == before
 
 
 def test_a_thread_is_there_while_iterating():

@@ -295,3 +295,51 @@ def test_arguments_are_checked():
         Prefetcher([], "cpu", 0)
     with pytest.raises(TypeError, match="more than once"):
         Prefetcher(iter([]), "cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_transform_is_called_once_for_each_batch_in_order(kind, depth):
+    calls = []
+
+    def transform(batch):
+        calls.append(batch["number"])
+        return {"x": batch["x"].float() / 255, "name": batch["name"] + "!"}
+
+    source = [{"x": torch.full((2,), i, dtype=torch.uint8), "name": f"b{i}", "number": i} for i in range(6)]
+    ours = list(kind(source, "cpu", depth, transform=transform))
+    assert calls == list(range(6))
+    assert [batch["name"] for batch in ours] == [f"b{i}!" for i in range(6)]
+    for i, batch in enumerate(ours):
+        assert torch.equal(batch["x"], torch.full((2,), i / 255))
+
+
+class Refused(ValueError):
+    def __init__(self, number: int, *, hint: str = "none") -> None:
+        super().__init__(number)
+        self.hint = hint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_exception_in_the_transform_arrives_whole_when_its_batch_is_due(kind, depth):
+    raised = []
+
+    def transform(batch):
+        if batch == 2:
+            cause = KeyError("inner")
+            raised.append(Refused(2, hint="two"))
+            raise raised[0] from cause
+        return -batch
+
+    iterator = iter(kind([torch.tensor(i) for i in range(5)], "cpu", depth, transform=transform))
+    assert [int(next(iterator)), int(next(iterator))] == [0, -1]
+    with pytest.raises(Refused) as caught:
+        next(iterator)
+    assert caught.value is raised[0]
+    assert caught.value.args == (2,)
+    assert caught.value.hint == "two"
+    assert caught.value.__cause__.args == ("inner",)
+    assert [entry.name for entry in caught.traceback][-1] == "transform"
+    assert [int(batch) for batch in iterator] == [-3, -4]
+    assert no_thread_soon()

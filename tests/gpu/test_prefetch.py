@@ -82,6 +82,43 @@ def test_consumer_waits_for_a_delayed_copy(copier):
         assert int((batch["x"] != number).sum()) == 0
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_transform_under_a_delayed_consumer(copier, depth):
+    """What a transform allocates must not be memory that kernels of a dropped batch still read."""
+    consumer = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    streams = set()
+
+    def transform(batch):
+        streams.add(torch.cuda.current_stream())
+        doubled = batch["x"] * 2
+        return {"x": doubled + 1, "number": batch["number"]}
+
+    consumer.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(consumer):
+        for batch in Prefetcher(Numbered(20), DEVICE, depth, transform=transform):
+            delay()
+            wrong += (batch["x"] != 2 * batch["number"] + 1).sum()
+            del batch
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert len(streams) == 1
+    assert consumer not in streams
+
+
+def test_an_exception_in_the_transform_leaves_the_rest(copier):
+    def transform(batch):
+        if batch["number"] == 2:
+            raise KeyError("two")
+        return batch["x"][0, 0, 0]
+
+    iterator = iter(Prefetcher(Numbered(5), DEVICE, transform=transform))
+    seen = [float(next(iterator)), float(next(iterator))]
+    with pytest.raises(KeyError, match="two"):
+        next(iterator)
+    assert seen + [float(value) for value in iterator] == [0.0, 1.0, 3.0, 4.0]
+
+
 def test_held_batches_stay_valid(copier):
     held = list(Prefetcher(Numbered(12), DEVICE))
     torch.cuda.synchronize()
