@@ -103,13 +103,14 @@ py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t cou
 // A batch that is being gathered, as Python sees it.
 class PyGathered {
  public:
-  PyGathered(std::shared_ptr<Gathered> batch, std::shared_ptr<const Columns> columns, std::size_t count)
-      : batch_(std::move(batch)), columns_(std::move(columns)), count_(count) {}
+  PyGathered(std::shared_ptr<Stager> stager, std::shared_ptr<Gathered> batch,
+             std::shared_ptr<const Columns> columns, std::size_t count)
+      : stager_(std::move(stager)), batch_(std::move(batch)), columns_(std::move(columns)), count_(count) {}
 
   std::vector<py::object> take() {
     {
       const py::gil_scoped_release nogil;
-      batch_->ticket->wait();
+      stager_->wait(*batch_);
     }
     std::vector<Slot> slots = std::exchange(batch_->slots, {});
     std::vector<py::object> capsules;
@@ -123,6 +124,7 @@ class PyGathered {
   bool done() const { return batch_->ticket->done(); }
 
  private:
+  std::shared_ptr<Stager> stager_;
   std::shared_ptr<Gathered> batch_;
   std::shared_ptr<const Columns> columns_;
   std::size_t count_;
@@ -153,7 +155,7 @@ class PyCopied {
 class PyStager {
  public:
   PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
-      : device_(device), stager_(std::make_unique<Stager>(std::move(ring), threads, device, max_in_flight)) {}
+      : device_(device), stager_(std::make_shared<Stager>(std::move(ring), threads, device, max_in_flight)) {}
   ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
   PyStager(const PyStager&) = delete;
   PyStager& operator=(const PyStager&) = delete;
@@ -163,7 +165,7 @@ class PyStager {
     forget_ended();
     auto batch = stager_->gather(columns->columns(), index_pointer(indices), first, count);
     gathers_.push_back({batch, columns, std::move(owner)});
-    return {std::move(batch), std::move(columns), count};
+    return {stager_, std::move(batch), std::move(columns), count};
   }
 
   PyCopied copy(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& transfers,
@@ -207,7 +209,7 @@ class PyStager {
   const int device_;
   std::deque<HeldGather> gathers_;
   std::deque<HeldCopy> copies_;
-  std::unique_ptr<Stager> stager_;  // last: its threads end before what they use
+  std::shared_ptr<Stager> stager_;  // last: its threads end before what they use
 };
 
 }  // namespace

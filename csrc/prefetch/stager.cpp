@@ -48,6 +48,14 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
   return batch;
 }
 
+void Stager::wait(Gathered& batch) {
+  if (ring_->device() == host_device) {
+    worker_.help(*batch.ticket);
+  } else {
+    batch.ticket->wait();
+  }
+}
+
 std::shared_ptr<Copied> Stager::copy(std::vector<Transfer> transfers, PinnedSources pinned,
                                      cuda::Stream stream, cuda::EventHandle fence) {
   auto copied = std::make_shared<Copied>();

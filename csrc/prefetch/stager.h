@@ -56,6 +56,10 @@ class Stager {
   std::shared_ptr<Gathered> gather(std::shared_ptr<const std::vector<Column>> columns,
                                    const std::int64_t* indices, std::int64_t first, std::size_t count);
 
+  // Waits for a gather. Into ordinary memory the calling thread gathers, too, what is in line: it has nothing
+  // better to do, and its core is free. (What CUDA knows of a user's thread is not ours to change.)
+  void wait(Gathered& batch);
+
   // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
   // destinations and fence alive until the copy is finished(); when the ticket is done, staged sources may be
   // overwritten. On a host device: plain copies.

@@ -62,9 +62,28 @@ struct Worker::State {
 
   std::mutex mutex;
   std::condition_variable wake;
+  std::condition_variable no_helper;
   std::deque<Task> queue;
   bool closing = false;
+  int helpers = 0;  // callers that run a job
   std::vector<std::thread> threads;
+
+  Task next() {  // under the lock, from a queue that is not empty
+    Task task = std::move(queue.front());
+    queue.pop_front();
+    return task;
+  }
+
+  static void perform(Task task) {
+    std::exception_ptr error;
+    try {
+      task.job();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task.job = nullptr;  // what the job holds is released before its end is announced
+    task.ticket->finish(std::move(error));
+  }
 
   void run() {
     pthread_setname_np(pthread_self(), "flatout-data");
@@ -74,18 +93,25 @@ struct Worker::State {
         std::unique_lock lock(mutex);
         wake.wait(lock, [this] { return closing || !queue.empty(); });
         if (closing) return;
-        task = std::move(queue.front());
-        queue.pop_front();
+        task = next();
       }
-      std::exception_ptr error;
-      try {
-        task.job();
-      } catch (...) {
-        error = std::current_exception();
-      }
-      task.job = nullptr;  // what the job holds is released before its end is announced
-      task.ticket->finish(std::move(error));
+      perform(std::move(task));
     }
+  }
+
+  // Whether there was a job to run.
+  bool lend_a_hand() {
+    Task task;
+    {
+      const std::lock_guard lock(mutex);
+      if (closing || queue.empty()) return false;
+      task = next();
+      ++helpers;
+    }
+    perform(std::move(task));
+    const std::lock_guard lock(mutex);
+    if (--helpers == 0) no_helper.notify_all();
+    return true;
   }
 };
 
@@ -120,6 +146,13 @@ std::shared_ptr<Ticket> Worker::submit(Job job) {
   return ticket;
 }
 
+void Worker::help(Ticket& ticket) {
+  guard_.check();
+  while (!ticket.done() && state_->lend_a_hand()) {
+  }
+  ticket.wait();
+}
+
 void Worker::close() noexcept {
   if (guard_.forked()) return;
   std::deque<State::Task> dropped;
@@ -132,6 +165,10 @@ void Worker::close() noexcept {
   }
   state_->wake.notify_all();
   for (auto& thread : threads) thread.join();
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->no_helper.wait(lock, [this] { return state_->helpers == 0; });
+  }
   for (auto& task : dropped) task.ticket->finish(std::make_exception_ptr(closed()));
 }
 

@@ -36,6 +36,9 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   std::shared_ptr<Ticket> submit(Job job);
+  // Ticket::wait(), lending a hand: while the job has not ended, the calling thread runs those that wait in
+  // line.
+  void help(Ticket& ticket);
   // Jobs that have not begun fail with "closed"; returns when the running ones have ended. Idempotent.
   void close() noexcept;
 

@@ -26,9 +26,10 @@ void require(bool condition, const char* what) {
 void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>& table, int rounds,
              unsigned seed) {
   const std::int64_t rows = static_cast<std::int64_t>(table.size()) / 4;
+  const auto* bytes = reinterpret_cast<const std::byte*>(table.data());
   const auto columns = std::make_shared<const std::vector<Column>>(std::vector<Column>{
-      {reinterpret_cast<const std::byte*>(table.data()), rows, 32, 32},
-      {reinterpret_cast<const std::byte*>(table.data()), rows, 8, 32},
+      {{{bytes, rows, 32}}, 32},
+      {{{bytes, 10, 32}, {bytes + 320, rows - 10, 32}}, 8},
   });
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
@@ -39,7 +40,10 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
     for (int batch = 0; batch < 8; ++batch) pending.push_back(stager.gather(columns, indices.data(), 0, 64));
     std::vector<Slot> held;
     for (int batch = 0; batch < 4; ++batch) {  // the other half is dropped under way
-      pending[batch]->ticket->wait();
+      if (batch % 2 == 0)
+        stager.wait(*pending[batch]);
+      else
+        pending[batch]->ticket->wait();
       const auto* wide = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[0]->data());
       for (std::size_t i = 0; i < 64; ++i) require(wide[4 * i] == 4 * indices[i], "gathered row");
       held.push_back(pending[batch]->slots[1]);
@@ -62,6 +66,15 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
       thrown = true;
     }
     require(thrown, "out_of_range");
+    if (round % 4 == 0) {  // somebody closes while another waits
+      std::thread closing([&stager] { stager.close(); });
+      try {
+        stager.wait(*pending.back());
+      } catch (const std::runtime_error&) {
+        // closed: it had not begun
+      }
+      closing.join();
+    }
     if (round % 2 == 0) stager.close();
     if (round % 16 == 0) ring->clear();
   }
