@@ -85,14 +85,23 @@ def trace(make_iterable, loader: DataLoader, generators: list, epochs: int, stop
     return seen
 
 
+def on_device(loader: DataLoader) -> InMemoryLoader:
+    """The road for data that is kept on a GPU, with the host standing in for it."""
+    return InMemoryLoader(loader, device="cpu")
+
+
+ROADS = [InMemoryLoader, on_device]
+
+
 def assert_equal_traces(make_loader, epochs: int = 3, stop_after: int | None = None) -> None:
     theirs_loader, theirs_generators = make_loader()
-    ours_loader, ours_generators = make_loader()
     theirs = trace(lambda loader: loader, theirs_loader, theirs_generators, epochs, stop_after)
-    ours = trace(InMemoryLoader, ours_loader, ours_generators, epochs, stop_after)
-    assert len(ours) == len(theirs)
-    for our, their in zip(ours, theirs, strict=True):
-        assert_same(our, their)
+    for road in ROADS:
+        ours_loader, ours_generators = make_loader()
+        ours = trace(road, ours_loader, ours_generators, epochs, stop_after)
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same(our, their)
 
 
 def generators_for(kind: str) -> tuple[torch.Generator | None, list]:
@@ -277,24 +286,39 @@ DTYPES = [
 ]
 
 
+@pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", [(), (1,), (3, 5), (0,), (2, 0), (33,)], ids=str)
-def test_dtypes_and_rows(dtype, row):
+def test_dtypes_and_rows(dtype, row, road):
     data = torch.randint(0, 2, (13, *row)).to(dtype)
-    loader = DataLoader(TensorDataset(data), 4)
-    for our, their in zip(InMemoryLoader(loader), loader, strict=True):
+    loader = DataLoader(TensorDataset(data), 4, sampler=SubsetRandomSampler(range(13)))
+    torch.manual_seed(0)
+    theirs = list(loader)
+    torch.manual_seed(0)
+    for our, their in zip(road(loader), theirs, strict=True):
         assert_same(our, their)
 
 
+@pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_strided_rows(shuffle):
+def test_strided_rows(shuffle, road):
     wide = torch.arange(26 * 8).reshape(26, 8)
     dataset = TensorDataset(wide[::2, 2:5], wide[1::2, 0], wide[:1].expand(13, 8))
     loader = DataLoader(dataset, 4, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
     theirs = list(loader)
     loader.generator.manual_seed(0)
-    for our, their in zip(InMemoryLoader(loader), theirs, strict=True):
+    for our, their in zip(road(loader), theirs, strict=True):
         assert_same(our, their)
+
+
+def test_data_on_the_device_is_a_copy():
+    data = torch.arange(8)
+    loader = on_device(DataLoader(TensorDataset(data), 4))
+    data.zero_()
+    (first,), (second,) = loader
+    assert torch.cat([first, second]).tolist() == list(range(8))
+    first.zero_()  # the user's own
+    assert next(iter(loader))[0].tolist() == [0, 1, 2, 3]
 
 
 def test_random_split():

@@ -139,6 +139,28 @@ def test_in_memory_batches_take_the_direct_road(copier):
         assert all(map(torch.equal, our, their))
 
 
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_on_the_device(shuffle, prefetched):
+    data = TensorDataset(torch.randn(1000, 3, 7).half(), torch.arange(1000), torch.rand(1000) < 0.5)
+    loader = DataLoader(data, 64, shuffle=shuffle, generator=torch.Generator().manual_seed(5))
+    ours = InMemoryLoader(loader, device=DEVICE)
+    batches = [batch for _ in range(2) for batch in (Prefetcher(ours, DEVICE) if prefetched else ours)]
+    loader.generator.manual_seed(5)
+    theirs = [batch for _ in range(2) for batch in loader]
+    assert len(batches) == len(theirs)
+    for our, their in zip(batches, theirs, strict=True):
+        assert all(tensor.is_cuda for tensor in our)
+        assert all(torch.equal(tensor.cpu(), expected) for tensor, expected in zip(our, their, strict=True))
+
+
+def test_data_that_does_not_fit_on_the_device():
+    free = torch.cuda.mem_get_info(DEVICE)[0]
+    data = torch.empty(1, dtype=torch.uint8).expand(1, free)
+    with pytest.raises(ValueError, match=r"half of what is free on cuda"):
+        InMemoryLoader(DataLoader(TensorDataset(data)), device=DEVICE)
+
+
 def test_in_memory_batches_are_pinned():
     loader = InMemoryLoader(DataLoader(TensorDataset(torch.zeros(64, 1000)), 8, pin_memory=True))
     (batch,) = next(iter(loader))

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate
 
 from flatout.data.batch import map_tensors, tensors_of
+from flatout.data.gather import why_not_column
 from flatout.data.generators import RandomState
 from flatout.data.machine import available_memory
-from flatout.data.memory import InMemoryLoader, why_not_collated, why_not_column
+from flatout.data.memory import InMemoryLoader, why_not_collated
 from flatout.data.order import why_not_ordered
 
 _CHUNK = 32  # samples asked for at a time where the dataset has __getitems__

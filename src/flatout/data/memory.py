@@ -15,48 +15,11 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
+from flatout.data.batch import to_device
+from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import set_epoch
 from flatout.data.order import Foreign, Order, Position, Span, as_indices, why_not_ordered
 from flatout.data.progress import Progress
-
-# DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
-_DLPACK: dict[torch.dtype, tuple[int, int]] = {
-    torch.bool: (6, 8),
-    torch.int8: (0, 8),
-    torch.int16: (0, 16),
-    torch.int32: (0, 32),
-    torch.int64: (0, 64),
-    torch.uint8: (1, 8),
-    torch.uint16: (1, 16),
-    torch.uint32: (1, 32),
-    torch.uint64: (1, 64),
-    torch.float16: (2, 16),
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.bfloat16: (4, 16),
-    torch.complex32: (5, 32),
-    torch.complex64: (5, 64),
-    torch.complex128: (5, 128),
-}
-
-
-def why_not_column(tensor: Tensor) -> str | None:
-    """Why batches cannot be gathered from rows of ``tensor``; ``None`` if they can."""
-    if type(tensor) is not Tensor:
-        return f"{type(tensor).__name__}, not a plain tensor"
-    if tensor.device.type != "cpu":
-        return f"a tensor on {tensor.device}"
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return f"a tensor of layout {tensor.layout}"
-    if tensor.dtype not in _DLPACK:
-        return f"a tensor of {tensor.dtype}"
-    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return "a tensor that requires grad or is a lazy view"
-    if tensor.dim() == 0:
-        return "a 0-dim tensor"
-    if tensor.size(0) > 0 and not tensor[0].is_contiguous():
-        return "a tensor whose rows are not contiguous (call .contiguous() on it)"
-    return None
 
 
 def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:
@@ -136,19 +99,33 @@ class InMemoryLoader:
             with default collate and any sampler. Its ``pin_memory`` is honoured when there is a GPU.
         depth: batches gathered ahead, >= 1. A sampler that is not torch's own is asked for a batch when you are, as
             nobody else knows what it draws; so is torch's where the next indices would move a generator of yours.
-        threads: gathering threads; default: one per four cores, at most four.
+        threads: gathering threads besides the one that waits for a batch; default: one per four cores, at most four.
+        device: copy the data there, once, and gather there: batches are on the device then. Changes of the dataset's
+            tensors are not seen. Default: the data stays where it is.
 
     Raises:
-        ValueError: ``loader`` is none of these; the message says why (see :func:`why_not_in_memory`).
+        ValueError: ``loader`` is none of these; the message says why (see :func:`why_not_in_memory`). Or the data
+            takes more than half of the memory that is free on ``device``.
     """
 
-    def __init__(self, loader: DataLoader, *, depth: int = 2, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        *,
+        depth: int = 2,
+        threads: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
         reason = why_not_in_memory(loader)
         if reason is not None:
             raise ValueError(f"InMemoryLoader cannot serve this loader: {reason}")
         leaves, rows = _leaves_of(loader.dataset)
+
         # DataLoader's collate turns the tuple of a sample into a list.
-        self._set_up(loader, lambda: zip(*(leaf.tensors for leaf in leaves), strict=True), list, rows, depth, threads)
+        def columns() -> Iterable[tuple[Tensor, ...]]:
+            return zip(*(leaf.tensors for leaf in leaves), strict=True)
+
+        self._set_up(loader, columns, list, rows, depth, threads, device)
 
     @classmethod
     def over(
@@ -159,6 +136,7 @@ class InMemoryLoader:
         *,
         depth: int = 2,
         threads: int | None = None,
+        device: torch.device | str | int | None = None,
     ) -> InMemoryLoader:
         """An ``InMemoryLoader`` in the order of ``loader`` whose batches are made of rows of ``columns``.
 
@@ -168,9 +146,10 @@ class InMemoryLoader:
             assemble: puts a batch's tensors, one per column, into the containers that the user expects.
             depth: batches gathered ahead, >= 1.
             threads: as in the constructor.
+            device: as in the constructor.
         """
         made = cls.__new__(cls)
-        made._set_up(loader, lambda: ((column,) for column in columns), assemble, None, depth, threads)
+        made._set_up(loader, lambda: ((column,) for column in columns), assemble, None, depth, threads, device)
         return made
 
     def _set_up(
@@ -181,6 +160,7 @@ class InMemoryLoader:
         rows: Tensor | None,
         depth: int,
         threads: int | None,
+        device: torch.device | str | int | None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
@@ -191,10 +171,24 @@ class InMemoryLoader:
         self._columns = columns
         self._assemble = assemble
         self._rows = rows
+        self.device = None if device is None else torch.device(device)
+        self._on_device: list[Tensor] = []
+        if self.device is not None:
+            self._move(self.device)
         self._rings: dict[tuple[int, int], Any] = {}
         self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
 
+    def _move(self, device: torch.device) -> None:
+        columns = list(self._columns())
+        needed = sum(tensor.nbytes for column in columns for tensor in column)
+        room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else needed
+        if needed > room:
+            raise ValueError(f"the data takes {needed:,} bytes, half of what is free on {device} is {room:,}")
+        self._on_device = [torch.cat([tensor.to(device) for tensor in column]).contiguous() for column in columns]
+
     def __iter__(self) -> Iterator[Any]:
+        if self.device is not None:
+            return self._kept(_InMemoryIterator(self, DeviceGather(self._on_device), pin=False))
         return self._iterate(-1, pin=bool(self.loader.pin_memory) and torch.cuda.is_available())
 
     def iterate_pinned(self, device: int) -> Iterator[Any]:
@@ -206,7 +200,11 @@ class InMemoryLoader:
         return self._iterate(device, pin=False)
 
     def _iterate(self, device: int, *, pin: bool) -> Iterator[Any]:
-        iterator = _InMemoryIterator(self, device, pin)
+        columns = list(self._columns())
+        gather = HostGather(columns, self._ring(device, len(columns)), self.threads)
+        return self._kept(_InMemoryIterator(self, gather, pin))
+
+    def _kept(self, iterator: _InMemoryIterator) -> Iterator[Any]:
         self._live.add(iterator)
         return iterator
 
@@ -267,14 +265,11 @@ class InMemoryLoader:
 class _InMemoryIterator:
     """One epoch of an :class:`InMemoryLoader`. Its threads end with it."""
 
-    def __init__(self, loader: InMemoryLoader, device: int, pin: bool) -> None:
-        self._stager: Any = None
+    def __init__(self, loader: InMemoryLoader, gather: Gather, pin: bool) -> None:
         self._pin = pin
         self._loader = loader
         self._order = self._begin()
-        columns = list(loader._columns())
-        self._columns = _host.Columns(list(map(_spec, columns)), columns)
-        self._ring = loader._ring(device, len(columns))
+        self._gather = gather
         self._pending: deque[tuple[Any, Position]] = deque()
         self._ended = False
 
@@ -300,27 +295,25 @@ class _InMemoryIterator:
             if isinstance(batch, Foreign):  # asked for, so nothing is pending
                 self._loader.progress.reached(self._order, self._order.position())
                 return self._fetch(batch)
-            self._pending.append((self._submit(batch), self._order.position()))
+            self._pending.append((self._start(batch), self._order.position()))
         if not self._pending:
             self._loader.progress.reached(self._order, None)
             self.close()
             raise StopIteration
-        gathered, position = self._pending.popleft()
+        started, position = self._pending.popleft()
         self._loader.progress.reached(self._order, position)
-        tensors = [torch.from_dlpack(capsule) for capsule in gathered.take()]
-        return self._pinned(self._loader._assemble(tensors))
+        return self._placed(self._loader._assemble(self._gather.take(started)))
 
-    def _pinned(self, batch: Any) -> Any:
+    def _placed(self, batch: Any) -> Any:
+        if self._loader.device is not None:
+            return to_device(batch, self._loader.device)
         return pin_memory(batch) if self._pin else batch
 
-    def _submit(self, span: Span) -> Any:
-        if self._stager is None:
-            self._stager = _host.Stager(self._ring, threads=self._loader.threads)
+    def _start(self, span: Span) -> Any:
         indices, rows, first = span.indices, self._loader._rows, span.first
         if rows is not None:
             indices = rows[first : first + span.count] if indices is None else rows.index_select(0, indices)
-        address = 0 if indices is None else indices.data_ptr()
-        return self._stager.gather(self._columns, address, first, span.count, indices)
+        return self._gather.start(indices, first, span.count)
 
     def _fetch(self, batch: Foreign) -> Any:
         """As DataLoader does it: what the indices mean, and whether they are an error, is the dataset's to say."""
@@ -330,23 +323,10 @@ class _InMemoryIterator:
             samples = dataset.__getitems__(batch.indices)
         else:
             samples = [dataset[index] for index in batch.indices]
-        return self._pinned(loader.collate_fn(samples))
+        return self._placed(loader.collate_fn(samples))
 
     def close(self) -> None:
         """End the threads; what was gathered ahead is dropped."""
         self._ended = True
         self._pending.clear()
-        if self._stager is not None:
-            self._stager.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_stager", None) is not None:
-            self._stager.close()
-
-
-def _spec(parts: tuple[Tensor, ...]) -> tuple[list[tuple[int, int, int]], int, int, int, list[int]]:
-    item = parts[0].element_size()
-    code, bits = _DLPACK[parts[0].dtype]
-    row_shape = list(parts[0].shape[1:])
-    row_bytes = item * int(torch.Size(row_shape).numel())
-    return [(p.data_ptr(), p.size(0), item * p.stride(0)) for p in parts], row_bytes, code, bits, row_shape
+        self._gather.close()

@@ -128,7 +128,9 @@ class _InMemory(Source):
         self.is_fresh = True
 
     def open(self, pinned_for: int | None = None) -> Epoch:
-        return Epoch(iter(self._memory) if pinned_for is None else self._memory.iterate_pinned(pinned_for))
+        if pinned_for is None or self._memory.device is not None:
+            return Epoch(iter(self._memory))
+        return Epoch(self._memory.iterate_pinned(pinned_for))
 
     def mark(self) -> Any:
         return self._progress.position
