@@ -36,15 +36,19 @@ def threads() -> int:
     return sum((task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir())
 
 
-def no_thread_soon() -> bool:
-    """Whether our threads are gone: under load a joined one takes a while to leave /proc."""
+def soon(wanted) -> bool:
+    """Whether `wanted(number of threads)`: a new one takes a while to its name, a joined one to leave /proc."""
     end = time.monotonic() + 5
     while time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if threads() == 0:
+            if wanted(threads()):
                 return True
         time.sleep(0.001)
     return False
+
+
+def no_thread_soon() -> bool:
+    return soon(lambda number: number == 0)
 
 
 def make_loader(**options) -> DataLoader:
@@ -206,7 +210,7 @@ def test_breaks_and_close_leave_no_thread(kind):
     assert no_thread_soon()
     held = iter(prefetcher)
     next(held)
-    assert threads() > 0
+    assert soon(lambda number: number > 0)
     prefetcher.close()
     assert no_thread_soon()
     assert list(held) == []
