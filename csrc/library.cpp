@@ -59,4 +59,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf) -> ()");
+
+  // uint8 images [N, C, H, W] as (x / 255 - mean) / std: each operation rounded to float32, the result to
+  // `dtype` (float32, float16, bfloat16). One mean and one std per channel; channels_last or contiguous.
+  m.def(
+      "normalize_images(Tensor images, float[] mean, float[] std, ScalarType dtype, bool channels_last) -> "
+      "Tensor");
 }

@@ -38,3 +38,11 @@ def _encode_(values: Tensor, codes: Tensor, absmax: Tensor, has_sign: bool) -> N
 @torch.library.register_fake("flatout::decode_")
 def _decode_(values: Tensor, codes: Tensor, absmax: Tensor, has_sign: bool) -> None:
     return None
+
+
+@torch.library.register_fake("flatout::normalize_images")
+def _normalize_images(
+    images: Tensor, mean: list[float], std: list[float], dtype: torch.dtype, channels_last: bool
+) -> Tensor:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=memory_format)

@@ -1,0 +1,158 @@
+"""uint8 images to normalised floats in channels_last: flatout.data.Normalize beside torch's separate operations.
+
+    pytest benchmarks/normalize_images.py -s       (the file must be named: it is no test of the suite)
+
+Both take turns in one process on the same batch, and so does a plain copy. The separate operations are
+``.float().div_(255).sub_(mean).div_(std).to(dtype).contiguous(memory_format=torch.channels_last)``, with mean and std
+on the device already: what timm's and NVIDIA's prefetchers do, in as many kernels. Ratios are medians over rounds of
+the times of one round, with their quartiles. GB/s are the bytes that have to move, 1 read and 2 or 4 written per
+element, over the median time; "of copy" compares them with the copy of the same round. On a CPU lines that are written
+are read before, and counted so, there and in the copy. Nothing is asserted but that the results agree: beside a figure
+stands its goal, and whether it is met.
+
+Goals (not results) are for an H200: bfloat16 in channels_last at least 4 times the separate operations, and at 0.8 of
+the memory's peak of 4.8 TB/s. The cases on CUDA have not been run yet. ``FLATOUT_BENCH_SHRINK=100`` makes batches so
+much smaller, to see it run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatout.data import Normalize
+
+SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")),
+]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PEAKS = {"H200": 4.8e12}  # bytes per second of memory, from the datasheet
+RATIO_GOAL, PEAK_GOAL = 4.0, 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    side: int
+    given_format: torch.memory_format
+    dtype: torch.dtype
+    has_goals: bool = False
+
+    def images(self, device: str) -> Tensor:
+        """About 38 M elements on a CPU and 600 M on a GPU: more than any cache holds."""
+        count = max(1, (600 if device == "cuda" else 38) * 1_000_000 // (3 * self.side**2) // SHRINK)
+        x = torch.empty(count, 3, self.side, self.side, dtype=torch.uint8, device=device).random_(0, 256)
+        return x.contiguous(memory_format=self.given_format)
+
+
+PLANAR, INTERLEAVED = torch.contiguous_format, torch.channels_last
+CASES = {
+    "nchw_224_bf16": Case("224 x 224, contiguous to bfloat16", 224, PLANAR, torch.bfloat16, True),
+    "nhwc_224_bf16": Case("224 x 224, channels_last to bfloat16", 224, INTERLEAVED, torch.bfloat16, True),
+    "nchw_224_f32": Case("224 x 224, contiguous to float32", 224, PLANAR, torch.float32),
+    "nhwc_224_f32": Case("224 x 224, channels_last to float32", 224, INTERLEAVED, torch.float32),
+    "nchw_227_bf16": Case("227 x 227 (odd), contiguous to bfloat16", 227, PLANAR, torch.bfloat16),
+    "nchw_32_bf16": Case("32 x 32, contiguous to bfloat16", 32, PLANAR, torch.bfloat16),
+}
+
+
+def separate(x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Torch's operations, one after the other."""
+    mean, std = (torch.tensor(values, device=x.device).view(1, 3, 1, 1) for values in (MEAN, STD))
+
+    def run() -> Tensor:
+        values = x.float().div_(255).sub_(mean).div_(std).to(dtype)
+        return values.contiguous(memory_format=torch.channels_last)
+
+    return run
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Of one call, until the device is done."""
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def ratios(over: list[float], under: list[float]) -> tuple[float, float, float]:
+    """Median and quartiles, round by round."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return middle, low, high
+
+
+def against(goal: float | None, reached: float) -> str:
+    return "" if goal is None else f"goal {goal:g}: {'met' if reached >= goal else 'MISSED'}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_normalize(name: str, device: str, benchmark: pytest.FixtureRequest) -> None:
+    case = CASES[name]
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores before"
+    x = case.images(device)
+    transform = Normalize(MEAN, STD, dtype=case.dtype)
+    by_torch = separate(x, case.dtype)
+    # On a GPU torch multiplies by 1 / 255, which may differ in the last bit.
+    tolerance = 2.0**-7 if case.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(transform(x), by_torch(), rtol=tolerance, atol=tolerance)
+    moved = x.numel() * (1 + case.dtype.itemsize * (2 if device == "cpu" else 1))
+    source = torch.empty(moved // (3 if device == "cpu" else 2), dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    contenders: dict[str, Callable[[], object]] = {
+        "torch, separate operations": by_torch,
+        "flatout": lambda: transform(x),
+        "copy": lambda: target.copy_(source),
+    }
+    times: dict[str, list[float]] = {key: [] for key in contenders}
+    for i in range(max(5, 20 // SHRINK)):
+        keys = list(contenders)
+        for key in keys[i % 3 :] + keys[: i % 3]:
+            times[key].append(seconds(contenders[key], device))
+
+    reference, ours, copy = times["torch, separate operations"], times["flatout"], times["copy"]
+    gain, of_copy = ratios(reference, ours), ratios(copy, ours)
+    rate = moved / statistics.median(ours)
+    where = f"CPU, {torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name()
+    peak = next((peak for gpu, peak in PEAKS.items() if device == "cuda" and gpu in where), None)
+    goals = {"ratio": RATIO_GOAL, "of_peak": PEAK_GOAL} if case.has_goals and peak is not None else {}
+    print(f"\n\n{case.title}: {len(x):,} images, {x.numel() / 1e6:,.1f} M elements on {where}; {load}")
+    for key, mine in times.items():
+        print(f"  {key:28}{statistics.median(mine) * 1e3:9.3f} ms, least {min(mine) * 1e3:9.3f} ms", end="")
+        print("" if key == "torch, separate operations" else f"  {moved / statistics.median(mine) / 1e9:8.1f} GB/s")
+    print(f"  torch / flatout {gain[0]:.2f}x ({gain[1]:.2f} to {gain[2]:.2f})   {against(goals.get('ratio'), gain[0])}")
+    print(f"  flatout {of_copy[0]:.0%} of copy", end="")
+    if peak is not None:
+        print(f", {rate / peak:.0%} of the memory's peak   {against(goals.get('of_peak'), rate / peak)}", end="")
+    print()
+    benchmark.extra_info.update(  # type: ignore[attr-defined]
+        {
+            "images": len(x),
+            "elements": x.numel(),
+            "ms_median": {key: statistics.median(mine) * 1e3 for key, mine in times.items()},
+            "ratio_median": gain[0],
+            "ratio_quartiles": gain[1:],
+            "GB/s": rate / 1e9,
+            "copy_GB/s": moved / statistics.median(copy) / 1e9,
+            "of_copy": of_copy[0],
+            "of_peak": None if peak is None else rate / peak,
+            "goals": goals,
+            "load": load,
+        }
+    )
+    benchmark.pedantic(contenders["flatout"], rounds=3)  # type: ignore[attr-defined]

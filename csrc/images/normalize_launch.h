@@ -1,0 +1,18 @@
+// normalize_launch.h: the CUDA launcher of normalising images, callable from code that knows torch and code
+// that does not.
+#pragma once
+
+#include "core/cuda_launch.h"
+#include "images/normalize_thread.h"
+
+namespace flatout {
+
+// Constants travel as a kernel's argument: as many as fit the 4 KB that every driver takes. The cameras with
+// the most bands have some 220.
+inline constexpr int kMaxChannels = 240;
+
+// Images as Ts. `channels`: one for each channel, kMaxChannels at most.
+template <class T>
+void launch_normalize(const ImageBatch& batch, const Channel* channels, cudaStream_t stream);
+
+}  // namespace flatout

@@ -1,0 +1,101 @@
+"""``Normalize``: batches of uint8 images as normalised floats, in one pass over memory, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout._dtensor import PLAIN
+from flatout._gradients import has_kernels
+from flatout.data.batch import map_tensors
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LEAST, _GREATEST = 1e-18, 1e18  # outside, float32 has too few digits on the way to a result that is bit-equal
+_MOST_CHANNELS_ON_CUDA = 240
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """A transform of batches: uint8 images become ``(x / 255 - mean) / std`` in the dtype and format of the model.
+
+    Applied to a batch on the device (``Prefetcher(loader, device, transform=Normalize(...))``) it replaces
+    torchvision's ``ToTensor`` and ``Normalize`` on every sample: a quarter of the bytes go through workers, pinned
+    memory and PCIe, and the device reads each element once and writes it once. The dataset must give bytes then:
+    ``PILToTensor`` in place of ``ToTensor``.
+
+    In the batch, of any nesting, every uint8 tensor of shape [N, C, H, W] with a C of ``len(mean)`` is taken for
+    images; all else passes through as it is. Contiguous and channels_last images are read where they lie, others are
+    copied first. The result takes no part in autograd.
+
+    Values equal torchvision's, ``Normalize(mean, std)(ToTensor()(image)).to(dtype)`` computed on a CPU, bit for bit:
+    on all devices, in all dtypes and formats. (The tolerance is 0. Torch's own operations on a GPU differ from that
+    in float32's last bits: there ``x / 255`` is a multiplication by the reciprocal.)
+
+    Args:
+        mean: one number per channel, of pixels from 0 to 1; each 0 or of a magnitude from 1e-18 to 1e18.
+        std: one number per channel, likewise; each from 1e-18 to 1e18.
+        dtype: of the result: float32, float16 or bfloat16.
+        channels_last: memory format of the result: channels_last, or contiguous.
+
+    Raises:
+        ValueError: ``mean`` or ``std`` is empty, not one number per channel or out of range; ``dtype`` is another one.
+    """
+
+    mean: Sequence[float]
+    std: Sequence[float]
+    _: KW_ONLY
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean and std must be equally long, got {len(self.mean)} and {len(self.std)} numbers")
+        for i, value in enumerate(self.mean):
+            if value != 0 and not _LEAST <= abs(value) <= _GREATEST:
+                raise ValueError(f"mean[{i}] must be 0 or of a magnitude from {_LEAST} to {_GREATEST}, got {value}")
+        for i, value in enumerate(self.std):
+            if not _LEAST <= value <= _GREATEST:
+                raise ValueError(f"std[{i}] must be from {_LEAST} to {_GREATEST}, got {value}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype}")
+
+    def __call__(self, batch: Any) -> Any:
+        """``batch`` with its images normalised; what else it holds is the same objects."""
+        return map_tensors(self._normalized, batch)
+
+    def _normalized(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.uint8 or tensor.dim() != 4 or tensor.size(1) != len(self.mean):
+            return tensor
+        if type(tensor) in PLAIN and tensor.layout == torch.strided and _is_native(tensor.device, len(self.mean)):
+            return torch.ops.flatout.normalize_images(tensor, self.mean, self.std, self.dtype, self.channels_last)
+        return self._by_torch(tensor)
+
+    def _by_torch(self, images: Tensor) -> Tensor:
+        # 255 as a tensor: a number would be divided by as a multiplication by its reciprocal.
+        most, mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
+            for values in ((255.0,), self.mean, self.std)
+        )
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.float().div_(most).sub_(mean).div_(std).to(self.dtype, memory_format=memory_format)
+
+
+def _numbers(name: str, values: Iterable[Any]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, values))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a sequence of one number per channel, got {values!r}") from None
+    if not numbers:
+        raise ValueError(f"{name} must hold at least one number, got none")
+    return numbers
+
+
+@torch.compiler.assume_constant_result
+def _is_native(device: torch.device, channels: int) -> bool:
+    return has_kernels(device) and (device.type != "cuda" or channels <= _MOST_CHANNELS_ON_CUDA)

@@ -1,0 +1,259 @@
+"""``Normalize`` and its operator: bit-equal to torchvision's arithmetic whatever the dtype, shape and strides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.data import Normalize, normalize
+from tests.images import DTYPES, FORMATS, SHAPES, assert_normalized, constants, exact, images, shapes
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def operator(x, mean, std, dtype=torch.float32, channels_last=True):
+    return torch.ops.flatout.normalize_images(x, mean, std, dtype, channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("given_format", FORMATS, ids=str)
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 17, 241])
+def test_every_shape(channels, given_format, channels_last, dtype):
+    mean, std = constants(channels)
+    for shape in SHAPES:
+        x = images(shape, channels, given_format, offset=3)
+        result = Normalize(mean, std, dtype=dtype, channels_last=channels_last)(x)
+        assert_normalized(result, x, mean, std, dtype, FORMATS[channels_last])
+
+
+@settings(max_examples=60)
+@given(
+    shape=shapes,
+    channels=st.integers(1, 9),
+    given_format=st.sampled_from(FORMATS),
+    channels_last=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 17),
+    data=st.data(),
+)
+def test_any_shape_and_constants(shape, channels, given_format, channels_last, dtype, offset, data):
+    mean, std = (data.draw(st.lists(st.floats(0.001, 2.0), min_size=channels, max_size=channels)) for _ in range(2))
+    x = images(shape, channels, given_format, offset)
+    result = operator(x, mean, std, dtype, channels_last)
+    assert_normalized(result, x, mean, std, dtype, FORMATS[channels_last])
+
+
+@settings(max_examples=200)
+@given(
+    mean=st.floats(-1e18, 1e18).filter(lambda m: m == 0 or abs(m) >= 1e-18),
+    std=st.floats(1e-18, 1e18),
+)
+def test_all_values_are_exact_with_any_mean_and_std(mean, std):
+    x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    for dtype in DTYPES:
+        assert_normalized(operator(x, [mean], [std], dtype), x, [mean], [std], dtype, torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("value", "mean", "std"),
+    [
+        (250, 0.806204, 0.394433),
+        (207, 0.807125, 0.941055),
+        (186, 0.547667, 0.809189),
+        (84, 0.535784, 0.437713),
+        (167, 0.573010, 0.243605),
+        (86, 0.935083, 0.485064),
+    ],
+)
+def test_quotients_beside_the_middle_of_two_floats(value, mean, std):
+    """Found by search, one in five million: the product with the reciprocal rounds the wrong way."""
+    for count in (1, 300):  # a vector's tail, and vectors
+        x = torch.full((1, 1, 1, count), value, dtype=torch.uint8)
+        assert_normalized(operator(x, [mean], [std]), x, [mean], [std], torch.float32, torch.channels_last)
+
+
+def test_it_is_torchvisions_to_tensor_and_normalize():
+    transforms = pytest.importorskip("torchvision.transforms")
+    array = np.random.default_rng(0).integers(0, 256, (33, 31, 3), dtype=np.uint8)
+    expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(array))
+    result = Normalize(MEAN, STD)(torch.from_numpy(array).permute(2, 0, 1)[None])
+    assert torch.equal(result[0], expected)
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)], ids=str)
+def test_it_is_near_the_true_value(dtype, digits):
+    """In float64, so that a mistake in ``exact`` would show: half a unit in the last place, and of float32 a few."""
+    x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    true = (x.double() / 255 - 0.449) / 0.226
+    bound = true.abs() * 2.0**-digits + 2.0**-22
+    assert ((operator(x, [0.449], [0.226], dtype).double() - true).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_other_strides_are_copied_first(channels_last, dtype):
+    whole = images((4, 12, 10), 6)
+    views = {
+        "some channels": whole[:, ::2],
+        "a crop": whole[:, :3, 2:9, 1:8],
+        "every other image": whole[::2, :3],
+        "transposed": whole[:, :3].transpose(2, 3),
+        "one image for all": whole[:1, :3].expand(3, -1, -1, -1),
+        "flipped": whole[:, :3].flip(3),
+    }
+    for name, x in views.items():
+        before = x.clone()
+        result = operator(x, MEAN, STD, dtype, channels_last)
+        assert_normalized(result, x, MEAN, STD, dtype, FORMATS[channels_last])
+        assert torch.equal(x, before), name
+
+
+def test_many_threads_do_what_one_does():
+    x = images((7, 129, 127), 3)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(operator(x, MEAN, STD, torch.bfloat16))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, exact(x, MEAN, STD, torch.bfloat16)) for result in results)
+
+
+# ---- batches -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+def test_images_are_found_in_any_nesting_and_all_else_passes():
+    transform = Normalize(MEAN, STD)
+    x = images((2, 5, 4), 3)
+    others = {
+        "labels": torch.arange(2),
+        "floats": torch.rand(2, 3, 5, 4),
+        "one image": x[0],
+        "video": x[None],
+        "mask": images((2, 5, 4), 1),
+        "signed": x.to(torch.int8),
+        "name": "cat",
+        "nothing": None,
+    }
+    result = transform({"x": [x, (x, Sample(x, "dog"))], **others})
+    for found in (result["x"][0], result["x"][1][0], result["x"][1][1].image):
+        assert_normalized(found, x, MEAN, STD, torch.float32, torch.channels_last)
+    assert result["x"][1][1].name == "dog"
+    for name, other in others.items():
+        assert result[name] is other, name
+
+
+class Tagged(torch.Tensor):
+    """A subclass, as torchvision's ``tv_tensors.Image`` is."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("why", ["subclass", "no kernels"])
+def test_torchs_own_operations_serve_elsewhere(why, channels_last, dtype, monkeypatch):
+    """Where kernels are missing and for what they do not know; bit-equal too."""
+    transform = Normalize(MEAN, STD, dtype=dtype, channels_last=channels_last)
+    x = images((3, 7, 5), 3)
+    if why == "no kernels":
+        monkeypatch.setattr(normalize, "has_kernels", lambda device: False)
+    result = transform(x.as_subclass(Tagged) if why == "subclass" else x)
+    assert_normalized(result.as_subclass(torch.Tensor), x, MEAN, STD, dtype, FORMATS[channels_last])
+    assert type(result) is (Tagged if why == "subclass" else torch.Tensor)
+
+
+def test_more_channels_than_a_kernel_takes_are_left_to_torch(monkeypatch):
+    """The kernel's constants are its argument, and there is an end to that."""
+    monkeypatch.setattr(normalize, "has_kernels", lambda device: True)
+    cuda = torch.device("cuda", 0)
+    assert [normalize._is_native(cuda, channels) for channels in (1, 240, 241)] == [True, True, False]
+    assert normalize._is_native(torch.device("cpu"), 241)
+
+
+def test_it_is_a_value():
+    transform = Normalize(torch.tensor([0.5, 0.25]), np.array([1, 2]), dtype=torch.bfloat16, channels_last=False)
+    same = Normalize((0.5, 0.25), (1.0, 2.0), dtype=torch.bfloat16, channels_last=False)
+    assert transform == same == pickle.loads(pickle.dumps(transform))
+    assert hash(transform) == hash(same)
+    assert repr(transform) == (
+        "Normalize(mean=(0.5, 0.25), std=(1.0, 2.0), dtype=torch.bfloat16, channels_last=False)"
+    )  # fmt: skip
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        transform.mean = (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "options", "message"),
+    [
+        ([0.5], [0.0], {}, r"std\[0\] must be from 1e-18 to 1e\+18, got 0.0"),
+        ([0.5] * 2, [1.0, -0.2], {}, r"std\[1\] must be .* got -0.2"),
+        ([0.5], [math.nan], {}, r"std\[0\] must be .* got nan"),
+        ([0.5], [math.inf], {}, r"std\[0\] must be .* got inf"),
+        ([math.nan], [0.5], {}, r"mean\[0\] must be 0 or of a magnitude from .* got nan"),
+        ([1e-30], [0.5], {}, r"mean\[0\] must be .* got 1e-30"),
+        ([0.5] * 3, [0.5] * 2, {}, "mean and std must be equally long, got 3 and 2 numbers"),
+        ([], [], {}, "mean must hold at least one number, got none"),
+        (0.5, 0.5, {}, "mean must be a sequence of one number per channel, got 0.5"),
+        (["red"], [0.5], {}, r"mean must be a sequence of one number per channel, got \['red'\]"),
+        ([0.5], [0.5], {"dtype": torch.float64}, "dtype must be one of torch.float32, .* got torch.float64"),
+        ([0.5], [0.5], {"dtype": "bfloat16"}, "dtype must be one of torch.float32, .* got bfloat16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(mean, std, options, message):
+    with pytest.raises(ValueError, match=message):
+        Normalize(mean, std, **options)
+
+
+# ---- the operator as torch sees it -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("shape", [(2, 7, 5), (1, 1, 1), (0, 3, 3)])
+def test_opcheck(shape, channels, channels_last):
+    args = (images(shape, channels), *constants(channels), torch.bfloat16, channels_last)
+    torch.library.opcheck(torch.ops.flatout.normalize_images.default, args)
+
+
+def test_it_is_compiled_in_one_graph():
+    transform = Normalize(MEAN, STD, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda batch: transform(batch)["x"] * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((2, 8, 8), (3, 7, 5)):
+        x = images(shape, 3)
+        expected = transform({"x": x})["x"] * 2
+        result = compiled({"x": x})
+        assert torch.equal(result, expected)
+        assert result.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 5, 5, dtype=torch.uint8)}, "must be uint8 of 4 dimensions .* got 3 of Byte"),
+        ({"x": torch.zeros(1, 3, 5, 5)}, "must be uint8 of 4 dimensions .* got 4 of Float"),
+        ({"x": torch.zeros(1, 4, 5, 5, dtype=torch.uint8)}, "each of the 4 channels of images, got 3 and 3"),
+        ({"std": [1.0]}, "each of the 3 channels of images, got 3 and 1"),
+        ({"std": [1.0, 0.0, 1.0]}, r"std\[1\] must be a number from 1e-18 to 1e18, got 0"),
+        ({"mean": [0.0, 0.0, math.inf]}, r"mean\[2\] must be 0 or of a magnitude"),
+        ({"dtype": torch.float64}, "dtype must be float32, float16 or bfloat16, got Double"),
+    ],
+)
+def test_the_operator_refuses_what_it_does_not_know(change, message):
+    arguments = {"x": images((1, 5, 5), 3), "mean": MEAN, "std": STD} | change
+    with pytest.raises(RuntimeError, match=message):
+        operator(**arguments)

@@ -1,0 +1,44 @@
+"""What tests of normalising images share: images of any shape and strides, and what they should become."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+SHAPES = [  # [N, H, W]: whole groups and odd ones, images smaller than a group, one element, none
+    (2, 8, 8), (3, 7, 5), (1, 1, 1), (9, 1, 1), (40, 1, 3), (5, 1, 9), (2, 33, 31), (1, 64, 129), (0, 3, 3), (2, 0, 3),
+]  # fmt: skip
+
+shapes = st.one_of(st.sampled_from(SHAPES), st.tuples(*(st.integers(0, most) for most in (4, 9, 30))))
+
+
+def constants(channels: int) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation, different for every channel."""
+    return [0.485 - 0.03 * (c % 13) for c in range(channels)], [0.229 + 0.011 * (c % 17) for c in range(channels)]
+
+
+def images(shape, channels, memory_format=torch.contiguous_format, offset=0, seed=0):
+    """uint8 [N, C, H, W] that begin ``offset`` bytes behind an aligned address; every value occurs."""
+    n, h, w = shape
+    generator = torch.Generator().manual_seed(seed)
+    count = n * channels * h * w
+    flat = torch.empty(count + offset, dtype=torch.uint8)[offset:]
+    flat.copy_(torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8))
+    flat[:256] = torch.arange(256, dtype=torch.uint8)[:count]
+    if memory_format == torch.channels_last:
+        return flat.view(n, h, w, channels).permute(0, 3, 1, 2)
+    return flat.view(n, channels, h, w)
+
+
+def exact(x, mean, std, dtype):
+    """Each operation in float32, as torchvision's ``ToTensor`` and ``Normalize`` compute it on a CPU."""
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+    return x.cpu().float().div(255).sub_(mean).div_(std).to(dtype)
+
+
+def assert_normalized(result, x, mean, std, dtype, memory_format):
+    torch.testing.assert_close(result.cpu(), exact(x, mean, std, dtype), rtol=0, atol=0)
+    assert result.device == x.device
+    assert result.stride() == torch.empty(x.shape, memory_format=memory_format).stride()
