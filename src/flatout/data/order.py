@@ -210,7 +210,7 @@ class _Replayed:
         self._last_block = 0
         if start is not None and start["taken"] > 0:
             block = blocks.again(start["block"], start["before"])
-            self._left, self._last_block = block[start["offset"] :].contiguous(), len(block)
+            self._left, self._last_block = block[start["offset"] :], len(block)
             self._taken = start["taken"]
             self._drawn = self._taken + len(self._left)
 
@@ -233,8 +233,9 @@ class _Replayed:
             parts.append(block)
             self._drawn += len(block)
             self._last_block = len(block)
-        if len(parts) > 1:
-            self._left = torch.cat(parts)
+        parts = [part for part in parts if len(part)]
+        if parts:
+            self._left = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def position(self) -> Position:
         blocks = self._blocks
@@ -264,7 +265,9 @@ def _random_block(sampler: RandomSampler) -> _Draw:
     whole, rest = divmod(sampler.num_samples, size)
 
     def draw(number: int, generator: torch.Generator | None) -> Tensor | None:
-        if number > whole:  # one more than is whole is drawn, even if nothing of it is used
+        # One block more is drawn than is whole, even if nothing of it is used: which nobody sees of a generator that
+        # the sampler has made.
+        if number > whole or (number == whole and rest == 0 and sampler.generator is None):
             return None
         count = size if number < whole else rest
         if sampler.replacement:
@@ -288,7 +291,7 @@ def _share(sampler: DistributedSampler) -> _Draw:
         n = len(sampler.dataset)  # type: ignore[arg-type]
         order = torch.randperm(n, generator=generator) if sampler.shuffle else torch.arange(n)
         padded = order.repeat(-(-sampler.total_size // n))
-        return padded[sampler.rank : sampler.total_size : sampler.num_replicas]
+        return padded[sampler.rank : sampler.total_size : sampler.num_replicas].contiguous()
 
     return _once(draw)
 
