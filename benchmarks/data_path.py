@@ -1,33 +1,36 @@
-"""Shuffled tensors in memory: InMemoryLoader beside DataLoader's best setting and torch's bare index_select.
+"""The data path beside its peers: tensors in memory, the start of an epoch, and going on in the middle of one.
 
     python -m pytest benchmarks/data_path.py --benchmark-json=benchmarks/results/data_path.json -s
 
 Every case interleaves its candidates in one process, whole epochs by turns, so that a noisy machine hits all
 alike; the ratios are medians over rounds. Time counts from ``iter``: drawing the permutation is part of an
-epoch.
+epoch. torchdata and SPDL take part where they are installed, gathering as flatout does, a batch at a time.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from flatout.data import InMemoryLoader
+from flatout.data import InMemoryLoader, Prefetcher
 
-ROUNDS = 5
+ROUNDS = 7
 SECONDS = 0.3  # of one candidate in one round, at least: epochs are repeated until then
 
 CASES = {
-    # name: (row shape, dtype, samples, batch size)
-    "f32_32": ((32,), torch.float32, 200_000, 1024),
-    "u8_3x32x32": ((3, 32, 32), torch.uint8, 50_000, 256),
-    "u8_3x224x224": ((3, 224, 224), torch.uint8, 3_000, 128),
+    # name: (row shape, dtype, samples, batch size, goals: times the best DataLoader, times index_select)
+    "f32_32": ((32,), torch.float32, 200_000, 1024, 30, 0.95),
+    "u8_3x32x32": ((3, 32, 32), torch.uint8, 50_000, 256, 12, 0.95),
+    "u8_3x224x224": ((3, 224, 224), torch.uint8, 3_000, 128, 1.65, 0.95),
 }
 
 
@@ -60,18 +63,63 @@ class OneThread:
             torch.set_num_threads(threads)
 
 
+def gathered(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
+    rows = torch.tensor(indices)
+    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
+
+
+class Nodes:
+    """torchdata: batches of indices, gathered by two threads."""
+
+    def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
+        from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
+
+        batches = SamplerWrapper(BatchSampler(RandomSampler(dataset), batch_size, drop_last=False))
+        mapper = ParallelMapper(batches, lambda indices: gathered(dataset, indices), num_workers=2, method="thread")
+        self.loader = Loader(mapper)
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return iter(self.loader)
+
+
+class Spdl:
+    """SPDL: a pipeline of two threads, with batches of one permutation for a source."""
+
+    def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        from spdl.pipeline import PipelineBuilder
+
+        def gather(rows: torch.Tensor) -> list[torch.Tensor]:
+            return [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
+
+        batches = torch.randperm(len(self.dataset)).split(self.batch_size)
+        pipeline = PipelineBuilder().add_source(batches).pipe(gather, concurrency=2).add_sink(4).build(num_threads=2)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+
 def candidates(dataset: TensorDataset, batch_size: int) -> dict[str, Iterable]:
     workers = {"shuffle": True, "persistent_workers": True}
     plain = DataLoader(dataset, batch_size, shuffle=True)
-    return {
+    batches = BatchSampler(RandomSampler(dataset), batch_size, drop_last=False)
+    peers: dict[str, Iterable] = {
         "flatout": InMemoryLoader(plain),
         "DataLoader nw=0": plain,
         "DataLoader nw=0, 1 thread": OneThread(plain),
         "DataLoader nw=1": DataLoader(dataset, batch_size, num_workers=1, **workers),
         "DataLoader nw=2": DataLoader(dataset, batch_size, num_workers=2, prefetch_factor=4, **workers),
+        "rewritten: batches for samples": DataLoader(dataset, batch_size=None, sampler=batches),
         "index_select": BareIndexSelect(dataset, batch_size),
         "index_select, 1 thread": OneThread(BareIndexSelect(dataset, batch_size)),
     }
+    if importlib.util.find_spec("torchdata"):
+        peers["torchdata nodes"] = Nodes(dataset, batch_size)
+    if importlib.util.find_spec("spdl"):
+        peers["SPDL"] = Spdl(dataset, batch_size)
+    return peers
 
 
 def samples_per_second(loader: Iterable) -> float:
@@ -94,32 +142,118 @@ def ratio(rates: dict[str, list[float]], name: str) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_data_path(benchmark, case):
-    shape, dtype, samples, batch_size = CASES[case]
+def test_epochs(benchmark, case):
+    shape, dtype, samples, batch_size, *goals = CASES[case]
     data = torch.empty(samples, *shape, dtype=torch.uint8).random_()
     dataset = TensorDataset(data.to(dtype) if dtype.is_floating_point else data, torch.arange(samples))
     tried = candidates(dataset, batch_size)
     rates: dict[str, list[float]] = {name: [] for name in tried}
     for loader in tried.values():  # warm up: workers started, buffers made
-        next(iter(loader))
+        for _ in loader:
+            pass
     for _ in range(ROUNDS):
         for name, loader in tried.items():
             rates[name].append(samples_per_second(loader))
     dataloader, bare = best_of(rates, "DataLoader"), best_of(rates, "index_select")
+    ratios = ratio(rates, dataloader), ratio(rates, bare)
     benchmark.extra_info.update(
         samples_per_second={name: round(statistics.median(each)) for name, each in rates.items()},
         best_dataloader=dataloader,
-        ratio_to_best_dataloader=round(ratio(rates, dataloader), 2),
-        ratio_to_index_select=round(ratio(rates, bare), 2),
-        cores=os.cpu_count(),
+        ratio_to_best_dataloader=round(ratios[0], 2),
+        ratio_to_index_select=round(ratios[1], 2),
+        goals=goals,
         load=os.getloadavg(),
         torch=torch.__version__,
     )
     row_bytes = data[0].numel() * dtype.itemsize
-    print(f"\n{case}, batch {batch_size}: {ratio(rates, dataloader):.2f}x {dataloader}, ", end="")
-    print(f"{ratio(rates, bare):.2f}x {bare}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"\n{case}, batch {batch_size}: {ratios[0]:.2f}x {dataloader} (goal {goals[0]}), ", end="")
+    print(f"{ratios[1]:.2f}x {bare} (goal {goals[1]}); load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for name, each in rates.items():
         rate = statistics.median(each)
-        print(f"  {name:26} {rate:12,.0f} samples/s  {rate * row_bytes / 1e9:6.2f} GB/s")
+        print(f"  {name:31} {rate:12,.0f} samples/s  {rate * row_bytes / 1e9:6.2f} GB/s")
     loader = tried["flatout"]
     benchmark.pedantic(lambda: sum(1 for _ in loader), rounds=3)  # one epoch
+
+
+def interleaved(tried: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, taken by turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in tried}
+    for _ in range(rounds):
+        for name, run in tried.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+            gc.collect()
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def report(benchmark, title: str, medians: dict[str, float], ours: str, theirs: str, goal: str) -> None:
+    factor = medians[theirs] / medians[ours]
+    benchmark.extra_info.update(seconds=medians, ratio=round(factor, 2), goal=goal, load=os.getloadavg())
+    print(f"\n{title}: {ours} takes 1/{factor:.0f} of {theirs} (goal: {goal})")
+    for name, each in medians.items():
+        print(f"  {name:31} {1e3 * each:10.3f} ms")
+
+
+def test_first_batch(benchmark):
+    """From ``iter`` to the first batch, and to the end of what had to be started for it."""
+    dataset = TensorDataset(torch.zeros(50_000, 3, 32, 32, dtype=torch.uint8), torch.arange(50_000))
+    plain = DataLoader(dataset, 256, shuffle=True)
+    forked = DataLoader(dataset, 256, shuffle=True, num_workers=2, multiprocessing_context="fork")
+    tried = {"flatout": InMemoryLoader(plain), "DataLoader nw=0": plain, "DataLoader nw=2, forked": forked}
+    medians = interleaved({name: lambda each=each: next(iter(each)) for name, each in tried.items()}, 15)
+    report(benchmark, "first batch", medians, "flatout", "DataLoader nw=2, forked", "1/50")
+    benchmark.pedantic(lambda: next(iter(tried["flatout"])), rounds=10)
+
+
+def test_restart(benchmark):
+    """The first batch of a later epoch; persistent workers are there already."""
+    dataset = TensorDataset(torch.zeros(50_000, 3, 32, 32, dtype=torch.uint8), torch.arange(50_000))
+    workers = DataLoader(dataset, 5_000, shuffle=True, num_workers=2, persistent_workers=True)
+    ours = InMemoryLoader(DataLoader(dataset, 5_000, shuffle=True))
+
+    def restart(loader: Iterable) -> float:
+        """Seconds to the first batch; the epoch is read to its end."""
+        begin = time.perf_counter()
+        batches = iter(loader)
+        next(batches)
+        seconds = time.perf_counter() - begin
+        for _ in batches:
+            pass
+        return seconds
+
+    seconds: dict[str, list[float]] = {"flatout": [], "persistent workers": []}
+    for _ in range(8):
+        seconds["flatout"].append(restart(ours))
+        seconds["persistent workers"].append(restart(workers))
+    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    report(benchmark, "first batch of a later epoch", medians, "flatout", "persistent workers", "1/10")
+    benchmark.pedantic(lambda: restart(ours), rounds=3)
+
+
+def test_resume(benchmark):
+    """Going on half way through a million samples: the state loaded, and the next batch."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    samples, batch_size = 1_000_000, 1000
+    dataset = TensorDataset(torch.arange(samples))
+    make: dict[str, Callable[[], Any]] = {
+        "flatout, in memory": lambda: InMemoryLoader(DataLoader(dataset, batch_size, shuffle=True)),
+        "flatout, DataLoader": lambda: Prefetcher(DataLoader(dataset, batch_size, shuffle=True), "cpu"),
+        "StatefulDataLoader": lambda: stateful(dataset, batch_size, shuffle=True),
+    }
+    saved = {}
+    for name, new in make.items():
+        loader = new()
+        for number, _ in enumerate(loader, 1):
+            if number == samples // batch_size // 2:
+                break
+        saved[name] = loader.state_dict()
+
+    def go_on(name: str) -> None:
+        loader = make[name]()
+        loader.load_state_dict(saved[name])
+        next(iter(loader))
+
+    medians = interleaved({name: lambda name=name: go_on(name) for name in make}, 7)
+    report(benchmark, "going on half way", medians, "flatout, DataLoader", "StatefulDataLoader", "1/10")
+    benchmark.pedantic(lambda: go_on("flatout, DataLoader"), rounds=3)
