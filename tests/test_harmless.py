@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import random
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -48,8 +49,15 @@ def test_trials_leave_no_trace(name, warm):
 
 @pytest.mark.slow
 def test_compile_precision_and_worker_trials_leave_no_trace():
+    class Waiting(SlowSamples):
+        """Worth workers, so that they are tried."""
+
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return super().__getitem__(i)
+
     model, _, opt = make_job()
-    loader = DataLoader(SlowSamples(), batch_size=16, shuffle=True)
+    loader = DataLoader(Waiting(), batch_size=16, shuffle=True)
     train(model, loader, opt)
     everything, before = snapshot(model, opt), trained_state(model, opt)
     forbid = {"in_memory": False}

@@ -1,31 +1,50 @@
-"""``tune``: the fewest worker processes of a ``DataLoader`` that keep up with a step, found by trying."""
+"""``tune``: the worker processes of a ``DataLoader`` that keep up with a step, found by trying."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
+import sys
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from flatout.data.batch import tensors_of
 from flatout.data.generators import RandomState
 from flatout.data.loaders import clone_loader, is_rewindable
-from flatout.data.machine import available_memory, free_shared_memory, usable_cores
+from flatout.data.machine import (
+    available_memory,
+    free_shared_memory,
+    private_memory,
+    usable_cores,
+    wanted_core_seconds,
+)
+from flatout.data.remote import with_whole_exceptions
 
+SECONDS = 3.0
+"""What finding out may take."""
 _MOST_WORKERS = 64
 _ENOUGH = 0.95
 """Share of the best rate that is good enough for fewer workers; the noise of a short trial."""
-_PREFETCH = 2
-"""Batches ahead per worker: torch's default."""
-_FEWEST_BATCHES = 3
+_HEAD_ROOM = 1.1
+"""What is tried first is this much faster than the step: a queue that is served just in time runs empty."""
+_PREFETCH, _DEEPEST = 2, 8
+"""Batches ahead per worker: torch's default, and the most that are tried."""
+_STALL = 0.05
+"""Share of the time that steps may wait."""
 _LOOK = 0.25
-"""Seconds of one trial, at most half a dozen of which find the number of workers."""
+"""Seconds of one trial as fast as can be, at most half a dozen of which find the number of workers."""
+_STROLL = 0.75
+"""Seconds of a trial at the step's pace."""
+_WORKER_BYTES = 256 * 2**20
+"""Memory of a worker process before one was measured: what importing torch afresh takes; a fork takes less."""
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,8 @@ class Try:
     """As fast as the loader can, after its start."""
     start_seconds: float
     """From ``iter`` to the first batch."""
+    worker_bytes: int = 0
+    """Memory that each worker process has for itself; 0 where that cannot be known."""
 
 
 @dataclass(frozen=True)
@@ -44,177 +65,419 @@ class Tuned:
     """What :func:`tune` found."""
 
     loader: DataLoader
-    """The user's own, or a clone with other workers."""
+    """The user's own, or a clone with other settings."""
     workers: int
+    prefetch_factor: int | None
+    """Batches ahead per worker; None without workers, as in ``DataLoader``."""
     persistent: bool
     """Workers live on from epoch to epoch."""
+    start_method: str | None
+    """How workers start, where the loader's own way failed and another did not; None: the loader's own way."""
+    start_seconds: float
+    """From ``iter`` to the first batch: what every epoch begins with, unless workers are persistent."""
+    step_time: float
+    """Seconds of the step that was tuned for."""
+    stall: float | None
+    """Share of the time that steps wait for their batch; None where a trial at the step's pace was not to be had."""
+    busy: float
+    """Share of a core that loading keeps busy in one process."""
     tries: tuple[Try, ...]
     reason: str
     """Why this and no other, in one sentence."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of ``DataLoader`` that make ``loader`` out of the user's: plain values, fit for JSON."""
+        settings: dict[str, Any] = {"num_workers": self.workers}
+        if self.workers:
+            settings |= {"prefetch_factor": self.prefetch_factor, "persistent_workers": self.persistent}
+        if self.start_method:
+            settings["multiprocessing_context"] = self.start_method
+        return settings
 
-def tune(loader: DataLoader, step_time: float, *, budget: float = 3.0) -> Tuned:
-    """Find the fewest workers with which no step waits for its batch.
+    @property
+    def stall_without_workers(self) -> float:
+        """Share of the time that steps would wait if this process loaded their batches itself."""
+        seconds = 1 / self.tries[0].batches_per_second
+        return seconds / (seconds + self.step_time)
 
-    Loaders are tried as fast as they can, over batches of indices that are the trials' own: samplers, generators and
-    the user's position stay as they are. With ``num_workers=0`` loading and step take turns; workers load while the
-    step runs. Their number is bounded by the cores that this process may use, divided by the share of a core that
-    loading one batch keeps busy: waiting for a disk or a network takes more workers than decoding does.
+
+def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tuned:
+    """Find the fewest workers, and the fewest batches ahead of each, with which no step waits for its batch.
+
+    Loaders are tried over batches of indices from the user's sampler, one stream through all trials so that none
+    finds its files in memory because an earlier one has read them; samplers and generators are put back. With
+    ``num_workers=0`` loading and step take turns; workers load while the step runs, and are chosen only where that
+    was measured to be faster. Their number is bounded by the physical cores that this process may use (affinity and
+    quota of a container included), divided by the share of a core that loading keeps busy: waiting for a disk or a
+    network takes more workers than decoding does. And it is bounded by half of what memory and /dev/shm have left.
+
+    Where workers are fast enough on average, they are run once more at the step's pace. If steps wait then, because
+    batch times vary, ``prefetch_factor`` is doubled while that helps. Workers are persistent where starting them
+    would take more than a twentieth of an epoch, unless the dataset has a ``set_epoch``, which living workers would
+    not hear. With persistent workers torch draws their seed from the loader's generator in the first epoch only: a
+    shuffled loader's later epochs have other orders than without, as random.
+
+    The start method is the loader's own, else the platform's: it changes how long a start takes and what is safe, not
+    the rate. Forking is never replaced: other methods import the user's main script anew. Where the platform's
+    default has to pickle a dataset that cannot be pickled, Linux can fork. Where no worker can load (a dataset that
+    uses CUDA cannot in a fork), there are none.
 
     Args:
         loader: an exact ``DataLoader`` over a map-style dataset, with torch's own samplers.
         step_time: seconds of one training step without loading; 0: as fast as can be.
-        budget: seconds to spend; a dataset so slow that a trial takes longer is measured over fewer batches.
+        budget: seconds to spend; a dataset so slow that one trial takes longer is measured over fewer batches.
 
     Returns:
         The tuned loader and all that was measured.
 
     Raises:
-        ValueError: ``step_time`` or ``budget`` is negative, or ``loader`` is one whose samples trials would use up.
+        ValueError: ``step_time`` or ``budget`` is negative, or ``loader`` is empty or one whose samples trials would
+            use up.
     """
     if not step_time >= 0 or not budget >= 0:
         raise ValueError(f"step_time and budget must be >= 0, got {step_time} and {budget}")
     if type(loader) is not DataLoader or not is_rewindable(loader):
         raise ValueError("loader must be a DataLoader that trials can iterate without using up its samples")
-    with RandomState.capture(loader.dataset).restored(), warnings.catch_warnings():
+    if len(loader) == 0:
+        raise ValueError("loader must have a batch, got an empty one")
+    with RandomState.capture(loader).restored(), warnings.catch_warnings():
         # torch warns of more workers than cores: how many are too many is what is being found out.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return _Search(loader, step_time, budget).run()
+        return _Search(_Trials(loader), loader, step_time, budget).run()
+
+
+@dataclass(frozen=True)
+class _Bound:
+    workers: int
+    why: str
 
 
 class _Search:
-    def __init__(self, loader: DataLoader, step_time: float, budget: float) -> None:
+    """Which trials to make, and what follows from them."""
+
+    def __init__(self, trials: _Trials, loader: DataLoader, step_time: float, budget: float) -> None:
+        self._trials = trials
         self._loader = loader
         self._step_time = step_time
         self._deadline = time.perf_counter() + budget
         self._tries: dict[int, Try] = {}
+        self._failure = ""
 
     def run(self) -> Tuned:
-        alone, busy, batch_bytes = self._alone()
-        most = self._most(busy, batch_bytes)
-        seconds = 1 / alone.batches_per_second
-        # As many as a step is too short for; without a step, one for each core to begin with.
-        wanted = math.ceil(1.1 * seconds / self._step_time) if self._step_time else usable_cores()
-        workers, pace = max(1, min(wanted, most)), 0.0
-        if seconds > (1 - _ENOUGH) * self._step_time:
-            while self._has_time(workers, seconds):
-                before, pace = pace, self._pace(self._try(workers))
-                if workers == most or pace >= _ENOUGH * self._best_possible() or pace < before / _ENOUGH:
-                    break
-                workers = min(most, math.ceil(1.5 * workers))
-        best = max(map(self._pace, self._tries.values()))
-        chosen = next(self._tries[n] for n in sorted(self._tries) if self._pace(self._tries[n]) >= _ENOUGH * best)
-        return self._made(chosen, most, busy)
+        self._tries[0] = self._trials.alone()
+        stall, ahead = None, _PREFETCH
+        why_not = self._why_no_workers()
+        if not why_not:
+            while (workers := self._next()) and self._has_time_to_try(workers) and self._try(workers):
+                pass
+            self._look_twice()
+        chosen = self._tries[self._fewest(self._tries)]
+        if chosen.workers:
+            ahead, stall = self._depth(chosen)
+        if stall is not None and (1 - stall) * self._possible < self._pace(self._tries[0]):
+            # A step cannot begin while its batch is received, and that can take longer than making it.
+            chosen, stall = self._tries[0], None
+        return self._tuned(chosen, ahead, stall, why_not)
+
+    # -- how many workers ------------------------------------------------------------------------------------
+
+    def _why_no_workers(self) -> str:
+        """Why not even one need be tried; empty when it is worth it."""
+        seconds, bound = 1 / self._tries[0].batches_per_second, self._bound()
+        if self._trials.device is not None:
+            return f"batches are on {self._trials.device} already: another process could not make them there"
+        if seconds <= (1 - _ENOUGH) * self._step_time:
+            times = f"{1e3 * seconds:.2f} ms beside a step of {1e3 * self._step_time:.2f} ms"
+            return f"loading a batch takes {times}: there is nothing to hide"
+        if bound.workers == 0:
+            return f"this machine cannot serve one worker: {bound.why}"
+        return ""
+
+    def _next(self) -> int | None:
+        """Another number to try: more while they bring more, then fewer while they do as well."""
+        most, tried = self._bound().workers, sorted(n for n in self._tries if n)
+        if not tried:
+            return min(most, self._estimate(self._tries[0]) if self._step_time else usable_cores())
+        fewest = self._fewest(tried)
+        keeps_up = self._keeps_up(self._tries[fewest])
+        estimate = self._estimate(self._tries[fewest]) if self._step_time else self._affordable()
+        if not keeps_up and fewest == tried[-1] and fewest < most:
+            return min(most, max(estimate, fewest + 1))
+        below = max((n for n in tried if n < fewest), default=0)
+        fewer = max(below + 1, estimate) if keeps_up else fewest // 2
+        return fewer if below < fewer < fewest else None
+
+    def _estimate(self, tried: Try) -> int:
+        """How many workers would keep up, if each loads as fast as those that were tried."""
+        return math.ceil(_HEAD_ROOM * max(1, tried.workers) / (tried.batches_per_second * self._step_time))
+
+    def _affordable(self) -> int:
+        """How many workers there is time to start and to try."""
+        last = self._tries[next(reversed(self._tries))]
+        left = self._deadline - time.perf_counter() - _LOOK - self._rounds
+        return int(left / self._time_of_one(last))
+
+    def _time_of_one(self, tried: Try) -> float:
+        """Seconds that it takes to start a worker, and at most as many to end it."""
+        return 2 * max(1e-3, tried.start_seconds - 1 / self._tries[0].batches_per_second) / tried.workers
+
+    @property
+    def _rounds(self) -> float:
+        """Seconds in which all workers load the batches of a trial (see `_Trials.with_workers`)."""
+        return 4 / self._tries[0].batches_per_second
+
+    def _fewest(self, numbers: Iterable[int]) -> int:
+        """The fewest of these workers with which steps keep their pace, or lose little of the best that was seen."""
+        paces = {n: self._pace(self._tries[n]) for n in sorted(numbers)}
+        best, possible = max(paces.values()), self._possible
+        enough = _ENOUGH * (possible if best >= _ENOUGH * possible else best)
+        return next(n for n, pace in paces.items() if pace >= enough)
 
     def _pace(self, tried: Try) -> float:
         """Steps per second with such a loader."""
         seconds = 1 / tried.batches_per_second
         return 1 / (seconds + self._step_time if tried.workers == 0 else max(seconds, self._step_time))
 
-    def _best_possible(self) -> float:
+    def _keeps_up(self, tried: Try) -> bool:
+        return self._pace(tried) >= _ENOUGH * self._possible
+
+    @property
+    def _possible(self) -> float:
         return 1 / self._step_time if self._step_time else math.inf
 
-    def _has_time(self, workers: int, seconds: float) -> bool:
+    def _bound(self) -> _Bound:
+        """How many workers the machine can serve, and what it is that sets the limit."""
+        cores, busy, batch = usable_cores(), self._trials.busy, self._trials.batch_bytes
+        each = max((t.worker_bytes for t in self._tries.values()), default=0) or _WORKER_BYTES
+        shared, memory = free_shared_memory(), available_memory()
+        ahead, given = _PREFETCH * batch, 2 * batch  # `given`: the batch of a step, and the one before it
+        by_cores = max(cores, int(cores / max(busy, cores / _MOST_WORKERS)))
+        by_shared = int((shared / 2 - given) / ahead) if ahead and shared < math.inf else by_cores
+        by_memory = int((memory / 2 - given) / (each + ahead))
+        bounds = (
+            _Bound(by_cores, f"each keeps {busy:.0%} of a core busy, and there are {cores}"),
+            _Bound(
+                max(0, by_shared),
+                f"each has {ahead / _MIB:.1f} MiB of batches ahead, and {shared / _MIB:.1f} MiB of /dev/shm are free",
+            ),
+            _Bound(
+                max(0, by_memory),
+                f"each takes {(each + ahead) / _MIB:.1f} MiB, and {memory / _MIB:.1f} MiB of memory are free",
+            ),
+        )
+        return min(bounds, key=lambda bound: bound.workers)
+
+    def _has_time_to_try(self, workers: int) -> bool:
         """The first number is tried whatever it takes."""
-        if workers in self._tries:
-            return False
-        rounds = _PREFETCH + 2  # of all workers: see `_try`
-        return len(self._tries) < 2 or time.perf_counter() + rounds * seconds < self._deadline
+        last = self._tries[next(reversed(self._tries))]
+        return last.workers == 0 or self._has(workers * self._time_of_one(last) + _LOOK + self._rounds)
 
-    def _most(self, busy: float, batch_bytes: int) -> int:
-        cores = usable_cores()
-        by_cores = int(cores / max(busy, cores / _MOST_WORKERS))
-        room = min(free_shared_memory(), available_memory()) / 2
-        by_memory = int(room // (batch_bytes * (_PREFETCH + 1))) if batch_bytes else _MOST_WORKERS
-        return max(1, min(max(cores, by_cores), by_memory))
+    def _has(self, seconds: float) -> bool:
+        return time.perf_counter() + seconds < self._deadline
 
-    def _alone(self) -> tuple[Try, float, int]:
-        """Without workers; the share of a core that loading keeps busy; bytes of a batch."""
-        begin, begin_cpu = time.perf_counter(), time.thread_time()
-        batches = iter(self._trial(0))
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_of(next(batches)))
-        start = time.perf_counter() - begin
-        loaded = 1 + _load_for(batches, _LOOK - start)
-        seconds = time.perf_counter() - begin
-        self._tries[0] = Try(0, loaded / seconds, start)
-        return self._tries[0], min(1.0, (time.thread_time() - begin_cpu) / seconds), batch_bytes
+    def _try(self, workers: int) -> bool:
+        """Try so many; False when they fail."""
+        try:
+            self._tries[workers] = self._trials.with_workers(workers)
+        except Exception as error:
+            self._failure = f"{_workers(workers)} failed with {_first_line(error)}"
+            return self._trials.start_otherwise(error) and self._try(workers)
+        return True
 
-    def _try(self, workers: int) -> Try:
+    def _look_twice(self) -> None:
+        """Give loading without workers a second chance: files, and the code itself, were cold in the first."""
+        first = self._tries[0]
+        if self._fewest(self._tries) and self._has(_LOOK + 2 / first.batches_per_second):
+            self._tries[0] = max(first, self._trials.alone(), key=lambda tried: tried.batches_per_second)
+
+    # -- how many batches ahead ------------------------------------------------------------------------------
+
+    def _depth(self, chosen: Try) -> tuple[int, float | None]:
+        """The fewest batches ahead per worker with which steps do not wait, and how much they do."""
+        wanted = self._loader.prefetch_factor or _PREFETCH
+        deepest = min(max(wanted, _DEEPEST), self._deepest(chosen))
+        depth = min(wanted, deepest)
+        stall = self._stall(chosen, depth) if self._step_time else None
+        while stall is not None and stall >= _STALL and 2 * depth <= deepest and self._keeps_up(chosen):
+            deeper = self._stall(chosen, 2 * depth)
+            if deeper is None or deeper > 0.8 * stall:
+                break  # it is something else that steps wait for
+            depth, stall = 2 * depth, deeper
+        return depth, stall
+
+    def _deepest(self, chosen: Try) -> int:
+        batch, workers = self._trials.batch_bytes, chosen.workers
+        room = min(free_shared_memory(), available_memory() - workers * chosen.worker_bytes) / 2
+        return max(_PREFETCH, int((room / batch - 2) / workers)) if batch else _DEEPEST
+
+    def _stall(self, chosen: Try, depth: int) -> float | None:
+        """Share of the time that steps of this length wait; None when there is no time to see."""
+        queue = chosen.workers * depth
+        fill = queue / chosen.batches_per_second
+        steps = max(2 * queue, math.ceil(_STROLL * self._pace(chosen)))
+        if not self._has(chosen.start_seconds + fill + steps / self._pace(chosen)):
+            return None
+        return self._trials.paced(chosen.workers, depth, self._step_time, steps, fill)
+
+    # -- what comes out --------------------------------------------------------------------------------------
+
+    def _tuned(self, chosen: Try, ahead: int, stall: float | None, why_not: str) -> Tuned:
+        loader, workers = self._loader, chosen.workers
+        tuned = Tuned(
+            loader=loader,
+            workers=workers,
+            prefetch_factor=ahead if workers else None,
+            persistent=workers > 0 and self._is_to_persist(chosen),
+            start_method=self._trials.start_method if workers else None,
+            start_seconds=chosen.start_seconds,
+            step_time=self._step_time,
+            stall=stall,
+            busy=self._trials.busy,
+            tries=tuple(self._tries.values()),
+            reason="",
+        )
+        if workers == 0 and self._step_time:
+            stall = tuned.stall_without_workers
+        if any(getattr(loader, name) != value for name, value in tuned.settings.items()):
+            loader = clone_loader(loader, **tuned.settings)
+        return replace(tuned, loader=loader, stall=stall, reason=self._reason(tuned, chosen, why_not))
+
+    def _is_to_persist(self, chosen: Try) -> bool:
+        """Workers that live on save their start, not the first batch; and they see the dataset as it was then."""
+        epoch = len(self._loader) / self._pace(chosen)
+        start = chosen.start_seconds - 1 / self._tries[0].batches_per_second
+        changes = hasattr(self._loader.dataset, "set_epoch")
+        return self._loader.persistent_workers or (not changes and start > (1 - _ENOUGH) * epoch)
+
+    def _reason(self, tuned: Tuned, chosen: Try, why_not: str) -> str:
+        load, step = f"{1e3 / self._tries[0].batches_per_second:.2f} ms", f"{1e3 * self._step_time:.2f} ms"
+        parts = []
+        if why_not:
+            parts.append(why_not)
+        elif chosen.workers == 0:
+            beaten = ", and no number of workers tried does better" if len(self._tries) > 1 else ""
+            parts.append(f"loading a batch takes {load} beside a step of {step}{beaten}")
+        else:
+            parts.append(self._rate(chosen, load, step))
+            if self._step_time:
+                waiting = (
+                    f"without workers a batch takes {load} and steps wait {tuned.stall_without_workers:.0%} of the time"
+                )
+                parts.append(waiting + ("" if tuned.stall is None else f", with them {tuned.stall:.1%}"))
+            if tuned.prefetch_factor != (self._loader.prefetch_factor or _PREFETCH):
+                parts.append(f"each is {tuned.prefetch_factor} batches ahead, because batch times vary")
+        if self._failure:
+            parts.append(
+                self._failure + (f", so workers are started by {tuned.start_method}" * bool(tuned.start_method))
+            )
+        bound, asked = self._bound(), self._loader.num_workers
+        if asked > bound.workers:
+            parts.append(f"{asked} workers are more than this machine can serve: {bound.why}")
+        elif asked > chosen.workers:
+            parts.append(f"{asked} workers are more than that takes")
+        return "; ".join(parts)
+
+    def _rate(self, chosen: Try, load: str, step: str) -> str:
+        verb = "load" if chosen.workers > 1 else "loads"
+        rate = f"{_workers(chosen.workers)} {verb} {chosen.batches_per_second:.1f} batches/s"
+        if not self._step_time:
+            return f"{rate}, {chosen.batches_per_second / self._tries[0].batches_per_second:.1f} times as many as none"
+        outcome = "as a step needs" if self._keeps_up(chosen) else "the most that was reached, where a step needs more"
+        return f"{rate}, {outcome} ({1 / self._step_time:.1f}/s at {step})"
+
+
+class _Trials:
+    """Clones of a loader, tried over one stream of batches of its indices.
+
+    Attributes:
+        start_method: how workers are started instead of the loader's own way; None: that way.
+        busy: share of a core that loading keeps busy in one process.
+        batch_bytes: bytes of a batch.
+        device: where batches are if not on the CPU; None otherwise.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.start_method: str | None = None
+        self.busy = 0.0
+        self.batch_bytes = 0
+        self.device: torch.device | None = None
+        self._loader = loader
+        self._stream = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._indices = _endless(getattr(loader, self._stream))
+
+    def alone(self) -> Try:
+        """Load in this process, for a moment after the first batch; of slow batches, one more."""
         begin = time.perf_counter()
-        batches = iter(self._trial(workers))
+        batches = iter(self._made(0))
+        tensors = tensors_of(next(batches))
+        start = time.perf_counter() - begin
+        self.batch_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        begin, had = time.perf_counter(), wanted_core_seconds()
+        loaded = _load_for(batches, _LOOK, at_least=1)
+        seconds = time.perf_counter() - begin
+        self.busy = min(1.0, (wanted_core_seconds() - had) / seconds)
+        return Try(0, loaded / seconds, start)
+
+    def with_workers(self, workers: int) -> Try:
+        """Load with workers: what they had ready when they began is not counted, one round of all of them is."""
+        begin = time.perf_counter()
+        batches = iter(self._made(workers, prefetch_factor=_PREFETCH))
         next(batches)
         start = time.perf_counter() - begin
-        # What was loaded ahead while the workers started says nothing of their rate.
         for _ in itertools.islice(batches, workers * _PREFETCH - 1):
             pass
         begin = time.perf_counter()
-        loaded = _load_for(batches, _LOOK, at_least=2 * workers)
-        self._tries[workers] = Try(workers, loaded / (time.perf_counter() - begin), start)
-        return self._tries[workers]
+        loaded = _load_for(batches, _LOOK, at_least=workers)
+        seconds = time.perf_counter() - begin
+        memory = max(private_memory(worker.pid) for worker in batches._workers)
+        return Try(workers, loaded / seconds, start, memory)
 
-    def _trial(self, workers: int) -> DataLoader:
-        return clone_loader(
-            self._loader,
-            batch_sampler=_Endless(self._loader),
-            generator=torch.Generator(),
-            num_workers=workers,
-            **({"prefetch_factor": _PREFETCH, "persistent_workers": False} if workers else {}),
-        )
+    def paced(self, workers: int, prefetch_factor: int, step_time: float, steps: int, fill: float) -> float:
+        """Wait ``step_time`` between batches, from a queue that had ``fill`` seconds to fill: share of time waited."""
+        batches = iter(self._made(workers, prefetch_factor=prefetch_factor))
+        next(batches)
+        time.sleep(fill)
+        waited, begin = 0.0, time.perf_counter()
+        for _ in range(steps):
+            time.sleep(step_time)
+            asked = time.perf_counter()
+            next(batches)
+            waited += time.perf_counter() - asked
+        return waited / (time.perf_counter() - begin)
 
-    def _made(self, chosen: Try, most: int, busy: float) -> Tuned:
-        loader, workers = self._loader, chosen.workers
-        epoch = len(loader) / self._pace(chosen)
-        # Workers that live on see the dataset as it was when they started.
-        persistent = workers > 0 and (
-            loader.persistent_workers
-            or (not hasattr(loader.dataset, "set_epoch") and chosen.start_seconds > (1 - _ENOUGH) * epoch)
-        )
-        reason = self._reason(chosen)
-        if loader.num_workers > most:
-            reason += (
-                f"; {loader.num_workers} workers, each of which keeps {busy:.0%} of a core busy, are more than this "
-                f"machine can serve ({usable_cores()} cores): {most} at most"
-            )
-        if (workers, persistent) != (loader.num_workers, loader.persistent_workers):
-            ahead = {"prefetch_factor": loader.prefetch_factor or _PREFETCH} if workers else {}
-            loader = clone_loader(loader, num_workers=workers, persistent_workers=persistent, **ahead)
-        return Tuned(loader, workers, persistent, tuple(self._tries.values()), reason)
+    def start_otherwise(self, error: Exception) -> bool:
+        """Whether workers that failed to start may start another way: forked, as the user did not rule out."""
+        default = multiprocessing.get_all_start_methods()[0]
+        if (
+            self.start_method is not None
+            or self._loader.multiprocessing_context is not None
+            or default == "fork"
+            or multiprocessing.get_start_method(allow_none=True) not in (None, default)
+            or sys.platform != "linux"
+            or torch.cuda.is_initialized()
+            or "pickle" not in f"{type(error).__name__} {error}".lower()
+        ):
+            return False
+        self.start_method = "fork"
+        return True
 
-    def _reason(self, chosen: Try) -> str:
-        load, step = f"{1e3 / self._tries[0].batches_per_second:.2f} ms", f"{1e3 * self._step_time:.2f} ms"
-        if chosen.workers == 0:
-            if len(self._tries) == 1:
-                return f"loading a batch takes {load} beside a step of {step}: there is nothing to hide"
-            return f"loading a batch takes {load} beside a step of {step}, and no number of workers tried does better"
-        rate = f"{chosen.workers} worker{'s' * (chosen.workers > 1)} load {chosen.batches_per_second:.1f} batches/s"
-        if not self._step_time:
-            return f"{rate}, {chosen.batches_per_second / self._tries[0].batches_per_second:.1f} times as many as none"
-        keeps_up = chosen.batches_per_second >= _ENOUGH / self._step_time
-        outcome = "which a step needs" if keeps_up else "the most that was reached"
-        return f"{rate}, {outcome} ({1 / self._step_time:.1f}/s at {step}); without workers a batch takes {load}"
+    def _made(self, workers: int, **settings: Any) -> Any:
+        settings |= {"num_workers": workers, "generator": torch.Generator(), self._stream: self._indices}
+        if workers == 0:
+            return clone_loader(self._loader, **settings)
+        if self.start_method is not None:
+            settings["multiprocessing_context"] = self.start_method
+        return with_whole_exceptions(clone_loader(self._loader, persistent_workers=False, **settings))
 
 
-class _Endless:
-    """Batches of indices like the loader's, without end and without its generators."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self._batches: Any = loader.batch_sampler
-        self._samples = len(loader.dataset)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        if type(self._batches) is not BatchSampler:
-            return itertools.cycle(self._batches)
-        indices = self._indices()
-        return iter(lambda: list(itertools.islice(indices, self._batches.batch_size)), [])
-
-    def _indices(self) -> Iterator[int]:
-        generator = torch.Generator()
-        while True:
-            in_order = type(self._batches.sampler) is SequentialSampler
-            yield from range(self._samples) if in_order else torch.randperm(self._samples, generator=generator).tolist()
+def _endless(indices: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from indices
 
 
-def _load_for(batches: Iterator[Any], seconds: float, at_least: int = _FEWEST_BATCHES) -> int:
+def _load_for(batches: Iterator[Any], seconds: float, at_least: int) -> int:
     """Load for some time, and at least some batches: how many."""
     end = time.perf_counter() + seconds
     loaded = 0
@@ -222,3 +485,11 @@ def _load_for(batches: Iterator[Any], seconds: float, at_least: int = _FEWEST_BA
         next(batches)
         loaded += 1
     return loaded
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' * (number > 1)}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

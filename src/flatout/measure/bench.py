@@ -87,7 +87,7 @@ class Bench:
             job.step(batch)
         if self.rewindable:
             track = Track(job, job.source)
-            track.stretch(2 * len(batches), settle=0)
+            track.stretch(2 * len(batches), settle=1)  # workers start with the first
             track.close()
             pace = track.pace
         else:
@@ -113,25 +113,24 @@ class Bench:
     ) -> tuple[list[float], list[float]]:
         """Train from two loaders in turns; ``to_old`` is off and ``to_new`` on exactly while ``new`` runs.
 
-        Both settle for as long as the longer of their queues takes: the one that runs drains what it had ready,
-        while the other's workers fill theirs and come to rest.
+        Each first drains what it had ready, and goes on until the other's workers have filled their queue and come to
+        rest.
         """
         steps = self.stretch_steps()
-        settle = self._whole_updates(max(old.queue, new.queue))
 
         def stretch_old(_: int) -> float:
             for switch in reversed(to_new):
                 switch.disable()
             for switch in to_old:
                 switch.enable()
-            return old.stretch(steps, settle)
+            return old.stretch(steps, old.queue, rest=new.refill_seconds)
 
         def stretch_new(_: int) -> float:
             for switch in reversed(to_old):
                 switch.disable()
             for switch in to_new:
                 switch.enable()
-            return new.stretch(steps, settle)
+            return new.stretch(steps, new.queue, rest=old.refill_seconds)
 
         try:
             return self.interleave(stretch_old, stretch_new)

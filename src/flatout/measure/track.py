@@ -35,14 +35,29 @@ class Track:
             self.queue = loader.num_workers * (loader.prefetch_factor or 0)
         if isinstance(loader, InMemoryLoader) or job.device.type == "cuda":
             self.queue += PREFETCHED
+        self.refill_seconds = 0.0
+        """Seconds in which that queue fills at the rate of the latest stretch."""
         self._batches = _endless(Prefetcher(loader, job.device))
         self._seconds = self._waited = 0.0
         self._samples = self._steps = 0
 
-    def stretch(self, steps: int, settle: int) -> float:
-        """Train for ``steps`` batches after ``settle`` that are not timed; the seconds that the ``steps`` took."""
-        for _ in range(settle):
-            self._job.step(next(self._batches))
+    def stretch(self, steps: int, settle: int, rest: float = 0.0) -> float:
+        """Train for ``steps`` batches after some that are not timed.
+
+        Args:
+            steps: batches that are timed.
+            settle: the fewest batches before them, which come in whole updates.
+            rest: the fewest seconds before them, in which another loader's workers fill their queue and come to rest.
+
+        Returns:
+            The seconds that the ``steps`` took.
+        """
+        begin, settled = time.perf_counter(), 0
+        while settled < settle or time.perf_counter() < begin + rest:
+            for _ in range(self._job.accumulate):
+                self._job.step(next(self._batches))
+            synchronize(self._job.device)
+            settled += self._job.accumulate
         synchronize(self._job.device)
         start = time.perf_counter()
         for _ in range(steps):
@@ -55,6 +70,7 @@ class Track:
         took = time.perf_counter() - start
         self._seconds += took
         self._steps += steps
+        self.refill_seconds = self.queue * took / steps
         return took
 
     @property

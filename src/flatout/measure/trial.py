@@ -80,6 +80,11 @@ def pays(gain: Gain, pairs: int) -> bool:
     return gain.low > KEEP_ABOVE and pairs >= FEWEST_PAIRS
 
 
+def keeps_pace(gain: Gain, pairs: int) -> bool:
+    """Whether a candidate that takes less of the machine is as fast, by a median measured often enough."""
+    return gain.ratio >= 1 / KEEP_ABOVE and pairs >= FEWEST_PAIRS
+
+
 def trial_of(label: str, old: list[float], new: list[float], steps: int) -> Trial:
     """The record of paired times, each over ``steps`` steps."""
     return Trial(

@@ -15,9 +15,9 @@ from flatout.measure.bench import Bench, on
 from flatout.measure.equivalence import difference, observe
 from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Track
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, pays, seconds, trial_of
+from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, seconds, trial_of
 from flatout.report.model import Gain, Pace, Row, Trial
-from flatout.techniques import LoaderTechnique, Measured, NotApplicable, Source, StepTechnique, Switch
+from flatout.techniques import LoaderTechnique, Measured, NotApplicable, NothingBetter, Source, StepTechnique, Switch
 
 HOPELESS = 3.0
 """A candidate this many times slower on its first pair is not tried further."""
@@ -62,6 +62,8 @@ class Tuner:
             return self._decide_loader(technique, row)
         except NotApplicable as reason:
             return replace(row, status="not applicable", why=str(reason))
+        except NothingBetter as reason:
+            return replace(row, status="rejected", why=str(reason))
 
     def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
         candidate = technique.forced(self._bench.job, choice)
@@ -89,13 +91,9 @@ class Tuner:
         if budget.left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = self._bench.pace
-        if isinstance(technique, LoaderTechnique):
-            saving = pace.load_ms
-            if saving < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
-                return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
-        else:
-            assert isinstance(technique, StepTechnique)
-            saving = pace.step_ms * (1 - 1 / technique.optimistic_gain)
+        saving = technique.most_saved(job, pace)
+        if saving < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
+            return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
         estimate = technique.setup_estimate(job, pace)
         if not budget.fits(estimate):
             return (
@@ -200,19 +198,34 @@ class Tuner:
     def _decide_loader(self, technique: LoaderTechnique, row: Row) -> Row:
         trials: list[Trial] = []
         best: tuple[Trial, Source, Iterable[Any]] | None = None
-        for candidate in technique.candidates(self._bench.job):
+        candidates = self._loaders_to_try(technique)
+        earns = _spares if technique.spares(self._bench.job) else _earns
+        for candidate in candidates:
             if self._bench.budget.left == 0:
                 break
             made: list[Iterable[Any]] = []
             trial = self._attempt(candidate.label, lambda c=candidate, m=made: self._try_loader(c, m))
             trials.append(trial)
-            if _earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
+            if earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
                 best = trial, candidate, made[0]
         self._bench.rewind()
         if best is not None:
             self._bench.use(best[2])
             self._note(technique, best[1].value, None)
-        return _verdict(row, trials, best and best[0])
+        row = _verdict(row, trials, best and best[0])
+        found = technique.found(best[1] if best else candidates[0])
+        return replace(row, why=f"{row.why}; {found}") if found else row
+
+    def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[Source]:
+        """Whatever looking for them raises is a reason to do without."""
+        try:
+            return technique.candidates(self._bench.job, self._bench.pace)
+        except (NotApplicable, NothingBetter):
+            raise
+        except Exception as error:
+            raise NothingBetter(_first_line(error)) from error
+        finally:
+            self._bench.rewind()
 
     def _try_loader(self, candidate: Source, made: list[Iterable[Any]]) -> Trial:
         job = self._bench.job
@@ -283,6 +296,10 @@ class Tuner:
 
 def _earns(trial: Trial) -> bool:
     return not trial.failure and trial.gain is not None and pays(trial.gain, trial.pairs)
+
+
+def _spares(trial: Trial) -> bool:
+    return not trial.failure and trial.gain is not None and keeps_pace(trial.gain, trial.pairs)
 
 
 def _ratio(trial: Trial) -> float:

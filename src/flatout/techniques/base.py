@@ -61,6 +61,10 @@ class NotApplicable(Exception):
     """Why a technique (or one candidate of it) cannot serve this job: one sentence for the report."""
 
 
+class NothingBetter(Exception):
+    """Why no candidate is worth a trial, as measured already: one sentence for the report."""
+
+
 class Technique(ABC):
     """One row of the checklist.
 
@@ -93,13 +97,13 @@ class Rule(Technique):
 class Measured(Technique):
     """A technique that has to earn its place in a trial."""
 
+    @abstractmethod
+    def most_saved(self, job: Job, pace: Pace) -> float:
+        """The most that it could save of a step, in milliseconds: what cannot pay is not tried."""
+
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Seconds that a candidate takes before its first timed step, for example a cold compilation."""
         return 0.0
-
-    @abstractmethod
-    def candidates(self, job: Job) -> Sequence[Any]:
-        """What there is to try, most promising first."""
 
     @abstractmethod
     def forced(self, job: Job, value: Any) -> Any:
@@ -128,14 +132,35 @@ class StepTechnique(Measured):
     checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
 
+    def most_saved(self, job: Job, pace: Pace) -> float:
+        """What ``optimistic_gain`` would leave out of the step."""
+        return pace.step_ms * (1 - 1 / self.optimistic_gain)
+
     @abstractmethod
     def candidates(self, job: Job) -> Sequence[Switch]:
-        """Switches to try."""
+        """Switches to try, most promising first."""
 
 
 class LoaderTechnique(Measured):
     """Changes how batches are made. Its candidates are ``Source`` objects; trials time loading and stepping."""
 
+    def most_saved(self, job: Job, pace: Pace) -> float:
+        """All the waiting for batches."""
+        return pace.load_ms
+
+    def spares(self, job: Job) -> bool:
+        """Whether candidates take less of the machine than the loader does: then one need only not be slower."""
+        return False
+
     @abstractmethod
-    def candidates(self, job: Job) -> Sequence[Source]:
-        """Loaders to try."""
+    def candidates(self, job: Job, pace: Pace) -> Sequence[Source]:
+        """Loaders to try beside a step of this pace, most promising first.
+
+        Raises:
+            NotApplicable: there is none that serves this job.
+            NothingBetter: finding out showed that none can do better than the loader.
+        """
+
+    def found(self, candidate: Any) -> str:
+        """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
+        return ""

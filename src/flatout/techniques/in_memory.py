@@ -65,7 +65,7 @@ class InMemory(LoaderTechnique):
         if not isinstance(job.loader, DataLoader):
             raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
 
-    def candidates(self, job: Job) -> Sequence[Source]:
+    def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[Source]:
         """Gathering where the data is tensors already, else the cache."""
         assert isinstance(job.loader, DataLoader)
         if why_not_in_memory(job.loader) is None:

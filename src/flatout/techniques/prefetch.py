@@ -23,6 +23,6 @@ class Prefetch(Rule):
     exact = True
 
     def check(self, job: Job) -> None:
-        """Only a copy to a GPU can be hidden."""
+        """Only a copy to a GPU can be hidden; batches ahead in worker processes go with their number, in row 2."""
         if job.device.type != "cuda":
-            raise NotApplicable("training runs on the CPU: there is no copy to a device to hide")
+            raise NotApplicable("training runs on the CPU: no copy to hide; how far workers load ahead is for row 2")

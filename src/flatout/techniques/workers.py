@@ -2,73 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from flatout.data import InMemoryLoader, clone_loader
+from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.generators import RandomState
 from flatout.data.machine import usable_cores
-from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
+from flatout.data.tuning import SECONDS
+from flatout.techniques.base import LoaderTechnique, NotApplicable, NothingBetter, Source
 
 if TYPE_CHECKING:
     from flatout.job import Job
+    from flatout.report.model import Pace
+
+_SETTINGS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+_SHOWS = 0.1
+"""Share of a core per worker from which workers are felt by a step that computes on the same cores."""
 
 
 class WorkerSource:
-    """The user's DataLoader with another number of worker processes."""
+    """The user's DataLoader with other settings of its worker processes.
 
-    def __init__(self, loader: DataLoader[Any], workers: int) -> None:
-        self.label = f"{workers} worker{'' if workers == 1 else 's'}"
-        self.value = workers
+    ``value`` holds all of them, by the names of ``DataLoader``'s arguments, so that a plan makes the same loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any], settings: Mapping[str, Any], reason: str = "") -> None:
+        self.value = {**_settings(clone_loader(loader, **settings)), **settings}
+        self.reason = reason
         self._loader = loader
+        self.label = _label(self.value)
 
     def make(self) -> DataLoader[Any]:
-        """Build the loader. Workers live through an epoch, or through all of them where the user's did."""
-        keep = self._loader.persistent_workers and self.value > 0
-        return clone_loader(self._loader, num_workers=self.value, persistent_workers=keep)
+        """Build the loader."""
+        return clone_loader(self._loader, **self.value)
 
 
 class Workers(LoaderTechnique):
-    """Makes batches in worker processes, as many as the step can use.
+    """Makes batches in worker processes: the number, and the batches ahead of each, that ``tune`` finds for the step.
 
     When it helps: decoding or transforming a batch takes longer than a sliver of the step and there are cores to
     spare. When it hurts: small samples (sending a batch between processes costs more than making it), cores that
-    the step itself needs, and more workers than cores. Random augmentation would draw other numbers, so a dataset
-    that is seen to draw any stays where the user has it.
+    the step itself needs, and more workers than cores. A loader with more workers than this process may use cores
+    is tried with fewer even where no step waits; fewer need not be faster then, only not slower. Random augmentation
+    would draw other numbers, so a dataset that is seen to draw any stays where the user has it.
     """
 
     name = "workers"
     number = 2
     title = "loader workers"
-    kept_because = "batches are made in worker processes while the step runs"
+    kept_because = "batches are made while the step runs, by as many worker processes as pay"
 
     def check(self, job: Job) -> None:
-        """A DataLoader that has not been replaced by data in memory."""
+        """An exact DataLoader, whose samples other processes make alike, that data in memory has not replaced."""
         if isinstance(job.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
-        if not isinstance(job.loader, DataLoader):
-            raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
+        if type(job.loader) is not DataLoader:
+            raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not exactly a DataLoader")
         if isinstance(job.loader.dataset, IterableDataset):
             raise NotApplicable("an IterableDataset decides itself what each worker yields")
         state = RandomState.capture(job.loader.dataset)
         with state.restored():
-            job.loader.dataset[0]
+            try:
+                job.loader.dataset[0]
+            except Exception as error:
+                raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
             moved = state.moved()
         if moved is not None:
             raise NotApplicable(f"a sample draws from {moved}: in other processes it would draw other numbers")
 
-    def candidates(self, job: Job) -> Sequence[Source]:
-        """1, 2, 4 ... up to the cores of this machine, and none at all."""
+    def most_saved(self, job: Job, pace: Pace) -> float:
+        """All the waiting for batches; workers beyond the cores slow the step down, too."""
+        return pace.load_ms + (pace.step_ms if self.spares(job) else 0.0)
+
+    def spares(self, job: Job) -> bool:
+        """Fewer of too many workers."""
+        return isinstance(job.loader, DataLoader) and job.loader.num_workers > usable_cores()
+
+    def setup_estimate(self, job: Job, pace: Pace) -> float:
+        """What ``tune`` takes: some rounds of all workers where batches are slow."""
+        return max(SECONDS, 8 * pace.load_ms / 1e3)
+
+    def candidates(self, job: Job, pace: Pace) -> Sequence[Source]:
+        """What suits the step; fewer where it computes on the cores that workers use; none where the user has some."""
         assert isinstance(job.loader, DataLoader)
-        loader, cores = job.loader, usable_cores()
-        counts = [n for n in (2, 4, 8, 16, 32) if n < cores] + [cores, 1, 0]
-        return [WorkerSource(loader, n) for n in dict.fromkeys(counts) if n != loader.num_workers]
+        loader = job.loader
+        tuned = tune(loader, pace.step_ms / 1e3)
+        numbers = [tuned.workers]
+        if job.device.type == "cpu" and tuned.busy > _SHOWS:
+            numbers += [n for n in (tuned.workers // 2, 1) if 0 < n < tuned.workers]
+        if loader.num_workers:
+            numbers.append(0)
+        sources = [
+            WorkerSource(loader, {**tuned.settings, "num_workers": n} if n else {"num_workers": 0}, tuned.reason)
+            for n in dict.fromkeys(numbers)
+        ]
+        others = [source for source in sources if source.value != _settings(loader)]
+        if not others:
+            raise NothingBetter(tuned.reason)
+        return others
+
+    def found(self, candidate: WorkerSource) -> str:
+        """The sentence of ``tune``."""
+        return candidate.reason
 
     def forced(self, job: Job, value: Any) -> Source:
-        """A number of workers."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"techniques['workers'] must be a number of workers or False, got {value!r}")
+        """A number of workers, or a dict of ``DataLoader``'s arguments about workers."""
         assert isinstance(job.loader, DataLoader)
-        return WorkerSource(job.loader, value)
+        settings = value if isinstance(value, Mapping) else {"num_workers": value}
+        workers = settings.get("num_workers")
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0 or settings.keys() - set(_SETTINGS):
+            raise ValueError(
+                "techniques['workers'] must be a number of workers, "
+                f"num_workers and others of {', '.join(_SETTINGS)} in a dict, or False; got {value!r}"
+            )
+        if workers == 0:
+            return WorkerSource(job.loader, {"num_workers": 0})
+        try:
+            return WorkerSource(job.loader, settings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"techniques['workers'] cannot be {value!r}: {error}") from error
+
+
+def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader's workers are like, its start method aside."""
+    if loader.num_workers == 0:
+        return {"num_workers": 0}
+    return {name: getattr(loader, name) for name in _SETTINGS[:3]}
+
+
+def _label(settings: Mapping[str, Any]) -> str:
+    workers = settings["num_workers"]
+    label = f"{workers} worker{'' if workers == 1 else 's'}"
+    if workers:
+        label += f", {settings['prefetch_factor']} ahead" + ", persistent" * settings["persistent_workers"]
+    return label
