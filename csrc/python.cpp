@@ -1,6 +1,7 @@
 // python.cpp: the stateful classes, bound with pybind11. Torch-free: tensors cross as pointers or DLPack.
 #include <pybind11/pybind11.h>
 
+#include "cache/bindings.h"
 #include "mfu/bindings.h"
 #include "prefetch/bindings.h"
 
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_host, m) {
 #endif
   flatout::bind_mfu(m);
   bind_prefetch(m);
+  bind_cache(m);
 }

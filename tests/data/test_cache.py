@@ -2,80 +2,17 @@
 
 from __future__ import annotations
 
-import collections
+import os
 import random
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from flatout.data import NotCacheable, cache_in_memory
+from flatout.data import CachedDataset, NotCacheable, cache_in_memory
 from flatout.data.cache import available_memory
-
-
-class Point(NamedTuple):
-    x: object
-    y: object
-
-
-class Made(Dataset):
-    """Samples made by a function of the index."""
-
-    def __init__(self, make, length: int = 23):
-        self.make = make
-        self.length = length
-        self.calls: list = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        self.calls.append(index)
-        return self.make(index)
-
-
-class Batched(Made):
-    def __getitems__(self, indices):
-        return [self.make(index) for index in indices]
-
-
-SAMPLES = {
-    "tuple": lambda i: (torch.full((2, 3), i), i),
-    "list": lambda i: [torch.tensor(i), i / 3],
-    "dict": lambda i: {"x": np.full((4,), i, dtype=np.float32), "n": i, "inner": (i * 1.0, i % 2 == 0)},
-    "ordered": lambda i: collections.OrderedDict(b=i, a=torch.tensor([i])),
-    "namedtuple": lambda i: Point(np.uint8(i), np.float64(i)),
-    "tensor": lambda i: torch.arange(6).reshape(2, 3) + i,
-    "int": lambda i: i * 1_000_000_007,
-    "float": lambda i: float("nan") if i == 3 else i / 7,
-    "bool": lambda i: i % 3 == 0,
-    "bf16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
-    "permuted": lambda i: torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1) * i,
-    "numpy bool": lambda i: np.bool_(i % 2),
-    "numpy views": lambda i: np.arange(10)[: i % 1 + 4],
-    "nested lists": lambda i: [[i, (i, torch.tensor(i))], {"k": [i]}],
-}
-
-
-def same(left, right) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
-        return (
-            left.dtype == right.dtype
-            and left.shape == right.shape
-            and left.stride() == right.stride()
-            and left.numpy(force=True).tobytes() == right.numpy(force=True).tobytes()
-            if left.dtype is not torch.bfloat16
-            else torch.equal(left, right)
-        )
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    return len(left) == len(right) and all(map(same, left, right))
+from tests.samples import RANDOM, REFUSED, SAMPLES, Attribute, Batched, Made, same, states
 
 
 @pytest.mark.parametrize("dataset", [Made, Batched, lambda make: Subset(Made(make), [5, 1, 17, 1])])
@@ -97,11 +34,48 @@ def test_equals_the_loader(name, shuffle, dataset):
 def test_each_sample_once_in_order_then_never_again():
     dataset = Made(lambda i: i, 100)
     loader = cache_in_memory(DataLoader(dataset, 10, shuffle=True))
-    assert dataset.calls[:100] == list(range(100))
-    assert 8 <= len(dataset.calls[100:]) <= 16
+    looked_at, rest = dataset.calls[:32], dataset.calls[32:]
+    assert looked_at[16:] == sorted(set(looked_at)) == looked_at[:16]
+    assert rest == sorted(set(range(100)) - set(looked_at))
     dataset.calls.clear()
     assert sum(int(batch.sum()) for batch in loader) == 4950
     assert dataset.calls == []
+
+
+@pytest.mark.parametrize("name", ["dict", "tensor", "namedtuple"])
+def test_samples_are_decoded_in_the_workers_of_the_loader(name):
+    makers = torch.zeros(100, dtype=torch.int64).share_memory_()
+
+    def make(i):
+        makers[i] = os.getpid()
+        return SAMPLES[name](i)
+
+    before = states()
+    loader = cache_in_memory(DataLoader(Made(make, 100), 7, shuffle=True, num_workers=2))
+    assert states() == before
+    assert int((makers == os.getpid()).sum()) == 16  # looked at here
+    assert len(makers.unique()) == 3
+    torch.manual_seed(1)
+    ours = list(loader)
+    torch.manual_seed(1)
+    theirs = list(DataLoader(Made(SAMPLES[name], 100), 7, shuffle=True))
+    assert all(map(same, ours, theirs))
+
+
+def test_a_row_lost_with_its_process_is_no_zero():
+    cached = CachedDataset(Made(lambda i: i, 100))
+    cached._table._states.claim(7 + 1)
+    with pytest.raises(NotCacheable, match=r"dataset\[8\] is being written, or was when its process ended"):
+        cache_in_memory(DataLoader(cached))
+    assert cached[8] == 8
+
+
+def test_forced():
+    loader = DataLoader(Made(lambda i: torch.rand(2)), 5)
+    with pytest.raises(NotCacheable, match="random"):
+        cache_in_memory(loader)
+    frozen = cache_in_memory(loader, force=True)
+    assert all(map(same, frozen, frozen))
 
 
 def test_batches_do_not_share_containers():
@@ -109,55 +83,6 @@ def test_batches_do_not_share_containers():
     first["x"].zero_()
     first["new"] = first.pop("n")
     assert list(second) == ["x", "n", "inner"]
-
-
-def from_closure():
-    own = random.Random(1)
-    return lambda i: own.random()
-
-
-class Attribute:
-    """A transform with a generator of its own, as torchvision-like transforms have."""
-
-    def __init__(self, own, draw):
-        self.transforms = [{"rng": own}]
-        self.draw = draw
-
-    def __call__(self, i):
-        return self.draw(self.transforms[0]["rng"])
-
-
-def hidden(i, _count=iter(range(10**9))):  # noqa: B008  (state that no generator shows)
-    return next(_count)
-
-
-RANDOM = {
-    "torch": (lambda: lambda i: torch.rand(2), "torch's default generator"),
-    "random": (lambda: lambda i: random.random(), "Python's random"),
-    "numpy": (lambda: lambda i: np.random.rand(), "NumPy's global generator"),
-    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "torch's default"),
-    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "torch's default generator"),
-    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "Python's random"),
-    "torch.Generator": (
-        lambda: Attribute(torch.Generator(), lambda own: torch.rand(2, generator=own)),
-        r"torch\S*Generator of the dataset",
-    ),
-    "numpy.Generator": (
-        lambda: Attribute(np.random.default_rng(0), lambda own: own.random()),
-        "Generator of the",
-    ),
-    "numpy.RandomState": (
-        lambda: Attribute(np.random.RandomState(0), lambda own: own.rand()),
-        "RandomState of the",
-    ),
-    "random.Random": (from_closure, "random.Random of the dataset"),
-    "hidden": (lambda: hidden, "two different results"),
-    "SystemRandom": (lambda: lambda i: random.SystemRandom().random(), "two different results"),
-}
-
-
-def states():
-    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
 
 
 @pytest.mark.parametrize("dataset", [Made, Batched])
@@ -187,54 +112,6 @@ def test_generators_of_the_dataset_are_restored():
                 type(own), np.random.default_rng
             )(0)
             assert [fresh.random(), fresh.random()] == [first, second]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
-class Epochs(Made):
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
-class Unsized:
-    def __getitem__(self, index):
-        return index
-
-
-def raises(i):
-    if i == 7:
-        raise OSError("broken file")
-    return i
-
-
-REFUSED = {
-    "ragged": (lambda: Made(lambda i: torch.zeros(i)), "differ in shape"),
-    "dtype varies": (
-        lambda: Made(lambda i: np.zeros(2, np.float32 if i else np.float64)),
-        "differ in shape|float32",
-    ),
-    "type varies": (lambda: Made(lambda i: i if i < 9 else float(i)), r"dataset\[9\] is made of other types"),
-    "keys vary": (lambda: Made(lambda i: {"a" if i < 9 else "b": i}), "other types"),
-    "length varies": (lambda: Made(lambda i: [0] * (1 + i // 9)), "other types"),
-    "strings": (lambda: Made(lambda i: (i, str(i))), "strings"),
-    "bytes": (lambda: Made(lambda i: b"x"), "strings"),
-    "none": (lambda: Made(lambda i: (i, None)), "NoneType"),
-    "object": (lambda: Made(lambda i: object()), "object"),
-    "string array": (lambda: Made(lambda i: np.array(["a"])), "cannot be collated"),
-    "big ints": (lambda: Made(lambda i: 2**70), "cannot be collated"),
-    "empty samples": (lambda: Made(lambda i: ()), "no tensor"),
-    "no samples": (lambda: Made(lambda i: i, 0), "empty"),
-    "gradients": (lambda: Made(lambda i: torch.ones(2, requires_grad=True)), "requires grad"),
-    "meta": (lambda: Made(lambda i: torch.ones(2, device="meta")), "meta"),
-    "sparse": (lambda: Made(lambda i: torch.eye(2).to_sparse()), "collated"),
-    "raises": (lambda: Made(raises), r"raised OSError: broken file"),
-    "iterable": (lambda: Stream(), "not map-style"),
-    "epochs": (lambda: Epochs(lambda i: i), "set_epoch"),
-    "parameter": (lambda: Made(lambda i: torch.nn.Parameter(torch.ones(1))), "Parameter"),
-}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,15 +1,17 @@
 """The data path: loaders that keep a training loop fed."""
 
 from flatout.data.batch import batch_size_of, map_tensors, tensors_of, to_device
-from flatout.data.cache import NotCacheable, cache_in_memory
+from flatout.data.cache import CachedDataset, cache_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
 from flatout.data.normalize import Normalize
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.remote import WorkerError
+from flatout.data.samples import NotCacheable
 from flatout.data.tuning import Tuned, tune
 
 __all__ = [
+    "CachedDataset",
     "InMemoryLoader",
     "Normalize",
     "NotCacheable",

@@ -1,46 +1,248 @@
-"""``cache_in_memory``: decode a deterministic dataset once, then serve it from memory."""
+"""Samples that are slow to make, made once: ``CachedDataset`` for any loader, ``cache_in_memory`` for whole batches."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate
 
-from flatout.data.batch import map_tensors, tensors_of
-from flatout.data.gather import why_not_column
-from flatout.data.generators import RandomState
+from flatout.data.batch import map_tensors
+from flatout.data.generators import RandomState, generators_in
 from flatout.data.machine import available_memory
 from flatout.data.memory import InMemoryLoader, why_not_collated
 from flatout.data.order import why_not_ordered
+from flatout.data.prefetcher import Prefetcher
+from flatout.data.samples import Layout, NotCacheable, taken_apart
+from flatout.data.table import Table
 
-_CHUNK = 32  # samples asked for at a time where the dataset has __getitems__
+_CHUNK = 32  # samples decoded at a time, at most, where all of them are
+_CHUNKS = 8  # for each worker, or the last one to end would keep all others waiting
 _SECOND_LOOK = 16  # samples evaluated twice
 
 
-class NotCacheable(ValueError):
-    """A loader that cannot be served from memory; the message says why."""
+class CachedDataset(Dataset):
+    """A deterministic map-style dataset whose samples are decoded once, by whichever process first asks for them.
+
+    They are kept in columns of contiguous memory that all processes share: those forked later and those that
+    ``multiprocessing`` starts by any method, workers of a ``DataLoader`` and the next epoch's, ranks of a job. No
+    reader writes to it, so it stays one copy; it is taken as samples are written and freed with the last user. Any
+    other pickle, and a deep copy, begins with no sample decoded. A process that dies while it writes a sample costs
+    this one sample its place.
+
+    A sample equals ``dataset[index]``: containers, types, values, in memory of its own (``np.memmap`` becomes
+    ``np.ndarray``). What ``dataset`` means by an index that is no integer in ``[0, len)``, and the errors that it
+    raises, are its own. Public attributes are ``dataset``'s. A later change to ``dataset``, such as another
+    transform, does not reach samples that were decoded before.
+
+    Random samples must not be frozen. A dataset is refused when evaluating it moves a global generator of torch,
+    ``random`` or NumPy, or a generator found in its attributes, or when a second evaluation of 16 samples spread over
+    it gives other bits; randomness that hides from all of these is not noticed. Should a sample later move a generator
+    (other threads must not draw at that moment), or be of another make than the first, then a warning says so once
+    and every process has its samples from ``dataset`` from there on, the random numbers of that one included.
+
+    Args:
+        dataset: map-style; samples are tensors, arrays and numbers of unvarying shape in dicts, lists, (named) tuples.
+        byte_budget: bytes that all samples together may take; default: a quarter of the memory that is available.
+        force: do not look for randomness: what was drawn for a sample at first is what it stays. Augmentation is
+            frozen.
+
+    Attributes:
+        dataset: the wrapped dataset.
+
+    Raises:
+        NotCacheable: the message says why. Generators are as before, here as on success.
+    """
+
+    def __init__(self, dataset: Any, *, byte_budget: int | None = None, force: bool = False) -> None:
+        reason = _why_not_dataset(dataset)
+        if reason is not None:
+            raise NotCacheable(reason)
+        self.dataset = dataset
+        self._force = force
+        self._generators: list[Any] | None = generators_in(dataset)
+        budget = available_memory() // 4 if byte_budget is None else byte_budget
+        with RandomState.of(self._generators).restored():
+            before = self._random_state()
+            (sample,) = _samples(dataset, [0])
+            _refuse_moved(before, [0])  # at once: most random datasets are random from the first sample on
+            layout, values = _taken_apart(0, sample)
+            self._table = _table(layout, len(dataset), budget)
+            self._table.put(0, values)
+            if not force:
+                self._look_twice()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._row(index)
+        if row is None or self.given_up is not None:
+            return self.dataset[index]
+        if self._table.has(row):
+            return self._table.take(row)
+        before = self._random_state()
+        sample = self.dataset[row]
+        try:
+            self._keep(before, [row], [sample])
+        except NotCacheable as reason:
+            self._give_up(reason)
+            return sample
+        return self._table.take(row) if self._table.has(row) else sample
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """Samples of many indices; those not decoded yet are asked for together where ``dataset`` can do that."""
+        batched = getattr(self.dataset, "__getitems__", None)
+        if not batched:
+            return [self[index] for index in indices]
+        rows = [row for row in map(self._row, indices) if row is not None]
+        if len(rows) < len(indices) or self.given_up is not None:
+            return batched(indices)
+        missing = [row for row in dict.fromkeys(rows) if not self._table.has(row)]
+        made: dict[Any, Any] = {}
+        if missing:
+            before = self._random_state()
+            samples = batched(missing)
+            try:
+                self._keep(before, missing, samples)
+            except NotCacheable as reason:
+                self._give_up(reason)
+                if before is not None:
+                    before.restore()  # once more, with the numbers that the whole batch would have drawn
+                return batched(indices)
+            made = dict(zip(missing, samples, strict=True))
+        return [self._table.take(row) if self._table.has(row) else made[row] for row in rows]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "dataset":  # a copy looks for these before there is a dataset to ask
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_generators": None}  # found anew in the copy
+
+    @property
+    def given_up(self) -> str | None:
+        """Why samples are not cached any more; ``None`` while they are. The same in all processes."""
+        return self._table.note
+
+    def fill(self, *, num_workers: int = 0, multiprocessing_context: Any = None) -> None:
+        """Decode all samples now that have not been.
+
+        Args:
+            num_workers: processes to decode in; 0: here, in order.
+            multiprocessing_context: how to start them, as in ``DataLoader``.
+
+        Raises:
+            NotCacheable: a sample raised an exception, moved a generator, or is of another make than the first.
+            WorkerError: a worker process died.
+        """
+        if self.given_up is not None:
+            raise NotCacheable(self.given_up)
+        missing = self._table.missing()
+        size = min(_CHUNK, max(1, len(missing) // (_CHUNKS * max(1, num_workers))))
+        chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
+        with RandomState.capture(self.dataset).restored():
+            if num_workers == 0:
+                for chunk in chunks:
+                    self._decode(chunk)
+            elif chunks:
+                self._decode_in_workers(chunks, num_workers, multiprocessing_context)
+
+    def _decode_in_workers(self, chunks: list[list[int]], workers: int, context: Any) -> None:
+        loader: DataLoader = DataLoader(
+            _Decoding(self),
+            batch_size=None,
+            sampler=chunks,
+            num_workers=min(workers, len(chunks)),
+            multiprocessing_context=context,
+        )
+        decoded = Prefetcher(loader, "cpu")
+        try:
+            for _ in decoded:
+                pass
+        finally:
+            decoded.close()
+
+    def _row(self, index: Any) -> int | None:
+        """The row that ``index`` means beyond doubt."""
+        if isinstance(index, Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
+            index = index.item()
+        if (type(index) is int or isinstance(index, np.integer)) and 0 <= index < self._table.rows:
+            return int(index)
+        return None
+
+    def _random_state(self) -> RandomState | None:
+        """Of what may not move while a sample is made."""
+        if self._force:
+            return None
+        if self._generators is None:
+            self._generators = generators_in(self.dataset)
+        return RandomState.of(self._generators)
+
+    def _decode(self, rows: list[int]) -> None:
+        before = self._random_state()
+        self._keep(before, rows, list(_samples(self.dataset, rows)))
+
+    def _keep(self, before: RandomState | None, rows: Sequence[int], samples: Any) -> None:
+        """Write ``samples``, evaluated since ``before``, into their rows."""
+        _refuse_moved(before, rows)
+        _check_count(samples, len(rows))
+        for row, sample in zip(rows, samples, strict=True):
+            layout, values = _taken_apart(row, sample)
+            if layout != self._table.layout:
+                raise NotCacheable(f"dataset[{row}] {self._table.layout.difference(layout)}")
+            self._table.put(row, values)
+
+    def _look_twice(self) -> None:
+        last = self._table.rows - 1
+        spread = sorted({round(i * last / (_SECOND_LOOK - 1)) for i in range(_SECOND_LOOK)})
+        self._decode([row for row in spread if not self._table.has(row)])
+        before = self._random_state()
+        for row, sample in zip(spread, _samples(self.dataset, spread), strict=True):
+            layout, values = _taken_apart(row, sample)
+            if layout != self._table.layout or not self._table.holds(row, values):
+                raise NotCacheable(f"dataset[{row}] gave two different results: the dataset is random")
+        _refuse_moved(before, spread)
+
+    def _give_up(self, reason: NotCacheable) -> None:
+        if self._table.leave_note(str(reason)):
+            warnings.warn(f"samples are not cached any more: {reason}", stacklevel=3)
+
+
+class _Decoding(Dataset):
+    """Decodes the samples of a chunk of indices where it is asked for them, and has nothing to hand back."""
+
+    def __init__(self, cached: CachedDataset) -> None:
+        self._cached = cached
+
+    def __getitem__(self, chunk: list[int]) -> None:
+        self._cached._decode(chunk)
 
 
 def cache_in_memory(
-    loader: DataLoader, *, byte_budget: int | None = None, depth: int = 2, threads: int | None = None
+    loader: DataLoader,
+    *,
+    byte_budget: int | None = None,
+    force: bool = False,
+    depth: int = 2,
+    threads: int | None = None,
 ) -> InMemoryLoader:
-    """Evaluate every sample of a deterministic map-style dataset once, and serve batches from memory.
+    """Decode every sample of a deterministic map-style dataset once, and serve batches from memory.
 
     The batches equal those of ``loader`` with ``num_workers=0``, in its order: what default collate makes of
-    the samples (ints to int64, floats to float64, tuples to lists, NumPy arrays to tensors). Samples are
-    evaluated in order on the calling thread. A dataset is taken for random, and refused, when evaluating it
-    moves a global generator of torch, ``random`` or NumPy, or a generator found in its attributes, or when a
-    second evaluation of 16 samples spread over it gives other bits; randomness that hides from all of these
-    is not noticed.
+    the samples (ints to int64, floats to float64, tuples to lists, NumPy arrays to tensors). Samples are decoded as
+    by :meth:`CachedDataset.fill`: in worker processes where ``loader`` has some, else on the calling thread; each
+    sample once, but for 16 that are evaluated twice.
 
     Args:
-        loader: default collate, torch's random or sequential sampler, any map-style dataset.
-        byte_budget: bytes that the samples may take; default: a quarter of the memory that is available.
+        loader: default collate, any map-style dataset; one over a :class:`CachedDataset` shares its memory.
+        byte_budget: as in :class:`CachedDataset`, and so is what is refused.
+        force: as in :class:`CachedDataset`: augmentation is frozen.
         depth: batches gathered ahead.
         threads: gathering threads, as in :class:`InMemoryLoader`.
 
@@ -49,25 +251,30 @@ def cache_in_memory(
 
     Raises:
         NotCacheable: the message says why. Generators are as before, here as on success.
+        WorkerError: a worker process died.
     """
     reason = why_not_collated(loader) or _why_not_dataset(loader.dataset) or why_not_ordered(loader)
     if reason is not None:
         raise NotCacheable(reason)
-    dataset: Any = loader.dataset
-    budget = available_memory() // 4 if byte_budget is None else byte_budget
-    state = RandomState.capture(dataset)
-    with state.restored():
-        table = _Table(len(dataset), budget)
-        for index, sample in enumerate(_samples(dataset, range(len(dataset)))):
-            table.put(index, sample)
-            if index == 0:
-                _refuse_moved(state)  # at once: most random datasets are random from the first sample on
-        spread = sorted({round(i * (len(dataset) - 1) / (_SECOND_LOOK - 1)) for i in range(_SECOND_LOOK)})
-        for index, sample in zip(spread, _samples(dataset, spread), strict=True):
-            if not table.holds(index, sample):
-                raise NotCacheable(f"dataset[{index}] gave two different results: the dataset is random")
-        _refuse_moved(state)
-    return InMemoryLoader.over(loader, table.columns, table.assemble, depth=depth, threads=threads)
+    cached = loader.dataset
+    if type(cached) is not CachedDataset:
+        cached = CachedDataset(cached, byte_budget=byte_budget, force=force)
+    cached.fill(num_workers=loader.num_workers, multiprocessing_context=loader.multiprocessing_context)
+    table = cached._table
+    lost = next((row for row in range(table.rows) if not table.has(row)), None)
+    if lost is not None:
+        raise NotCacheable(f"dataset[{lost}] is being written, or was when its process ended")
+    try:
+        batch = default_collate([table.take(0)])  # in the containers that batches have
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise NotCacheable(f"dataset[0] cannot be collated: {error}") from error
+    skeleton = map_tensors(lambda _: torch.empty(0), batch)
+
+    def assemble(tensors: list[Tensor]) -> Any:
+        left = iter(tensors)
+        return map_tensors(lambda _: next(left), skeleton)
+
+    return InMemoryLoader.over(loader, table.columns, assemble, depth=depth, threads=threads)
 
 
 def _why_not_dataset(dataset: Any) -> str | None:
@@ -80,101 +287,47 @@ def _why_not_dataset(dataset: Any) -> str | None:
     return "the dataset is empty" if len(dataset) == 0 else None
 
 
-def _refuse_moved(state: RandomState) -> None:
-    moved = state.moved()
+def _table(layout: Layout, rows: int, byte_budget: int) -> Table:
+    if not layout.leaves:
+        raise NotCacheable("dataset[0] holds no tensor, array or number")
+    needed = rows * layout.nbytes
+    if needed > byte_budget:
+        raise NotCacheable(f"the samples take {needed:,} bytes, the budget is {byte_budget:,}")
+    try:
+        return Table(layout, rows)
+    except OSError as error:
+        raise NotCacheable(f"no {needed:,} bytes of shared memory for the samples: {error}") from error
+
+
+def _taken_apart(index: int, sample: Any) -> tuple[Layout, list[Any]]:
+    try:
+        return taken_apart(sample)
+    except NotCacheable as reason:
+        raise NotCacheable(f"dataset[{index}] {reason}") from None
+
+
+def _refuse_moved(before: RandomState | None, indices: Sequence[int]) -> None:
+    moved = before.moved() if before is not None else None
     if moved is not None:
-        raise NotCacheable(f"evaluating a sample moved {moved}: the dataset is random")
+        raise NotCacheable(f"evaluating {_named(indices)} moved {moved}: the dataset is random")
 
 
-def _samples(dataset: Any, indices: Any) -> Iterator[Any]:
+def _check_count(samples: Any, count: int) -> None:
+    if not isinstance(samples, (list, tuple)) or len(samples) != count:
+        raise NotCacheable(f"__getitems__ does not return a list of {count} samples for as many indices")
+
+
+def _samples(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
     """``dataset[i]`` for each index, fetched the way DataLoader does."""
     batched = getattr(dataset, "__getitems__", None)
-    size = _CHUNK if batched else 1
-    for start in range(0, len(indices), size):
-        chunk = list(indices[start : start + size])
+    for asked in [list(indices)] if batched else [[index] for index in indices]:
         try:
-            samples = batched(chunk) if batched else [dataset[index] for index in chunk]
+            samples = batched(asked) if batched else [dataset[index] for index in asked]
         except Exception as error:  # the user's own code: it will raise again where the user looks for it
-            raise NotCacheable(f"dataset[{chunk[0]}..{chunk[-1]}] raised {type(error).__name__}: {error}") from error
-        if not isinstance(samples, (list, tuple)) or len(samples) != len(chunk):
-            raise NotCacheable(f"__getitems__ does not return a list of {len(chunk)} samples for as many indices")
+            raise NotCacheable(f"{_named(asked)} raised {type(error).__name__}: {error}") from error
+        _check_count(samples, len(asked))
         yield from samples
 
 
-def _signature(sample: Any) -> Any:
-    """Types of a sample's containers and leaves: what decides how default collate stacks it."""
-    kind = type(sample)
-    if kind in (dict, OrderedDict):
-        return kind, tuple((key, _signature(value)) for key, value in sample.items())
-    if kind in (list, tuple) or (isinstance(sample, tuple) and hasattr(sample, "_fields")):
-        return kind, tuple(_signature(value) for value in sample)
-    if kind in (str, bytes):
-        raise NotCacheable("samples hold strings")
-    if kind in (Tensor, np.ndarray, np.memmap, int, float, bool) or isinstance(sample, (np.number, np.bool_)):
-        return kind
-    raise NotCacheable(f"samples hold a {kind.__name__}")
-
-
-class _Table:
-    """Samples, stacked leaf by leaf."""
-
-    def __init__(self, samples: int, byte_budget: int) -> None:
-        self._samples = samples
-        self._byte_budget = byte_budget
-        self._signature: Any = None
-        self._skeleton: Any = None
-        self.columns: list[Tensor] = []
-
-    def put(self, index: int, sample: Any) -> None:
-        """Store ``sample`` as row ``index``."""
-        signature = _signature(sample)
-        try:
-            row = default_collate([sample])  # its conversions are the definition of what a batch holds
-        except (TypeError, RuntimeError, ValueError, OverflowError) as error:
-            raise NotCacheable(f"dataset[{index}] cannot be collated: {error}") from error
-        leaves = tensors_of(row)
-        if not self.columns:
-            self._allocate(row, leaves)
-            self._signature = signature
-        if signature != self._signature:
-            raise NotCacheable(f"dataset[{index}] is made of other types than dataset[0]")
-        for column, leaf in zip(self.columns, leaves, strict=True):
-            if leaf.shape[1:] != column.shape[1:] or leaf.dtype != column.dtype:
-                raise NotCacheable(
-                    f"dataset[{index}] holds {leaf.dtype} {tuple(leaf.shape[1:])} where dataset[0] holds "
-                    f"{column.dtype} {tuple(column.shape[1:])}: samples differ in shape"
-                )
-            if leaf.requires_grad:
-                raise NotCacheable(f"dataset[{index}] holds a tensor that requires grad")
-            column[index] = leaf[0]
-
-    def _allocate(self, row: Any, leaves: list[Tensor]) -> None:
-        if not leaves:
-            raise NotCacheable("samples hold no tensor")
-        for leaf in leaves:
-            reason = why_not_column(leaf)
-            if reason is not None:
-                raise NotCacheable(f"samples hold {reason}")
-        needed = self._samples * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        if needed > self._byte_budget:
-            raise NotCacheable(f"the samples take {needed:,} bytes, the budget is {self._byte_budget:,}")
-        self.columns = [torch.empty((self._samples, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in leaves]
-        self._skeleton = map_tensors(lambda _: torch.empty(0), row)
-
-    def holds(self, index: int, sample: Any) -> bool:
-        """Whether row ``index`` is ``sample``, bit for bit."""
-        if _signature(sample) != self._signature:
-            return False
-        leaves = tensors_of(default_collate([sample]))
-        return all(_same_bits(column[index], leaf[0]) for column, leaf in zip(self.columns, leaves, strict=True))
-
-    def assemble(self, tensors: list[Tensor]) -> Any:
-        """A batch's columns in the containers of the samples."""
-        left = iter(tensors)
-        return map_tensors(lambda _: next(left), self._skeleton)
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
+def _named(indices: Sequence[int]) -> str:
+    return f"dataset[{indices[0]}]" if len(indices) == 1 else f"dataset[{indices[0]}..{indices[-1]}]"

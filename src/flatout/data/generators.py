@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,16 @@ class RandomState:
     @classmethod
     def held_by(cls, root: Any) -> RandomState:
         """Read the generators in attributes, containers and closures below ``root``."""
-        return cls([_track_found(generator) for generator in _generators(root)])
+        return cls([_track_found(generator) for generator in generators_in(root)])
 
     @classmethod
     def capture(cls, root: Any = None) -> RandomState:
         """Read the global generators, and those in attributes, containers and closures below ``root``."""
+        return cls.of(generators_in(root))
+
+    @classmethod
+    def of(cls, generators: Sequence[Any]) -> RandomState:
+        """Read the global generators and ``generators``."""
         tracked = [
             _track("torch's default generator", torch.get_rng_state, torch.set_rng_state),
             _track("Python's random", random.getstate, random.setstate),
@@ -45,7 +50,8 @@ class RandomState:
         ]
         if torch.cuda.is_initialized():
             tracked.append(_track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-        return cls(tracked + cls.held_by(root)._tracked)
+        tracked += [_track_found(generator) for generator in generators]
+        return cls(tracked)
 
     def moved(self) -> str | None:
         """Name of the first generator whose state has changed since; ``None`` if all are as they were."""
@@ -68,7 +74,7 @@ class RandomState:
             if found is not None:
                 each.write(_like(left.pop(found)[1], each.state))
 
-    @contextmanager
+    @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Put every generator back at the end, whatever happens inside."""
         try:
@@ -93,7 +99,8 @@ def _track_found(generator: Any) -> _Tracked:
     return _track(name, generator.getstate, generator.setstate)
 
 
-def _generators(root: Any) -> list[Any]:
+def generators_in(root: Any) -> list[Any]:
+    """The generators in attributes, containers and closures below ``root``."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     found: list[Any] = []
     seen: set[int] = set()
@@ -158,5 +165,7 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
     if isinstance(left, (list, tuple)):
+        with contextlib.suppress(ValueError, RuntimeError):  # numbers alone: many times faster than one by one
+            return bool(left == right)
         return len(left) == len(right) and all(map(_same, left, right))
     return left == right

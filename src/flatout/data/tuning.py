@@ -25,7 +25,7 @@ from flatout.data.machine import (
     usable_cores,
     wanted_core_seconds,
 )
-from flatout.data.remote import with_whole_exceptions
+from flatout.data.remote import InWorker
 
 SECONDS = 3.0
 """What finding out may take."""
@@ -469,7 +469,8 @@ class _Trials:
             return clone_loader(self._loader, **settings)
         if self.start_method is not None:
             settings["multiprocessing_context"] = self.start_method
-        return with_whole_exceptions(clone_loader(self._loader, persistent_workers=False, **settings))
+        settings |= {"persistent_workers": False, "worker_init_fn": InWorker(self._loader.worker_init_fn)}
+        return clone_loader(self._loader, **settings)
 
 
 def _endless(indices: Iterable[Any]) -> Iterator[Any]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from flatout.data import InMemoryLoader, NotCacheable, cache_in_memory, why_not_in_memory
+from flatout.data import (
+    CachedDataset,
+    InMemoryLoader,
+    NotCacheable,
+    WorkerError,
+    cache_in_memory,
+    clone_loader,
+    why_not_in_memory,
+)
+from flatout.data.memory import why_not_collated
 from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
 
 if TYPE_CHECKING:
@@ -22,26 +32,39 @@ class InMemorySource:
 
     label: str
     loader: DataLoader[Any]
-    build: Callable[[DataLoader[Any]], InMemoryLoader]
+    build: Callable[[DataLoader[Any]], InMemoryLoader | DataLoader[Any]]
     value: Any = True
 
-    def make(self) -> InMemoryLoader:
+    def make(self) -> InMemoryLoader | DataLoader[Any]:
         """Build the loader; caching decodes every sample once.
 
         Raises:
-            NotApplicable: a sample turned out to be random, ragged or too large to keep.
+            NotApplicable: a sample turned out to be random, ragged or too large to keep, or a worker died of it.
         """
         try:
             return self.build(self.loader)
-        except NotCacheable as error:
+        except (NotCacheable, WorkerError) as error:
             raise NotApplicable(str(error)) from error
+
+
+def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """``loader`` with its own collate and workers, over samples that are all decoded.
+
+    Raises:
+        NotCacheable: the samples cannot be kept; the message says why.
+        WorkerError: a worker process died.
+    """
+    samples = CachedDataset(loader.dataset)
+    samples.fill(num_workers=loader.num_workers, multiprocessing_context=loader.multiprocessing_context)
+    return clone_loader(loader, dataset=samples)
 
 
 class InMemory(LoaderTechnique):
     """Gathers each batch from tensors in memory by native threads, ahead of the step.
 
     A ``TensorDataset`` is gathered from where it is; the samples of a deterministic map-style dataset are decoded
-    once and kept. Order, values, types and random-number consumption equal the DataLoader's without workers.
+    once and kept. Order, values, types and random-number consumption equal the DataLoader's without workers. Where
+    only the user's own collate can make batches of them, the DataLoader stays, over samples in memory.
 
     When it helps: a DataLoader spends 5 to 50 microseconds of Python on every sample, whatever its size. When it
     hurts: it takes the memory of the decoded data; random augmentation must not be frozen, so a dataset that
@@ -58,22 +81,40 @@ class InMemory(LoaderTechnique):
         """Caching reads every sample once, as one epoch does; data that is tensors already needs none."""
         if not isinstance(job.loader, DataLoader) or why_not_in_memory(job.loader) is None:
             return 0.0
-        return pace.load_ms / 1e3 * len(job.loader)
+        # Workers load while the step runs: no longer than both together.
+        batch_ms = pace.load_ms + (pace.step_ms if job.loader.num_workers else 0.0)
+        return batch_ms / 1e3 * len(job.loader)
 
     def check(self, job: Job) -> None:
         """A DataLoader; which kinds can be replayed exactly is found out by ``candidates``."""
-        if not isinstance(job.loader, DataLoader):
+        if type(job.loader) is not DataLoader:
             raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
+        if job.loader.num_workers > 0 and job.loader.worker_init_fn is not None:
+            raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[Source]:
-        """Gathering where the data is tensors already, else the cache."""
+        """Gathering where the data is tensors already, on the GPU if there is one, else the cache."""
         assert isinstance(job.loader, DataLoader)
         if why_not_in_memory(job.loader) is None:
-            return [InMemorySource("gathered", job.loader, InMemoryLoader)]
-        return [InMemorySource("cached", job.loader, cache_in_memory)]
+            gathered = InMemorySource("gathered", job.loader, InMemoryLoader)
+            return [_on_device(job), gathered] if job.device.type == "cuda" else [gathered]
+        if why_not_collated(job.loader) is None:
+            return [InMemorySource("cached", job.loader, cache_in_memory)]
+        return [InMemorySource("cached samples", job.loader, collated_from_memory)]
 
     def forced(self, job: Job, value: Any) -> Source:
-        """True is the only value."""
+        """True, or "device": tensors are copied to the device once, and gathered there."""
+        if value == "device":
+            reason = why_not_in_memory(job.loader)
+            if reason is not None:
+                raise NotApplicable(f"data cannot be kept on the device: {reason}")
+            return _on_device(job)
         if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return self.candidates(job)[0]
+            raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
+        return self.candidates(job)[-1]
+
+
+def _on_device(job: Job) -> InMemorySource:
+    assert isinstance(job.loader, DataLoader)
+    build = functools.partial(InMemoryLoader, device=job.device)
+    return InMemorySource("on the device", job.loader, build, value="device")

@@ -86,8 +86,7 @@ class Workers(LoaderTechnique):
 
     def candidates(self, job: Job, pace: Pace) -> Sequence[Source]:
         """What suits the step; fewer where it computes on the cores that workers use; none where the user has some."""
-        assert isinstance(job.loader, DataLoader)
-        loader = job.loader
+        loader = _loader_of(job)
         tuned = tune(loader, pace.step_ms / 1e3)
         numbers = [tuned.workers]
         if job.device.type == "cpu" and tuned.busy > _SHOWS:
@@ -109,7 +108,7 @@ class Workers(LoaderTechnique):
 
     def forced(self, job: Job, value: Any) -> Source:
         """A number of workers, or a dict of ``DataLoader``'s arguments about workers."""
-        assert isinstance(job.loader, DataLoader)
+        loader = _loader_of(job)
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         workers = settings.get("num_workers")
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0 or settings.keys() - set(_SETTINGS):
@@ -118,9 +117,9 @@ class Workers(LoaderTechnique):
                 f"num_workers and others of {', '.join(_SETTINGS)} in a dict, or False; got {value!r}"
             )
         if workers == 0:
-            return WorkerSource(job.loader, {"num_workers": 0})
+            return WorkerSource(loader, {"num_workers": 0})
         try:
-            return WorkerSource(job.loader, settings)
+            return WorkerSource(loader, settings)
         except (TypeError, ValueError) as error:
             raise ValueError(f"techniques['workers'] cannot be {value!r}: {error}") from error
 
@@ -138,3 +137,10 @@ def _label(settings: Mapping[str, Any]) -> str:
     if workers:
         label += f", {settings['prefetch_factor']} ahead" + ", persistent" * settings["persistent_workers"]
     return label
+
+
+def _loader_of(job: Job) -> DataLoader[Any]:
+    """The DataLoader that batches come from by now: the user's, or one over samples in memory."""
+    loader = job.source if isinstance(job.source, DataLoader) else job.loader
+    assert isinstance(loader, DataLoader)
+    return loader

@@ -1,0 +1,27 @@
+// bindings.cpp: RowStates for Python.
+#include "cache/bindings.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cache/row_states.h"
+
+namespace py = pybind11;
+
+void bind_cache(py::module_& module) {
+  using flatout::cache::RowStates;
+  using py::arg;
+
+  py::class_<RowStates>(module, "RowStates", "One byte for each row of a table that processes share.")
+      .def(py::init([](std::uintptr_t address, std::size_t rows, const py::object& /*owner*/) {
+             // NOLINTNEXTLINE(performance-no-int-to-ptr): tensor.data_ptr() is an integer
+             return RowStates(reinterpret_cast<std::uint8_t*>(address), rows);
+           }),
+           py::keep_alive<1, 4>(), arg("address"), arg("rows"), arg("owner"),
+           "Lies over `rows` bytes at `address`, all zero at first. `owner` is kept meanwhile.")
+      .def("claim", &RowStates::claim, arg("row"),
+           "Whether the row is now the caller's to write; not if it is or was anybody's.")
+      .def("complete", &RowStates::complete, arg("row"), "Says that a claimed row has been written.")
+      .def("give_up", &RowStates::give_up, arg("row"), "Says that a claimed row will not be written.")
+      .def("is_complete", &RowStates::is_complete, arg("row"));
+}

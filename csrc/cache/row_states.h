@@ -1,0 +1,42 @@
+// row_states.h: one byte for each row of a table that processes share: empty, being written, or complete.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+namespace flatout::cache {
+
+// Lies over memory of somebody else's that was zero at first. A row is written by the one process that has
+// claimed it, and whoever sees it complete sees all of it, on processors too that reorder their writes and
+// reads.
+class RowStates {
+ public:
+  RowStates(std::uint8_t* states, std::size_t rows) noexcept : states_(states), rows_(rows) {}
+
+  // Whether the row is now the caller's to write; not if it is or was anybody's.
+  bool claim(std::size_t row) const {
+    std::uint8_t expected = empty;
+    return at(row).compare_exchange_strong(expected, claimed, std::memory_order_acq_rel,
+                                           std::memory_order_relaxed);
+  }
+
+  void complete(std::size_t row) const { at(row).store(completed, std::memory_order_release); }
+  void give_up(std::size_t row) const { at(row).store(empty, std::memory_order_release); }
+  bool is_complete(std::size_t row) const { return at(row).load(std::memory_order_acquire) == completed; }
+
+ private:
+  static constexpr std::uint8_t empty = 0, claimed = 1, completed = 2;
+  static_assert(std::atomic_ref<std::uint8_t>::is_always_lock_free);  // a lock would be this process's alone
+
+  std::atomic_ref<std::uint8_t> at(std::size_t row) const {
+    if (row >= rows_) throw std::out_of_range("row out of range");
+    return std::atomic_ref<std::uint8_t>(states_[row]);
+  }
+
+  std::uint8_t* states_;
+  std::size_t rows_;
+};
+
+}  // namespace flatout::cache

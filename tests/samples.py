@@ -1,0 +1,225 @@
+"""Datasets of every make of sample: what can be cached, what is random, and what must be refused."""
+
+from __future__ import annotations
+
+import collections
+import random
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+class Made(Dataset):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make, length: int = 23):
+        self.make = make
+        self.length = length
+        self.calls: list = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        self.calls.append(index)
+        return self.make(index)
+
+
+class Batched(Made):
+    def __getitems__(self, indices):
+        return [self.make(index) for index in indices]
+
+
+SAMPLES = {
+    "tuple": lambda i: (torch.full((2, 3), i), i),
+    "list": lambda i: [torch.tensor(i), i / 3],
+    "dict": lambda i: {"x": np.full((4,), i, dtype=np.float32), "n": i, "inner": (i * 1.0, i % 2 == 0)},
+    "ordered": lambda i: collections.OrderedDict(b=i, a=torch.tensor([i])),
+    "namedtuple": lambda i: Point(np.uint8(i), np.float64(i)),
+    "tensor": lambda i: torch.arange(6).reshape(2, 3) + i,
+    "int": lambda i: i * 1_000_000_007,
+    "float": lambda i: float("nan") if i == 3 else i / 7,
+    "bool": lambda i: i % 3 == 0,
+    "bf16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+    "transposed": lambda i: (torch.arange(6).reshape(2, 3).t() + i, np.arange(6).reshape(2, 3).T + i),
+    "cropped": lambda i: torch.arange(i, i + 60).reshape(5, 4, 3).permute(2, 0, 1)[:, 1:, :2],
+    "broadcast": lambda i: torch.full((1, 2, 3), i).expand(3, -1, -1),
+    "no dimensions": lambda i: (np.array(i, np.int16), torch.tensor(i / 2)),
+    "no elements": lambda i: (torch.empty(0, 2), i),
+    "wide": lambda i: (np.full((2,), 2**63 + i, np.uint64), torch.tensor(i, dtype=torch.complex64), np.float16(i)),
+    "permuted": lambda i: torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1) * i,
+    "numpy bool": lambda i: np.bool_(i % 2),
+    "numpy views": lambda i: np.arange(10)[: i % 1 + 4],
+    "nested lists": lambda i: [[i, (i, torch.tensor(i))], {"k": [i]}],
+}
+
+
+def same(left, right) -> bool:
+    """Types, shapes, strides and bits."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (int, float, np.generic)):
+        return np.asarray(left).tobytes() == np.asarray(right).tobytes()
+    if isinstance(left, np.ndarray):
+        return (left.dtype, left.shape, left.strides, left.tobytes()) == (
+            right.dtype,
+            right.shape,
+            right.strides,
+            right.tobytes(),
+        )
+    if isinstance(left, torch.Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.stride() == right.stride()
+            and left.numpy(force=True).tobytes() == right.numpy(force=True).tobytes()
+            if left.dtype is not torch.bfloat16
+            else torch.equal(left, right)
+        )
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    return len(left) == len(right) and all(map(same, left, right))
+
+
+def own_memory(sample):
+    """The sample in memory of its own, as ``clone`` and ``copy`` make it."""
+    if isinstance(sample, torch.Tensor):
+        return sample.clone()
+    if isinstance(sample, np.ndarray):
+        return sample.copy(order="K")
+    if isinstance(sample, dict):
+        return type(sample)((key, own_memory(value)) for key, value in sample.items())
+    if isinstance(sample, (list, tuple)):
+        parts = map(own_memory, sample)
+        return type(sample)(*parts) if hasattr(sample, "_fields") else type(sample)(parts)
+    return sample
+
+
+def from_closure():
+    own = random.Random(1)
+    return lambda i: own.random()
+
+
+class Attribute:
+    """A transform with a generator of its own, as torchvision-like transforms have."""
+
+    def __init__(self, own, draw):
+        self.transforms = [{"rng": own}]
+        self.draw = draw
+
+    def __call__(self, i):
+        return self.draw(self.transforms[0]["rng"])
+
+
+def hidden(i, _count=iter(range(10**9))):  # noqa: B008  (state that no generator shows)
+    return next(_count)
+
+
+RANDOM = {
+    "torch": (lambda: lambda i: torch.rand(2), "torch's default generator"),
+    "random": (lambda: lambda i: random.random(), "Python's random"),
+    "numpy": (lambda: lambda i: np.random.rand(), "NumPy's global generator"),
+    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "torch's default"),
+    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "torch's default generator"),
+    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "Python's random"),
+    "torch.Generator": (
+        lambda: Attribute(torch.Generator(), lambda own: torch.rand(2, generator=own)),
+        r"torch\S*Generator of the dataset",
+    ),
+    "numpy.Generator": (
+        lambda: Attribute(np.random.default_rng(0), lambda own: own.random()),
+        "Generator of the",
+    ),
+    "numpy.RandomState": (
+        lambda: Attribute(np.random.RandomState(0), lambda own: own.rand()),
+        "RandomState of the",
+    ),
+    "random.Random": (from_closure, "random.Random of the dataset"),
+    "hidden": (lambda: hidden, "two different results"),
+    "SystemRandom": (lambda: lambda i: random.SystemRandom().random(), "two different results"),
+}
+
+
+def states():
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Epochs(Made):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class Unsized:
+    def __getitem__(self, index):
+        return index
+
+
+def raises(i):
+    if i == 7:
+        raise OSError("broken file")
+    return i
+
+
+REFUSED = {
+    "ragged": (lambda: Made(lambda i: torch.zeros(i)), "differ in shape"),
+    "dtype varies": (
+        lambda: Made(lambda i: np.zeros(2, np.float32 if i else np.float64)),
+        "differ in shape|float32",
+    ),
+    "type varies": (lambda: Made(lambda i: i if i < 9 else float(i)), r"dataset\[9\] is made of other types"),
+    "keys vary": (lambda: Made(lambda i: {"a" if i < 9 else "b": i}), "other types"),
+    "length varies": (lambda: Made(lambda i: [0] * (1 + i // 9)), "other types"),
+    "strings": (lambda: Made(lambda i: (i, str(i))), "strings"),
+    "bytes": (lambda: Made(lambda i: b"x"), "strings"),
+    "none": (lambda: Made(lambda i: (i, None)), "NoneType"),
+    "object": (lambda: Made(lambda i: object()), "object"),
+    "string array": (lambda: Made(lambda i: np.array(["a"])), "an array of <U1"),
+    "big-endian array": (lambda: Made(lambda i: np.zeros(2, ">f4")), "an array of >f4"),
+    "big ints": (lambda: Made(lambda i: 2**63), "an int of more than 64 bits"),
+    "later big ints": (lambda: Made(lambda i: -(2**63) - (i == 9)), r"dataset\[9\] holds an int of more than 64 bits"),
+    "empty samples": (lambda: Made(lambda i: ()), "no tensor"),
+    "no samples": (lambda: Made(lambda i: i, 0), "empty"),
+    "gradients": (lambda: Made(lambda i: torch.ones(2, requires_grad=True)), "requires grad"),
+    "meta": (lambda: Made(lambda i: torch.ones(2, device="meta")), "meta"),
+    "sparse": (lambda: Made(lambda i: torch.eye(2).to_sparse()), "layout torch.sparse_coo"),
+    "raises": (lambda: Made(raises), r"raised OSError: broken file"),
+    "iterable": (lambda: Stream(), "not map-style"),
+    "epochs": (lambda: Epochs(lambda i: i), "set_epoch"),
+    "gradients later": (lambda: Made(lambda i: torch.ones(2, requires_grad=i == 9)), r"dataset\[9\] .*requires grad"),
+    "device varies": (lambda: Made(lambda i: torch.ones(2, device="meta" if i == 9 else "cpu")), r"dataset\[9\].*meta"),
+    "parameter": (lambda: Made(lambda i: torch.nn.Parameter(torch.ones(1))), "Parameter"),
+}
+
+
+class Counted(Dataset):
+    """A sample of every make at once, that other processes can be sent; counts how often it makes each."""
+
+    made: torch.Tensor
+
+    def __init__(self, length: int = 37):
+        self.made = torch.zeros(length, dtype=torch.int64).share_memory_()
+        self.classes = ["cat", "dog"]
+
+    def __len__(self):
+        return len(self.made)
+
+    def __getitem__(self, index):
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"no sample {index}")
+        self.made[index] += 1
+        index = int(index)
+        return {name: make(index) for name, make in SAMPLES.items()}
