@@ -7,6 +7,7 @@ import difflib
 import itertools
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from flatout.plan import Plan, fingerprint
 from flatout.report import Report
 from flatout.report.model import Row, Summary
 from flatout.run import Run, TrainingLoader, attach, detach
-from flatout.techniques import PLANNED, REGISTRY, Measured, NotApplicable, Rule, Switch
+from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.determinism import seed_all
 
 TRIAL_BATCHES = 4
 """Batches that trials go round in; they stay on the device while measuring."""
+
+ADVICE_SHARE = 0.05
+"""Share of the budget that advice may take, whatever trials have left: it is cheap, and they take all there is."""
 
 DEFAULT_EPOCHS = 10
 """Length of a training whose ``expected_steps`` is not given."""
@@ -77,7 +81,7 @@ def optimize(
         seed: seed python, numpy and torch with this when everything is set up.
         techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
         expected_steps: batches that the training will take, for break-even decisions; default: 10 epochs.
-        budget: seconds to spend on measuring; 0 means rules only.
+        budget: seconds to spend on measuring; 0 means rules only. Advice takes a twentieth of it on top at most.
         plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured.
 
     Returns:
@@ -142,6 +146,10 @@ def optimize(
                     rows[technique.name] = tuner.decide(technique)
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
+        for technique in REGISTRY:
+            if isinstance(technique, Advice):
+                with _saying(f"looking at {technique.title}"):
+                    rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
         bench.rewind(to_train=False)
     except BaseException:
         if bench is not None:
@@ -202,8 +210,11 @@ def _length(loader: Iterable[Any]) -> int:
 def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:
     """What the user forbids or forces, by technique name."""
     choices = dict(techniques or {})
-    names = [t.name for t in REGISTRY if isinstance(t, Measured)]
-    for name in choices:
+    names = [t.name for t in REGISTRY if isinstance(t, (Measured, Advice))]
+    advice = [t.name for t in REGISTRY if isinstance(t, Advice)]
+    for name, value in choices.items():
+        if name in advice and value is not False:
+            raise ValueError(f"techniques[{name!r}] must be False, or be left out: it is advice; got {value!r}")
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
@@ -298,6 +309,20 @@ def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
             switches.append(switch)
             switch.enable()
         yield row
+
+
+def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: float) -> Row:
+    """What the technique has to say, in a part of the budget's time that no trial spends."""
+    row = Row(technique.name, technique.number, technique.title, "not tried", "")
+    if choices.get(technique.name) is False:
+        return replace(row, why="techniques= does without it")
+    try:
+        technique.check(job)
+        if budget == 0:
+            return replace(row, why="nothing is evaluated with budget=0 or a plan")
+        return replace(row, status="advice", why="\n".join(technique.findings(job, ADVICE_SHARE * budget)))
+    except NotApplicable as reason:
+        return replace(row, status="not applicable", why=str(reason))
 
 
 def _check_loss(job: Job, batch: Any) -> None:

@@ -227,3 +227,20 @@ def test_a_run_of_rows_with_one_reason_tells_it_once() -> None:
     text = terminal.to_text(Summary(rows, {}), 80, False)
     assert text.count("Comes later.") == 1
     assert all(row.title in text for row in rows)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_each_finding_of_advice_has_a_line_of_its_own_and_long_places_are_whole(width: int) -> None:
+    place = f"/home/somebody/{'a_long_folder/' * 12}train.py:1234"
+    findings = (f"{place}: Images.__getitem__ (float, div) takes 1.20 ms", "data.py:7: Normalize takes 0.30 ms")
+    row = Row("transforms", 13, "transforms on the device", "advice", "\n".join(findings))
+    text = terminal.to_text(Summary((row,), {}), width, False)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.strip().startswith("data.py:7: Normalize") or "  data.py:7: Normalize" in line for line in lines)
+    assert "".join(place.split()) in "".join(text.replace("→ advice", "").replace("13", "", 1).split()) or width >= 112
+    root = ET.fromstring(Report(Summary((row,), {}))._repr_html_())
+    (why,) = (element for element in root.iter() if element.attrib.get("class") == "why")
+    assert why.text == row.why
+    assert ".why{white-space:pre-line;overflow-wrap:anywhere}" in Report(Summary((row,), {}))._repr_html_()
+    assert Report.from_json(Report(Summary((row,), {})).to_json()).rows == (row,)

@@ -4,6 +4,7 @@ from flatout.data.batch import batch_size_of, map_tensors, tensors_of, to_device
 from flatout.data.cache import CachedDataset, cache_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
+from flatout.data.movable import MovableWork, NotExamined, movable_transforms
 from flatout.data.normalize import Normalize
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.remote import WorkerError
@@ -13,8 +14,10 @@ from flatout.data.tuning import Tuned, tune
 __all__ = [
     "CachedDataset",
     "InMemoryLoader",
+    "MovableWork",
     "Normalize",
     "NotCacheable",
+    "NotExamined",
     "Prefetcher",
     "Tuned",
     "WorkerError",
@@ -23,6 +26,7 @@ __all__ = [
     "clone_loader",
     "is_rewindable",
     "map_tensors",
+    "movable_transforms",
     "tensors_of",
     "to_device",
     "tune",

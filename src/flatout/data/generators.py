@@ -53,6 +53,10 @@ class RandomState:
         tracked += [_track_found(generator) for generator in generators]
         return cls(tracked)
 
+    def reread(self) -> RandomState:
+        """The same generators, as they are now."""
+        return RandomState([_track(each.name, each.read, each.write) for each in self._tracked])
+
     def moved(self) -> str | None:
         """Name of the first generator whose state has changed since; ``None`` if all are as they were."""
         return next((each.name for each in self._tracked if not _same(each.read(), each.state)), None)

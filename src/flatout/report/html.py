@@ -87,7 +87,7 @@ def _row(row: Row) -> str:
     return (
         f'<tr class="{css}"><td class="number">{number}</td>'
         f'<td class="technique">{_text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
-        f'<td class="gain">{_gain(row.gain)}</td><td>{_text(row.why)}{_trials(row)}</td></tr>'
+        f'<td class="gain">{_gain(row.gain)}</td><td><div class="why">{_text(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 

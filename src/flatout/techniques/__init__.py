@@ -1,6 +1,7 @@
 """The checklist: one file for each technique, one line here to add it."""
 
 from flatout.techniques.base import (
+    Advice,
     LoaderTechnique,
     Measured,
     NotApplicable,
@@ -21,6 +22,7 @@ from flatout.techniques.in_memory import InMemory
 from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
 from flatout.techniques.prefetch import Prefetch
+from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
 
 REGISTRY: tuple[Technique, ...] = (
@@ -35,9 +37,10 @@ REGISTRY: tuple[Technique, ...] = (
     Compile(),
     InMemory(),
     Workers(),
+    Transforms(),
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile,
-and the loader last, because the rate that it must reach is the tuned step's."""
+then the loader, because the rate that it must reach is the tuned step's; last the advice, about what is left."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
@@ -66,6 +69,7 @@ PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
 __all__ = [
     "PLANNED",
     "REGISTRY",
+    "Advice",
     "LoaderTechnique",
     "Measured",
     "NotApplicable",

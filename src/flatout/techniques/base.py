@@ -164,3 +164,21 @@ class LoaderTechnique(Measured):
     def found(self, candidate: Any) -> str:
         """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
         return ""
+
+
+class Advice(Technique):
+    """Names what only the user can change: nothing is turned on, and nothing is timed against anything."""
+
+    kept_because = ""
+
+    @abstractmethod
+    def findings(self, job: Job, seconds: float) -> Sequence[str]:
+        """Sentences with file and line.
+
+        Args:
+            job: looked at, never changed.
+            seconds: what looking may take.
+
+        Raises:
+            NotApplicable: there is nothing to say, and why.
+        """

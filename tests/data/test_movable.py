@@ -1,0 +1,521 @@
+"""movable_transforms: what is named, where, and everything that must not be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from flatout.data import NotExamined, movable, movable_transforms, operations
+from tests.helpers import bits
+
+IMAGES = np.random.default_rng(0).integers(0, 255, (12, 3, 8, 9), dtype=np.uint8)
+FLOATS = torch.from_numpy(IMAGES).float()
+MEAN = np.array([0.4, 0.5, 0.6], dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_naming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named does not depend on how long it takes."""
+    monkeypatch.setattr(movable, "WORTH_NAMING", 0.0)
+
+
+class Made(Dataset):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Callable, length: int = 12) -> None:
+        self.make = make
+        self.length = length
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.make(index)
+
+
+def line_of(mark: str) -> int:
+    """The line of this file that ends in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    return number
+
+
+def named(make: Callable, **options: object) -> list[str]:
+    """Operators that are named for a dataset of ``make(index)``, in the order in which they run."""
+    return [name for work in movable_transforms(Made(make), **options) for name in work.operators]  # type: ignore[arg-type]
+
+
+def normalized(index):
+    x = torch.from_numpy(IMAGES[index].copy())
+    x = x.float() / 255
+    return x - 0.5, index % 2
+
+
+def test_a_finding_names_file_line_function_operators_and_cost():
+    class Images(Made):
+        def __getitem__(self, index):
+            x = torch.from_numpy(IMAGES[index].copy())
+            return torch.special.expm1(x.float()).logsumexp(0), 1  # the costliest
+
+    (work,) = movable_transforms(Images(normalized))
+    assert (work.file, work.line) == (__file__, line_of("the costliest"))
+    assert work.what.endswith("__getitem__")
+    assert work.operators == ("float", "special_expm1", "logsumexp")
+    assert 0 < work.seconds < 1
+    assert 0 < work.share <= 1
+    assert not work.normalizes
+    assert f"test_movable.py:{work.line}: " in str(work)
+    assert "float, special_expm1, logsumexp" in str(work)
+    assert "Prefetcher(transform=...)" in work.advice
+
+
+def test_a_file_below_the_current_folder_is_told_by_its_way_from_there(monkeypatch):
+    (work,) = movable_transforms(Made(normalized))
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert str(work).startswith("data/test_movable.py:")
+    monkeypatch.chdir("/")
+    assert str(work).startswith(__file__.removeprefix("/"))
+
+
+def test_floats_made_of_bytes_are_work_for_normalize():
+    (work,) = movable_transforms(Made(normalized))
+    assert work.normalizes
+    assert work.operators == ("float", "div", "sub")
+    assert "(float, div, sub)" in str(work)
+    assert "flatout.data.Normalize" in work.advice
+    (work,) = movable_transforms(Made(lambda i: FLOATS[i] - 0.5))
+    assert not work.normalizes
+
+
+def test_functions_are_told_apart_and_the_costliest_comes_first():
+    def cheap(x):
+        return x + 1
+
+    def dear(x):
+        for _ in range(400):
+            x = x * 1.01  # dear
+        return x
+
+    first, second = movable_transforms(Made(lambda i: dear(cheap(torch.tensor([float(i)])))))
+    assert (first.what, first.line) == ("dear", line_of("dear"))
+    assert (second.what, second.operators) == ("cheap", ("add",))
+    assert first.seconds > second.seconds
+
+
+def test_little_work_is_left_out(monkeypatch):
+    monkeypatch.setattr(movable, "WORTH_NAMING", 1.1)
+    assert movable_transforms(Made(normalized)) == ()
+
+
+# -- what may move ---------------------------------------------------------------------------------------------
+
+
+def crop(i):
+    return FLOATS[i][:, i % 4 : i % 4 + 4].div(255)
+
+
+def shapes(i):
+    x = FLOATS[i][:, : i % 5 + 2].exp()
+    return torch.nn.functional.interpolate(x[None], size=(4, 4))[0].div(255)
+
+
+def label_is_read(i):
+    x = FLOATS[i].div(255)
+    return x.sub(0.5), float(x.mean())
+
+
+def sometimes_read(i):
+    x = FLOATS[i].div(255)
+    return x.sub(0.5), float(x.mean()) if i > 8 else 0.0
+
+
+def memory_goes_to_numpy(i):
+    x = FLOATS[i].div(255)
+    x.numpy()[0, 0] = i
+    return x.sub(0.5)
+
+
+def through_numpy(i):
+    x = FLOATS[i].div(255).numpy()
+    return torch.from_numpy(np.flip(x, i % 3).copy()).sub(0.5)
+
+
+def view_in_place(i):
+    x = FLOATS[i].div(255)
+    x[0].sub_(0.5)
+    x[1, :2] = 0
+    return x
+
+
+def random_hole(i):
+    x = FLOATS[i].div(255)
+    x[1, : i % 3] = 0
+    return x.sub(0.5)
+
+
+def sometimes_in_the_end(i):
+    x = FLOATS[i].div(255)
+    return x.flip(-1) if i > 8 else x
+
+
+def sometimes_at_first(i):
+    x = FLOATS[i]
+    x = x.flip(-1) if i > 8 else x
+    return x.div(255)
+
+
+def one_or_the_other(i):
+    x = FLOATS[i].sqrt()
+    x, y = x.div(2), x.mul(3)
+    return (x if i > 8 else y).sub(0.5)
+
+
+def one_or_the_other_beside(i):
+    x, y = FLOATS[i].div(2), FLOATS[i].mul(3)
+    return (x if i > 8 else y), x.sub(0.5)
+
+
+def sometimes_in_place(i):
+    x = FLOATS[i].div(255)
+    if i > 8:
+        x[0].zero_()
+    return x
+
+
+def also_cropped(i):
+    x = FLOATS[i].div(255)
+    return x, x[:, i % 4 : i % 4 + 4].sub(0.5)
+
+
+def joined(i):
+    x, y = (torch.from_numpy(IMAGES[k].copy()) for k in (i, i - 1))
+    return torch.cat([x, y.mul(2)]).div(255)
+
+
+def of_its_own_mean(i):
+    x = FLOATS[i].div(255)
+    return x.sub(x.mean())
+
+
+def in_parts(i):
+    x = FLOATS[i].clone()
+    for channel in range(3):
+        x[channel] -= float(MEAN[channel])
+    return x
+
+
+MOVABLE = {
+    "what is asked of types": (
+        lambda i: (x := FLOATS[i].type(torch.half), x.type(), x.shape, len(x))[0].div(2),
+        ["type", "div"],
+    ),
+    "nothing but a fetch": (lambda i: FLOATS[i], []),
+    "no tensor": (lambda i: i, []),
+    "arithmetic": (lambda i: FLOATS[i].sub(0.5).div(2), ["sub", "div"]),
+    "a list of settings": (lambda i: FLOATS[i].sub(torch.tensor([0.1, 0.2])[:1]), ["tensor", "__getitem__", "sub"]),
+    "a fresh array": (lambda i: FLOATS[i].sub(torch.from_numpy(MEAN.copy())[:, None, None]), ["__getitem__", "sub"]),
+    "the same for all": (lambda i: FLOATS[0].sub(0.5), []),
+    "its own factor": (lambda i: FLOATS[i].sub(0.5).mul(i), []),
+    "its own array": (lambda i: FLOATS[i].add(torch.from_numpy(np.full(9, float(i)))).div(2), ["div"]),
+    "another in a dict": (lambda i: {"x": FLOATS[i].div(2), "y": [FLOATS[i].mul(3)]}, ["div", "mul"]),
+    "an unused result": (lambda i: (FLOATS[i].exp(), FLOATS[i].div(2))[1], ["div"]),
+    "crop": (crop, ["div"]),
+    "shapes": (shapes, ["__getitem__", "div"]),
+    "label_is_read": (label_is_read, ["sub"]),
+    "sometimes_read": (sometimes_read, ["sub"]),
+    "memory_goes_to_numpy": (memory_goes_to_numpy, ["sub"]),
+    "through_numpy": (through_numpy, ["sub"]),
+    "view_in_place": (view_in_place, ["div", "__getitem__", "sub_", "__setitem__"]),
+    "random_hole": (random_hole, ["sub"]),
+    "sometimes_in_the_end": (sometimes_in_the_end, []),
+    "sometimes_at_first": (sometimes_at_first, ["div"]),
+    "one_or_the_other": (one_or_the_other, ["sub"]),
+    "one_or_the_other_beside": (one_or_the_other_beside, ["sub"]),
+    "sometimes_in_place": (sometimes_in_place, []),
+    "also_cropped": (also_cropped, ["sub"]),
+    "joined": (joined, ["div"]),
+    "of_its_own_mean": (of_its_own_mean, ["div", "mean", "sub"]),
+    "in_parts": (in_parts, ["clone", "__getitem__", "sub_", "__setitem__"]),
+}
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+def test_what_leads_from_the_last_work_for_the_cpu_to_the_sample_is_named(name):
+    make, expected = MOVABLE[name]
+    assert named(make) == expected
+
+
+def drawn(i, draw):
+    x = FLOATS[i].div(255)
+    return x.flip(-1) if draw() < 2 else x  # always, as far as anybody can see
+
+
+def helped(i, draw):
+    x = FLOATS[i]
+    x = x.flip(-1) if (lambda: draw() < 2)() else x
+    return x.div(255)
+
+
+CHOICES = {
+    "torch": lambda: float(torch.rand(1)),
+    "torch in a batch": lambda: torch.randn(2, 2).sum(),
+    "random": random.random,
+    "numpy": np.random.random,
+}
+
+
+@pytest.mark.parametrize("make", [drawn, helped])
+@pytest.mark.parametrize("name", CHOICES)
+def test_work_that_a_random_choice_may_have_led_to_stays(name, make):
+    assert named(lambda i: make(i, CHOICES[name])) == []
+    assert named(lambda i: make(i, lambda: 0.5)) != []
+
+
+def test_a_choice_of_the_dataset_by_its_own_generator_is_one():
+    class Own(Made):
+        def __getitem__(self, index):
+            x = FLOATS[index].div(255)
+            return x.flip(-1) if self.rng.random() < 2 else x
+
+    assert movable_transforms(Own(crop)) == ()
+
+
+def test_random_numbers_as_data_stay_with_what_led_to_them():
+    def noisy(x):
+        return x.div(255).add(torch.randn(3, 8, 9))
+
+    assert named(lambda i: noisy(FLOATS[i])) == []
+
+
+STEPS: dict[str, tuple[Callable, list[str] | None]] = {
+    "mul": (lambda x, i: x.mul(2), ["mul"]),
+    "sub_": (lambda x, i: x.sub_(0.5), ["sub_"]),
+    "relu": (lambda x, i: torch.nn.functional.relu(x), ["relu"]),
+    "rows": (lambda x, i: x[:, 0:2], ["__getitem__"]),
+    "own factor": (lambda x, i: x.mul(i), None),
+    "numpy": (lambda x, i: torch.from_numpy(np.exp(-np.abs(x.numpy()))), None),
+    "read": (lambda x, i: (x, x.sum().item())[0], None),
+}
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=7))
+def test_any_chain_moves_from_its_last_step_for_the_cpu_on(chain):
+    def make(i):
+        x = FLOATS[i].clone() + i
+        for step in chain:
+            x = STEPS[step][0](x, i)
+        return x
+
+    staying = [k for k, step in enumerate(chain) if STEPS[step][1] is None]
+    moving = chain[staying[-1] + 1 :] if staying else chain
+    expected = [name for step in moving for name in STEPS[step][1] or ()]
+    assert sorted(set(named(make))) == sorted(set(expected))
+
+
+# -- collate_fn ------------------------------------------------------------------------------------------------
+
+
+def stacks(batch):
+    x = torch.stack([x for x, _ in batch])
+    return x.sub(0.5), torch.tensor([y for _, y in batch])  # collated
+
+
+def pads(batch):
+    return torch.nn.utils.rnn.pad_sequence([x for x, _ in batch]).sub(0.5), [y for _, y in batch]
+
+
+def lists(batch):
+    return [x for x, _ in batch], [y for _, y in batch]
+
+
+def arrays(batch):
+    return torch.from_numpy(np.stack([x for x, _ in batch])).sub(0.5)
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [(stacks, {"div", "sub"}), (pads, {"sub"}), (lists, {"div"}), (arrays, {"sub"})],
+)
+def test_a_collate_fn_is_looked_at_and_may_keep_what_comes_before_it(collate, expected):
+    loader = DataLoader(Made(lambda i: (FLOATS[i] / 255, i)), 4, collate_fn=collate)
+    found = movable_transforms(loader)
+    assert {name for work in found for name in work.operators} == expected
+    if collate is stacks:
+        assert [work.line for work in found if work.what == "stacks"] == [line_of("collated")]
+
+
+# -- where -----------------------------------------------------------------------------------------------------
+
+
+def test_a_samples_maker_behind_wrappers_is_found():
+    (work,) = movable_transforms(DataLoader(Subset(Made(normalized), range(3, 9)), 2))
+    assert work.what == "normalized"
+
+
+def test_what_is_typed_in_is_the_users_own():
+    scope = {"__name__": "__main__", "FLOATS": FLOATS}
+    exec(compile("def typed(i):\n    return FLOATS[i] - 1", "<stdin>", "exec"), scope)
+    (work,) = movable_transforms(Made(scope["typed"]))
+    assert (work.file, work.line, work.what) == ("<stdin>", 2, "typed")
+
+
+def test_a_cell_of_a_notebook_is_told_by_its_number():
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    try:
+        shell.user_ns["FLOATS"] = FLOATS
+        shell.run_cell("x = 1", store_history=True)
+        shell.run_cell("def celled(i):\n    return FLOATS[i] - 1", store_history=True)
+        (work,) = movable_transforms(Made(shell.user_ns["celled"]))
+        assert str(work).startswith(f"Cell In[{shell.execution_count - 1}]:2: celled (sub)")
+    finally:
+        type(shell).clear_instance()
+
+
+def installed(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """A module as it is after ``pip install``."""
+    file = folder / "site-packages" / "library.py"
+    file.parent.mkdir()
+    file.write_text(source)
+    scope: dict = {"__name__": "library"}
+    exec(compile(source, str(file), "exec"), scope)
+    monkeypatch.setitem(__import__("sys").modules, "library", type(pytest)("library"))
+    vars(__import__("sys").modules["library"]).update(scope)
+    return scope
+
+
+LIBRARY = """
+class Scale:
+    def __call__(self, x):
+        return self.work(x)
+    def work(self, x):
+        return x / 255
+class Pipeline:
+    def __init__(self, *steps):
+        self.steps = list(steps)
+    def __call__(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+class Folder:
+    def __init__(self, data, transform):
+        self.data, self.transform = data, transform
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, i):
+        return self.transform(self.data[i])
+def halve(x):
+    return x * 0.5
+def halve_of(function, x):
+    return function(x) * 0.5
+"""
+
+
+def test_a_librarys_transform_is_told_by_the_way_to_it_or_by_who_calls_it(tmp_path, monkeypatch):
+    library = installed(tmp_path, LIBRARY, monkeypatch)
+    scale, halve = library["Scale"](), library["halve"]
+    pipeline = library["Pipeline"](torch.nn.Identity(), scale)
+
+    (work,) = movable_transforms(Subset(library["Folder"](FLOATS, pipeline), range(8)))
+    assert (work.file, work.line) == (None, None)
+    assert str(work).startswith("dataset.dataset.transform.steps[1]: library.Scale (div) takes")
+
+    (work,) = movable_transforms(library["Folder"](FLOATS, lambda x: pipeline(x)))  # the caller
+    assert (work.file, work.line, work.what) == (__file__, line_of("the caller"), "library.Scale")
+
+    (work,) = movable_transforms(Made(lambda i: halve(FLOATS[i])))
+    assert work.what == "library.halve"
+    (work,) = movable_transforms(Made(lambda i: library["halve_of"](abs, FLOATS[i])))
+    assert work.what == "library.halve_of"
+
+    # Known to nobody: made anew for each sample, in code that is not the user's.
+    assert movable_transforms(library["Folder"](FLOATS, halve)) == ()
+
+
+# -- what cannot be looked at, and what is left behind ---------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+class Endless:
+    def __getitem__(self, index):
+        return FLOATS[0]
+
+
+def broken(i):
+    raise KeyError("gone")
+
+
+REFUSED = {
+    "a Stream, not map-style": Stream(),
+    "an Endless, has no length|a Endless, has no length": Endless(),
+    "is empty": Made(normalized, 0),
+    r"dataset\[0\] raised KeyError: 'gone'": Made(broken),
+    r"collate_fn raised KeyError: 'gone'": DataLoader(Made(normalized), collate_fn=broken),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_looked_at_is_refused_and_says_why(why):
+    with pytest.raises(NotExamined, match=why):
+        movable_transforms(REFUSED[why])
+
+
+def test_too_slow_or_too_much_is_refused(monkeypatch):
+    calls: list[int] = []
+    with pytest.raises(NotExamined, match=r"there are 0 s for this, in which 1 samples were made"):
+        movable_transforms(Made(lambda i: calls.append(i)), seconds=0)
+    assert calls == [0]
+    monkeypatch.setattr(operations, "MOST", 3)
+    monkeypatch.setattr(movable, "MOST", 3)
+    with pytest.raises(NotExamined, match="3 torch operations or more"):
+        movable_transforms(Made(normalized))
+    with pytest.raises(ValueError, match="samples must be >= 4, got 3"):
+        movable_transforms(Made(normalized), samples=3)
+
+
+def states(dataset: Made) -> tuple:
+    return (
+        bits(torch.get_rng_state()),
+        random.getstate(),
+        str(np.random.get_state()),
+        str(dataset.rng.bit_generator.state),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_and_threads_are_put_back_whatever_happens(fails):
+    class Random(Made):
+        def __getitem__(self, index):
+            assert torch.get_num_threads() == 1
+            random.random(), np.random.rand(), torch.rand(1), self.rng.random()
+            return broken(index) if fails and index > 5 else FLOATS[index] / 255
+
+    dataset = Random(normalized)
+    before = states(dataset)
+    try:
+        movable_transforms(DataLoader(dataset, 4, shuffle=True, num_workers=2))
+    except NotExamined:
+        assert fails
+    assert states(dataset) == before
+
+
+def test_each_of_the_samples_is_made_twice_spread_over_the_dataset():
+    calls = []
+    movable_transforms(Made(lambda i: (calls.append(i), FLOATS[i] / 2)[1]), samples=4)
+    assert calls == [0, 0, 3, 3, 6, 6, 9, 9]
