@@ -100,34 +100,67 @@ py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t cou
   return py::reinterpret_steal<py::object>(capsule);
 }
 
-// A batch that is being gathered, as Python sees it.
-class PyGathered {
+// Batches of consecutive stretches of indices, gathered one after the other.
+class Batches {
  public:
-  PyGathered(std::shared_ptr<Stager> stager, std::shared_ptr<Gathered> batch,
-             std::shared_ptr<const Columns> columns, std::size_t count)
-      : stager_(std::move(stager)), batch_(std::move(batch)), columns_(std::move(columns)), count_(count) {}
+  Batches(std::shared_ptr<Stager> stager, std::shared_ptr<const Columns> columns, std::uintptr_t indices,
+          std::int64_t first, std::size_t count, std::size_t batches, py::object owner)
+      : stager_(std::move(stager)),
+        columns_(std::move(columns)),
+        owner_(std::move(owner)),
+        indices_(index_pointer(indices)),
+        first_(first),
+        count_(count),
+        left_(batches) {}
 
-  std::vector<py::object> take() {
+  // Jobs read what this object keeps alive.
+  ~Batches() {
+    const py::gil_scoped_release nogil;
+    for (const auto& batch : under_way_) {
+      try {
+        batch->ticket->wait();
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+        // Nobody asked for it; or this is a forked child, where no job runs.
+      }
+    }
+  }
+  Batches(const Batches&) = delete;
+  Batches& operator=(const Batches&) = delete;
+
+  void start(std::size_t ahead) {
+    while (left_ > 0 && under_way_.size() < ahead) {
+      under_way_.push_back(stager_->gather(columns_->columns(), indices_, first_, count_));
+      if (indices_ != nullptr) indices_ += count_;
+      first_ += static_cast<std::int64_t>(count_);
+      --left_;
+    }
+  }
+
+  std::vector<py::object> take(std::size_t ahead) {
+    start(ahead + 1);
+    if (under_way_.empty()) throw std::logic_error("all batches were taken");
+    const std::shared_ptr<Gathered> batch = std::move(under_way_.front());
+    under_way_.pop_front();
     {
       const py::gil_scoped_release nogil;
-      stager_->wait(*batch_);
+      stager_->wait(*batch);
     }
-    std::vector<Slot> slots = std::exchange(batch_->slots, {});
     std::vector<py::object> capsules;
-    capsules.reserve(slots.size());
-    for (std::size_t i = 0; i < slots.size(); ++i) {
-      capsules.push_back(slot_tensor(std::move(slots[i]), columns_->layouts()[i], count_));
-    }
+    capsules.reserve(batch->slots.size());
+    for (std::size_t i = 0; i < batch->slots.size(); ++i)
+      capsules.push_back(slot_tensor(std::move(batch->slots[i]), columns_->layouts()[i], count_));
     return capsules;
   }
 
-  bool done() const { return batch_->ticket->done(); }
-
  private:
   std::shared_ptr<Stager> stager_;
-  std::shared_ptr<Gathered> batch_;
   std::shared_ptr<const Columns> columns_;
+  py::object owner_;
+  const std::int64_t* indices_;
+  std::int64_t first_;
   std::size_t count_;
+  std::size_t left_;  // not started
+  std::deque<std::shared_ptr<Gathered>> under_way_;
 };
 
 // A batch on its way to the device, as Python sees it.
@@ -160,12 +193,11 @@ class PyStager {
   PyStager(const PyStager&) = delete;
   PyStager& operator=(const PyStager&) = delete;
 
-  PyGathered gather(std::shared_ptr<const Columns> columns, std::uintptr_t indices, std::int64_t first,
-                    std::size_t count, py::object owner) {
-    forget_ended();
-    auto batch = stager_->gather(columns->columns(), index_pointer(indices), first, count);
-    gathers_.push_back({batch, columns, std::move(owner)});
-    return {stager_, std::move(batch), std::move(columns), count};
+  std::unique_ptr<Batches> gather(std::shared_ptr<const Columns> columns, std::uintptr_t indices,
+                                  std::int64_t first, std::size_t count, std::size_t batches,
+                                  py::object owner) {
+    return std::make_unique<Batches>(stager_, std::move(columns), indices, first, count, batches,
+                                     std::move(owner));
   }
 
   PyCopied copy(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& transfers,
@@ -186,28 +218,20 @@ class PyStager {
       const py::gil_scoped_release nogil;
       stager_->close();
     }
-    gathers_.clear();
     copies_.clear();
   }
 
  private:
-  struct HeldGather {
-    std::shared_ptr<Gathered> batch;
-    std::shared_ptr<const Columns> columns;
-    py::object owner;
-  };
   struct HeldCopy {
     std::shared_ptr<Copied> copied;
     py::object owner;
   };
 
   void forget_ended() {
-    while (!gathers_.empty() && gathers_.front().batch->ticket->done()) gathers_.pop_front();
     while (!copies_.empty() && copies_.front().copied->finished()) copies_.pop_front();
   }
 
   const int device_;
-  std::deque<HeldGather> gathers_;
   std::deque<HeldCopy> copies_;
   std::shared_ptr<Stager> stager_;  // last: its threads end before what they use
 };
@@ -236,9 +260,10 @@ void bind_prefetch(py::module_& module) {
                                                 "The tensors that batches are gathered from.")
       .def(py::init<const std::vector<Columns::Spec>&, py::object>(), arg("specs"), arg("owner"));
 
-  py::class_<PyGathered>(module, "Gathered", "A batch being gathered.")
-      .def("take", &PyGathered::take, "Waits; the batch's columns as DLPack capsules, once.")
-      .def("done", &PyGathered::done);
+  py::class_<Batches>(module, "Batches", "Batches being gathered, in order.")
+      .def("start", &Batches::start, arg("ahead"), "Has up to `ahead` batches under way.")
+      .def("take", &Batches::take, arg("ahead"),
+           "Waits for the next batch with `ahead` more under way; its columns as DLPack capsules.");
 
   py::class_<PyCopied>(module, "Copied", "A batch on its way to the device.")
       .def("wait", &PyCopied::wait,
@@ -251,9 +276,10 @@ void bind_prefetch(py::module_& module) {
       .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t>(), arg("ring"), arg("threads") = 1,
            arg("device") = host_device, arg("max_in_flight") = 4)
       .def("gather", &PyStager::gather, arg("columns"), arg("indices"), arg("first"), arg("count"),
-           arg("owner"),
-           "Gathers rows indices[0..count), or rows from `first` on when `indices` is 0. `owner` is kept "
-           "meanwhile.")
+           arg("batches"), arg("owner"),
+           "So many batches of `count` rows each: those of indices[0], indices[1], ..., or from `first` on "
+           "when "
+           "`indices` is 0. `owner` is kept meanwhile.")
       .def("copy", &PyStager::copy, arg("transfers"), arg("pinned_direct"), arg("stream"), arg("fence"),
            arg("owner"),
            "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile. "

@@ -51,13 +51,16 @@ def why_not_column(tensor: Tensor) -> str | None:
 
 
 class Gather(Protocol):
-    """Makes batches of one epoch."""
+    """Makes the batches of one epoch."""
 
-    def start(self, indices: Tensor | None, first: int, count: int) -> Any:
-        """Begin with rows ``indices`` (int64 ``[count]``, contiguous), or ``first, first + 1, ...`` if ``None``."""
+    def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
+        """Begin with the first ``ahead`` of so many batches of ``count`` rows each.
 
-    def take(self, started: Any) -> list[Tensor]:
-        """Of each column ``[count, ...]``, in fresh memory."""
+        They are rows ``indices``, int64 ``[batches * count]``, contiguous; ``first, first + 1, ...`` if ``None``.
+        """
+
+    def take(self, started: Any, ahead: int) -> list[Tensor]:
+        """The next batch, of each column ``[count, ...]``, in fresh memory; ``ahead`` more are under way then."""
 
     def close(self) -> None:
         """End its threads; what was started is dropped."""
@@ -78,14 +81,16 @@ class HostGather:
         self._threads = threads
         self._stager: Any = None
 
-    def start(self, indices: Tensor | None, first: int, count: int) -> Any:
+    def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
         if self._stager is None:
             self._stager = _host.Stager(self._ring, threads=self._threads)
         address = 0 if indices is None else indices.data_ptr()
-        return self._stager.gather(self._columns, address, first, count, indices)
+        started = self._stager.gather(self._columns, address, first, count, batches, indices)
+        started.start(ahead)
+        return started
 
-    def take(self, started: Any) -> list[Tensor]:
-        return [torch.from_dlpack(capsule) for capsule in started.take()]
+    def take(self, started: Any, ahead: int) -> list[Tensor]:
+        return [torch.from_dlpack(capsule) for capsule in started.take(ahead)]
 
     def close(self) -> None:
         if self._stager is not None:
@@ -107,19 +112,21 @@ class DeviceGather:
         self._columns = columns
         self._words = [_words(column) for column in columns]
 
-    def start(self, indices: Tensor | None, first: int, count: int) -> Any:
+    def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
         if indices is None:
-            gathered = [words[first : first + count].clone() for words in self._words]
-        else:
-            device = self._words[0].device
-            if device.type == "cuda":  # from memory that is not pinned the copy would wait for the stream
-                indices = indices.pin_memory()
-            indices = indices.to(device, non_blocking=True)
-            gathered = [words.index_select(0, indices) for words in self._words]
-        return [_rows_like(column, words) for column, words in zip(self._columns, gathered, strict=True)]
+            stop = first + count * batches
+            return (slice(begin, begin + count) for begin in range(first, stop, count))
+        if self._words[0].device.type == "cuda":  # from memory that is not pinned the copy would wait for the stream
+            indices = indices.pin_memory()
+        return iter(indices.to(self._words[0].device, non_blocking=True).split(count))
 
-    def take(self, started: Any) -> list[Tensor]:
-        return started
+    def take(self, started: Any, ahead: int) -> list[Tensor]:
+        rows = next(started)
+        if isinstance(rows, slice):
+            gathered = [words[rows].clone() for words in self._words]
+        else:
+            gathered = [words.index_select(0, rows) for words in self._words]
+        return [_rows_like(column, words) for column, words in zip(self._columns, gathered, strict=True)]
 
     def close(self) -> None:
         pass

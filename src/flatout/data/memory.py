@@ -6,6 +6,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flatout import _host
 from flatout.data.batch import to_device
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import set_epoch
-from flatout.data.order import Foreign, Order, Position, Span, as_indices, why_not_ordered
+from flatout.data.order import Foreign, Order, Span, as_indices, why_not_ordered
 from flatout.data.progress import Progress
 
 
@@ -262,6 +263,13 @@ class InMemoryLoader:
         return self._rings[key]
 
 
+@dataclass
+class _Started:
+    span: Span
+    batches: Any
+    taken: int = 0
+
+
 class _InMemoryIterator:
     """One epoch of an :class:`InMemoryLoader`. Its threads end with it."""
 
@@ -270,7 +278,8 @@ class _InMemoryIterator:
         self._loader = loader
         self._order = self._begin()
         self._gather = gather
-        self._pending: deque[tuple[Any, Position]] = deque()
+        self._started: deque[_Started] = deque()
+        self._left = 0  # batches that were started, or will be with those before them, and are not handed out
         self._ended = False
 
     def _begin(self) -> Order:
@@ -288,32 +297,39 @@ class _InMemoryIterator:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        while len(self._pending) <= self._loader.depth:
-            batch = self._order.next_batch(asked=not self._pending)
-            if batch is None:
+        depth, progress = self._loader.depth, self._loader.progress
+        while self._left <= depth:
+            span = self._order.next_span(asked=self._left == 0)
+            if span is None:
                 break
-            if isinstance(batch, Foreign):  # asked for, so nothing is pending
-                self._loader.progress.reached(self._order, self._order.position())
-                return self._fetch(batch)
-            self._pending.append((self._start(batch), self._order.position()))
-        if not self._pending:
-            self._loader.progress.reached(self._order, None)
+            if isinstance(span, Foreign):  # asked for, so nothing else is started
+                progress.reached(self._order, span, 1)
+                return self._fetch(span)
+            self._started.append(_Started(span, self._start(span, depth + 1 - self._left)))
+            self._left += span.batches
+        if self._left == 0:
+            progress.ended(self._order)
             self.close()
             raise StopIteration
-        started, position = self._pending.popleft()
-        self._loader.progress.reached(self._order, position)
-        return self._placed(self._loader._assemble(self._gather.take(started)))
+        first = self._started[0]
+        first.taken += 1
+        self._left -= 1
+        if first.taken == first.span.batches:
+            self._started.popleft()
+        progress.reached(self._order, first.span, first.taken)
+        return self._placed(self._loader._assemble(self._gather.take(first.batches, depth)))
 
     def _placed(self, batch: Any) -> Any:
         if self._loader.device is not None:
             return to_device(batch, self._loader.device)
         return pin_memory(batch) if self._pin else batch
 
-    def _start(self, span: Span) -> Any:
+    def _start(self, span: Span, ahead: int) -> Any:
         indices, rows, first = span.indices, self._loader._rows, span.first
         if rows is not None:
-            indices = rows[first : first + span.count] if indices is None else rows.index_select(0, indices)
-        return self._gather.start(indices, first, span.count)
+            samples = span.count * span.batches
+            indices = rows[first : first + samples] if indices is None else rows.index_select(0, indices)
+        return self._gather.start(indices, first, span.count, span.batches, ahead)
 
     def _fetch(self, batch: Foreign) -> Any:
         """As DataLoader does it: what the indices mean, and whether they are an error, is the dataset's to say."""
@@ -328,5 +344,5 @@ class _InMemoryIterator:
     def close(self) -> None:
         """End the threads; what was gathered ahead is dropped."""
         self._ended = True
-        self._pending.clear()
         self._gather.close()
+        self._started.clear()

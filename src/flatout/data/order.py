@@ -41,11 +41,21 @@ numbers, strings, lists and dicts, and of what a sampler's own ``state_dict`` ho
 
 @dataclass(frozen=True)
 class Span:
-    """One batch: samples ``indices`` (int64 ``[count]``), or ``first, first + 1, ...`` where they are ``None``."""
+    """Batches of ``count`` samples each, one behind the other.
+
+    Their samples are ``indices`` (int64 ``[batches * count]``), or ``first, first + 1, ...`` where they are ``None``.
+    """
 
     indices: Tensor | None
     first: int
     count: int
+    batches: int
+    end: Position
+
+    def behind(self, batch: int) -> Position:
+        """Where the batch behind the ``batch``-th begins, counted from 1."""
+        back = (self.batches - batch) * self.count
+        return self.end | {"taken": self.end["taken"] - back, "offset": self.end["offset"] - back} if back else self.end
 
 
 @dataclass(frozen=True)
@@ -53,20 +63,25 @@ class Foreign:
     """One batch of which only the dataset knows what its indices mean: no ints, or out of range."""
 
     indices: Any
+    end: Position
+
+    def behind(self, batch: int) -> Position:
+        """Where the next batch begins."""
+        return self.end
 
 
 class Order(Protocol):
     """One epoch's batches, in order."""
 
-    def next_batch(self, *, asked: bool) -> Span | Foreign | None:
-        """The next batch; with ``asked``, ``None`` behind the last one.
+    def next_span(self, *, asked: bool) -> Span | Foreign | None:
+        """The next batches, as many as are drawn already but at least one; with ``asked``, ``None`` behind the last.
 
-        Unless ``asked``, when the user wants this very batch, nothing is drawn that somebody else could see: then
+        Unless ``asked``, when the user wants the very next batch, nothing is drawn that somebody else could see: then
         ``None`` may also mean that the batch has to be asked for.
         """
 
     def position(self) -> Position:
-        """Where the batch behind the last one begins."""
+        """Where the batch behind those that were given begins."""
 
     def has_drawn_since(self, position: Position) -> bool:
         """Whether a generator has been drawn from for batches behind ``position``."""
@@ -214,18 +229,19 @@ class _Replayed:
             self._taken = start["taken"]
             self._drawn = self._taken + len(self._left)
 
-    def next_batch(self, *, asked: bool) -> Span | None:
+    def next_span(self, *, asked: bool) -> Span | None:
         end = self._taken + self._size
         if self._drawn < end and (asked or (self._drawn and not self._is_seen)):
             self._draw(end)
         count = min(self._size, self._drawn - self._taken)
         if count < self._size and (not asked or self._drop_last or count == 0):
             return None
-        indices = None if self._sequential else self._left[:count]
-        span = Span(indices, self._taken, count)
-        self._left = self._left[count:]
-        self._taken += count
-        return span
+        batches = len(self._left) // count
+        indices = None if self._sequential else self._left[: batches * count]
+        first = self._taken
+        self._left = self._left[batches * count :]
+        self._taken += batches * count
+        return Span(indices, first, count, batches, self.position())
 
     def _draw(self, end: int) -> None:
         parts = [self._left]
@@ -314,7 +330,7 @@ class _Asked:
         else:
             self._go_on(start)
 
-    def next_batch(self, *, asked: bool) -> Span | Foreign | None:
+    def next_span(self, *, asked: bool) -> Span | Foreign | None:
         if not asked:
             return None
         if len(self._states) == 1:
@@ -330,7 +346,7 @@ class _Asked:
         found = None
         if self._samples is not None and type(batch) in (list, tuple) and batch:
             found = as_indices(batch, self._samples)
-        return Foreign(batch) if found is None else Span(found, 0, len(found))
+        return Foreign(batch, self.position()) if found is None else Span(found, 0, len(found), 1, self.position())
 
     def position(self) -> Position:
         position: Position = {"taken": self._taken}

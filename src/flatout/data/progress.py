@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from flatout.data.generators import RandomState
-from flatout.data.order import Order, Position, order_of, plain_indices
+from flatout.data.order import Foreign, Order, Position, Span, order_of, plain_indices
 
 _OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _VERSION = 1
@@ -37,6 +37,7 @@ class Progress:
         self._loader = loader
         self._order: Order | None = None
         self._position: Position | None = None
+        self._reached: tuple[Span | Foreign, int] | None = None
         self._loaded: dict[str, Any] | None = None
 
     def begin(self, samples: int | None) -> Order:
@@ -45,7 +46,7 @@ class Progress:
         self._order = order_of(_index_sampler(self._loader), samples, loaded and loaded["position"])
         if loaded is not None:
             self._held_generators().write(loaded["generators"])
-        self._position = self._order.position()
+        self._position, self._reached = self._order.position(), None
         return self._order
 
     @property
@@ -57,14 +58,22 @@ class Progress:
         """The epoch after this one is a whole one again."""
         self._loaded = None
 
-    def reached(self, order: Order, position: Position | None) -> None:
-        """The batches of ``order`` up to ``position`` were handed out; ``None``: all of them."""
+    def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:
+        """The ``batch``-th batch of ``span`` was handed out, counted from 1."""
         if order is self._order:
-            self._position = position
+            self._reached = span, batch
+
+    def ended(self, order: Order) -> None:
+        """All batches of ``order`` were handed out."""
+        if order is self._order:
+            self._position, self._reached = None, None
 
     @property
     def position(self) -> Position | None:
         """What the last batch handed out reached; ``None`` between epochs."""
+        if self._reached is not None:
+            span, batch = self._reached
+            return span.behind(batch)
         return self._position
 
     def state_dict(self, position: Position | None) -> dict[str, Any]:
@@ -92,7 +101,7 @@ class Progress:
                 raise ValueError(
                     f"the state was saved with {name} = {state['loader'].get(name)!r}, here it is {here!r}"
                 )
-        self._order, self._position, self._loaded = None, state["position"], None
+        self._order, self._position, self._reached, self._loaded = None, state["position"], None, None
         if state["position"] is None:
             self._held_generators().write(state["generators"])
         else:

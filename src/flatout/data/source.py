@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 
 from flatout.data.loaders import clone_loader
 from flatout.data.memory import InMemoryLoader
-from flatout.data.order import Foreign, Order, Position, Span
+from flatout.data.order import Foreign, Order, Span
 from flatout.data.progress import Progress
 from flatout.data.remote import InWorker, WorkerError, death_of_a_worker, watch
 
@@ -278,35 +278,34 @@ class _MapStyle(_FromDataLoader):
 
     def __init__(self, loader: DataLoader) -> None:
         super().__init__(loader)
-        self._progress = Progress(loader)
+        self.progress = Progress(loader)
+        self.worker_seed = 0
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         twin, batches = self._iterate()
-        self._progress.has_begun()
+        self.progress.has_begun()
         return _MapStyleEpoch(batches, self, _noted(twin))
 
     def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
-        if self._progress.goes_on:
+        if self.progress.goes_on:
             # The same worker seeds as before would draw the same augmentation as the first batches had.
-            position = self._progress.position or {}
+            position = self.progress.position or {}
             worker_seed = position.get("worker_seed", 0) + position["taken"]
         role = "sampler" if self._dataloader.batch_sampler is None else "batch_sampler"
-        return super()._make_twin(worker_seed, **{role: _Noted(self._dataloader, self._progress)})
+        return super()._make_twin(worker_seed, **{role: _Noted(self._dataloader, self.progress)})
 
     def mark(self) -> Any:
-        return self._progress.position
+        position = self.progress.position
+        return None if position is None else position | {"worker_seed": self.worker_seed}
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
         if self._dataloader.num_workers and not self._dataloader.in_order:
             raise TypeError("a DataLoader with in_order=False cannot go on in mid-epoch: any batch may be missing")
-        return self._progress.state_dict(mark)
+        return self.progress.state_dict(mark)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._progress.load_state_dict(state)
+        self.progress.load_state_dict(state)
         self._persistent = None
-
-    def reached(self, order: Order, position: Position | None) -> None:
-        self._progress.reached(order, position)
 
 
 class _Noted:
@@ -316,23 +315,21 @@ class _Noted:
         self._loader = loader
         self._progress = progress
         self.order: Order | None = None
-        self.ends: deque[Position] = deque()
+        self.given: deque[tuple[Span | Foreign, int]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        self.order, self.ends = self._progress.begin(None), deque()
-        return self._batches(self.order, self.ends)
+        self.order, self.given = self._progress.begin(None), deque()
+        return self._batches(self.order, self.given)
 
-    def _batches(self, order: Order, ends: deque[Position]) -> Iterator[Any]:
+    def _batches(self, order: Order, given: deque[tuple[Span | Foreign, int]]) -> Iterator[Any]:
         is_batched = self._loader.batch_sampler is not None
         sampler = getattr(self._loader.batch_sampler, "sampler", None) if is_batched else self._loader.sampler
         names = sampler.indices if type(sampler) is SubsetRandomSampler else None
-        while (batch := order.next_batch(asked=True)) is not None:
-            ends.append(order.position())
-            if isinstance(batch, Foreign):
-                indices = batch.indices
-            else:
-                indices = _listed(batch) if names is None else [names[place] for place in _listed(batch)]
-            yield indices if is_batched else indices[0]
+        while (span := order.next_span(asked=True)) is not None:
+            for number, indices in enumerate(_lists(span), 1):
+                given.append((span, number))
+                named = indices if names is None or isinstance(span, Foreign) else [names[place] for place in indices]
+                yield named if is_batched else named[0]
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -342,24 +339,32 @@ def _noted(twin: DataLoader) -> _Noted:
     return twin.sampler if twin.batch_sampler is None else twin.batch_sampler  # type: ignore[return-value]
 
 
-def _listed(span: Span) -> list[int]:
-    return list(range(span.first, span.first + span.count)) if span.indices is None else span.indices.tolist()
+def _lists(span: Span | Foreign) -> Iterator[Any]:
+    """The indices of each batch."""
+    if isinstance(span, Foreign):
+        yield span.indices
+        return
+    for begin in range(0, span.batches * span.count, span.count):
+        if span.indices is None:
+            yield list(range(span.first + begin, span.first + begin + span.count))
+        else:
+            yield span.indices[begin : begin + span.count].tolist()
 
 
 class _MapStyleEpoch(Epoch):
     def __init__(self, batches: Any, source: _MapStyle, noted: _Noted) -> None:
         super().__init__(batches)
-        self._source = source
-        self._order, self._ends = noted.order, noted.ends
-        self._worker_seed = {"worker_seed": batches._base_seed}
+        assert noted.order is not None
+        self._source, self._progress = source, source.progress
+        self._order, self._given = noted.order, noted.given
+        source.worker_seed = batches._base_seed
 
     def _passed(self) -> None:
-        if self._ends and self._order is not None:  # a sampler that raises has drawn no batch
-            self._source.reached(self._order, self._ends.popleft() | self._worker_seed)
+        if self._given:  # a sampler that raises has drawn no batch
+            self._progress.reached(self._order, *self._given.popleft())
 
     def _ended(self) -> None:
-        if self._order is not None:
-            self._source.reached(self._order, None)
+        self._progress.ended(self._order)
 
     def _died(self) -> None:
         self._source.forget_workers()
