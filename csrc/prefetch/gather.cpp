@@ -1,6 +1,10 @@
 // gather.cpp: row gathers, with the next rows prefetched while one is copied.
 #include "prefetch/gather.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -12,8 +16,11 @@ namespace {
 // Rows ahead of the one that is copied: at ~5 ns per small row this covers a DRAM access.
 constexpr std::size_t rows_ahead = 16;
 constexpr std::size_t cache_line = 64;
-// Beyond the first lines of a long row the hardware's own prefetcher has caught on.
-constexpr std::size_t lines_ahead = 4;
+// A row of so many bytes is long: while it is copied, the next one is prefetched line by line.
+constexpr std::size_t long_row = 512;
+// A batch of so many bytes will have left the caches before it is read: it is written past them, which saves
+// reading what is overwritten.
+constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
 
 [[noreturn]] void out_of_range(std::int64_t index, std::int64_t rows) {
   throw std::out_of_range("index " + std::to_string(index) + " is out of range for " + std::to_string(rows) +
@@ -26,13 +33,12 @@ void prefetch(const std::byte* row, std::size_t bytes) {
 
 // A row size known to the compiler turns each memcpy into a few moves; 0 stands for any size.
 template <std::size_t fixed_bytes>
-void gather(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+void gather_short(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
   const Part& part = column.parts.front();
   const std::size_t row_bytes = fixed_bytes != 0 ? fixed_bytes : column.row_bytes;
-  const std::size_t prefetched = std::min(row_bytes, lines_ahead * cache_line);
   for (std::size_t i = 0; i < count; ++i) {
     // A prefetch of a wrong address is harmless, so the index is checked only where it is used.
-    if (i + rows_ahead < count) prefetch(part.data + indices[i + rows_ahead] * part.stride, prefetched);
+    if (i + rows_ahead < count) prefetch(part.data + indices[i + rows_ahead] * part.stride, row_bytes);
     const std::int64_t index = indices[i];
     if (index < 0 || index >= part.rows) out_of_range(index, part.rows);
     std::memcpy(out + i * row_bytes, part.data + index * part.stride, row_bytes);
@@ -46,7 +52,7 @@ std::vector<std::int64_t> first_rows(const Column& column) {
   return first;
 }
 
-void gather_from_parts(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+std::vector<const std::byte*> locate(const Column& column, const std::int64_t* indices, std::size_t count) {
   const std::vector<std::int64_t> first = first_rows(column);
   std::vector<const std::byte*> rows(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -55,11 +61,48 @@ void gather_from_parts(const Column& column, const std::int64_t* indices, std::s
     const Part& part = column.parts[static_cast<std::size_t>(behind - first.begin()) - 1];
     rows[i] = part.data + (indices[i] - *(behind - 1)) * part.stride;
   }
-  const std::size_t prefetched = std::min(column.row_bytes, lines_ahead * cache_line);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + rows_ahead < count) prefetch(rows[i + rows_ahead], prefetched);
-    std::memcpy(out + i * column.row_bytes, rows[i], column.row_bytes);
+  return rows;
+}
+
+void gather_located(const std::vector<const std::byte*>& rows, std::size_t row_bytes, std::byte* out) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (i + rows_ahead < rows.size()) prefetch(rows[i + rows_ahead], row_bytes);
+    std::memcpy(out + i * row_bytes, rows[i], row_bytes);
   }
+}
+
+struct Cached {
+  static void copy_line(std::byte* to, const std::byte* from) { std::memcpy(to, from, cache_line); }
+  static void finish() {}
+};
+
+#ifdef __SSE2__
+// Needs `to` aligned to 16 bytes.
+struct Streamed {
+  static void copy_line(std::byte* to, const std::byte* from) {
+    for (std::size_t byte = 0; byte < cache_line; byte += sizeof(__m128i))
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + byte),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + byte)));
+  }
+  static void finish() { _mm_sfence(); }  // locks do not order such stores
+};
+#else
+using Streamed = Cached;
+#endif
+
+template <class Writes>
+void gather_long(const std::vector<const std::byte*>& rows, std::size_t row_bytes, std::byte* out) {
+  const std::size_t lines_end = row_bytes / cache_line * cache_line;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::byte *from = rows[i], *next = rows[i + 1 < rows.size() ? i + 1 : i];
+    std::byte* to = out + i * row_bytes;
+    for (std::size_t byte = 0; byte < lines_end; byte += cache_line) {
+      __builtin_prefetch(next + byte);
+      Writes::copy_line(to + byte, from + byte);
+    }
+    std::memcpy(to + lines_end, from + lines_end, row_bytes - lines_end);
+  }
+  Writes::finish();
 }
 
 void copy_from(const Part& part, std::size_t row_bytes, std::int64_t first, std::int64_t count,
@@ -77,22 +120,29 @@ void copy_from(const Part& part, std::size_t row_bytes, std::int64_t first, std:
 }  // namespace
 
 void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
-  if (column.parts.size() > 1) return gather_from_parts(column, indices, count, out);
-  switch (column.row_bytes) {
+  const std::size_t row_bytes = column.row_bytes;
+  if (row_bytes >= long_row || column.parts.size() > 1) {
+    const std::vector<const std::byte*> rows = locate(column, indices, count);
+    if (row_bytes < long_row) return gather_located(rows, row_bytes, out);
+    const bool aligned = (reinterpret_cast<std::uintptr_t>(out) | row_bytes) % 16 == 0;
+    if (aligned && count * row_bytes >= streamed_batch) return gather_long<Streamed>(rows, row_bytes, out);
+    return gather_long<Cached>(rows, row_bytes, out);
+  }
+  switch (row_bytes) {
     case 1:
-      return gather<1>(column, indices, count, out);
+      return gather_short<1>(column, indices, count, out);
     case 2:
-      return gather<2>(column, indices, count, out);
+      return gather_short<2>(column, indices, count, out);
     case 4:
-      return gather<4>(column, indices, count, out);
+      return gather_short<4>(column, indices, count, out);
     case 8:
-      return gather<8>(column, indices, count, out);
+      return gather_short<8>(column, indices, count, out);
     case 16:
-      return gather<16>(column, indices, count, out);
+      return gather_short<16>(column, indices, count, out);
     case 128:
-      return gather<128>(column, indices, count, out);
+      return gather_short<128>(column, indices, count, out);
     default:
-      return gather<0>(column, indices, count, out);
+      return gather_short<0>(column, indices, count, out);
   }
 }
 

@@ -299,6 +299,19 @@ def test_dtypes_and_rows(dtype, row, road):
         assert_same(our, their)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("row", [511, 512, 513, 520, 3 * 32 * 32, 3 * 224 * 224, 3 * 224 * 224 + 1])
+def test_long_rows(row, parts):
+    """Batches of up to 19 MB: copied line by line, and past the caches where they are aligned."""
+    data = [torch.randint(256, (140, row), dtype=torch.uint8) for _ in range(parts)]
+    loader = DataLoader(ConcatDataset(list(map(TensorDataset, data))), 128, sampler=SubsetRandomSampler(range(140)))
+    torch.manual_seed(0)
+    theirs = list(loader)
+    torch.manual_seed(0)
+    for our, their in zip(InMemoryLoader(loader), theirs, strict=True):
+        assert_same(our, their)
+
+
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_strided_rows(shuffle, road):
