@@ -1,4 +1,5 @@
 // prefetch_stress.cpp: many threads over one ring and several stagers, for ThreadSanitizer (tools/tsan.sh).
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -80,9 +81,30 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
   }
 }
 
+// Rows of a few cache lines and something, in batches that are written past the caches and in small ones.
+void gather_long_rows(std::size_t row_bytes, std::size_t count) {
+  const std::size_t rows = 300;
+  std::vector<std::byte> table(rows * row_bytes);
+  for (std::size_t i = 0; i < table.size(); ++i) table[i] = static_cast<std::byte>(i * 2654435761U >> 24);
+  std::vector<std::int64_t> indices(count);
+  for (std::size_t i = 0; i < count; ++i) indices[i] = static_cast<std::int64_t>(i * 7919 % rows);
+  const Slot slot = std::make_shared<Ring>(host_device, 1)->acquire(count * row_bytes);
+  gather_rows(
+      {{{table.data(), static_cast<std::int64_t>(rows), static_cast<std::ptrdiff_t>(row_bytes)}}, row_bytes},
+      indices.data(), count, slot->data());
+  for (std::size_t i = 0; i < count; ++i)
+    require(std::equal(slot->data() + i * row_bytes, slot->data() + (i + 1) * row_bytes,
+                       table.data() + static_cast<std::size_t>(indices[i]) * row_bytes),
+            "long row");
+}
+
 }  // namespace
 
 int main() {
+  for (const std::size_t row_bytes : {512, 520, 529, 30000}) {
+    gather_long_rows(row_bytes, 5);
+    gather_long_rows(row_bytes, std::size_t{9} * 1024 * 1024 / row_bytes);
+  }
   std::vector<std::int64_t> table(4 * 1000);
   std::iota(table.begin(), table.end(), 0);
   const auto ring = std::make_shared<Ring>(host_device, 6);
