@@ -218,7 +218,7 @@ class PyStager {
       const py::gil_scoped_release nogil;
       stager_->close();
     }
-    copies_.clear();
+    const auto ended = std::exchange(copies_, {});  // freeing tensors may let another thread in here
   }
 
  private:
@@ -228,7 +228,11 @@ class PyStager {
   };
 
   void forget_ended() {
-    while (!copies_.empty() && copies_.front().copied->finished()) copies_.pop_front();
+    while (!copies_.empty() && copies_.front().copied->finished()) {
+      const HeldCopy ended =
+          std::move(copies_.front());  // freed when the deque is whole: another thread may come in
+      copies_.pop_front();
+    }
   }
 
   const int device_;

@@ -62,9 +62,10 @@ struct Worker::State {
 
   std::mutex mutex;
   std::condition_variable wake;
-  std::condition_variable no_helper;
+  std::condition_variable still;  // nothing runs any more
   std::deque<Task> queue;
   bool closing = false;
+  bool joined = false;
   int helpers = 0;  // callers that run a job
   std::vector<std::thread> threads;
 
@@ -110,7 +111,7 @@ struct Worker::State {
     }
     perform(std::move(task));
     const std::lock_guard lock(mutex);
-    if (--helpers == 0) no_helper.notify_all();
+    if (--helpers == 0) still.notify_all();
     return true;
   }
 };
@@ -157,8 +158,10 @@ void Worker::close() noexcept {
   if (guard_.forked()) return;
   std::deque<State::Task> dropped;
   std::vector<std::thread> threads;
+  bool first = false;
   {
     const std::lock_guard lock(state_->mutex);
+    first = !state_->closing;
     state_->closing = true;
     dropped.swap(state_->queue);
     threads.swap(state_->threads);  // so that a second close() has nothing left to join
@@ -166,8 +169,11 @@ void Worker::close() noexcept {
   state_->wake.notify_all();
   for (auto& thread : threads) thread.join();
   {
+    // Whoever closes, and whoever comes second, returns when nothing runs any more.
     std::unique_lock lock(state_->mutex);
-    state_->no_helper.wait(lock, [this] { return state_->helpers == 0; });
+    state_->joined = state_->joined || first;
+    state_->still.notify_all();
+    state_->still.wait(lock, [this] { return state_->joined && state_->helpers == 0; });
   }
   for (auto& task : dropped) task.ticket->finish(std::make_exception_ptr(closed()));
 }

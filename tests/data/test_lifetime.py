@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -298,3 +299,33 @@ def test_interpreter_exit_in_mid_epoch():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")
+
+
+@pytest.mark.parametrize("kind", ["memory", "copied memory", "copied"])
+def test_closed_by_another_thread(kind):
+    """Whoever iterates meanwhile gets an end or a clear error."""
+    loader, errors = WRAPPERS[kind](LOADER), []
+    stop = threading.Event()
+
+    def iterate() -> None:
+        while not stop.is_set():
+            try:
+                for _ in loader:
+                    pass
+            except RuntimeError as error:
+                if "closed" not in str(error):
+                    errors.append(error)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=iterate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        loader.close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    loader.close()
+    assert soon(0)

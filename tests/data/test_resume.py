@@ -222,13 +222,59 @@ def test_goes_on_to_the_sample(kind, wrapper, epoch, batches):
     check(lambda: LOADERS[kind](dataset()), WRAPPERS[wrapper], epoch, batches)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("epoch", "batches", "persistent"), [(0, 0, False), (1, 2, False), (1, 2, True), (1, -1, False)]
+)
 @pytest.mark.parametrize("kind", ["shuffled", "shuffled, generator", "replacement", "stateful", "own generator"])
-def test_workers(kind, persistent):
+def test_workers(kind, epoch, batches, persistent):
     def make():
         return LOADERS[kind](dataset(), num_workers=2, persistent_workers=persistent)
 
-    check(make, WRAPPERS["prefetcher"], 1, 2)
+    check(make, WRAPPERS["prefetcher"], epoch, batches)
+
+
+def test_what_a_sampler_drew_from_the_model_s_generator_is_not_drawn_again_in_silence():
+    """It drew ahead for workers; the model has drawn since."""
+
+    class Lazy(Sampler):
+        def __len__(self):
+            return SAMPLES
+
+        def __iter__(self):
+            for _ in range(SAMPLES):
+                yield int(torch.randint(SAMPLES, ()))
+
+    def make():
+        return Prefetcher(DataLoader(dataset(), 1, sampler=Lazy(), num_workers=2), "cpu")
+
+    torch.manual_seed(0)
+    prefetcher = make()
+    iterator = iter(prefetcher)
+    for _ in range(3):
+        torch.rand(5)
+        next(iterator)
+    resumed = make()
+    resumed.load_state_dict(prefetcher.state_dict())
+    with pytest.raises(ValueError, match="drew other batches"):
+        next(iter(resumed))
+
+
+def test_a_drawn_tail_is_not_drawn_twice():
+    """Read ahead to the epoch's end, a sampler has drawn samples that drop_last leaves out."""
+
+    class Few(OwnGenerator):
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            for _ in range(5):
+                yield int(torch.randint(5, (), generator=self.generator))
+
+    def make():
+        return DataLoader(range(5), 3, sampler=Few(None), drop_last=True)  # type: ignore[arg-type]
+
+    for batches in (0, 1):
+        check(make, WRAPPERS["copying"], 1, batches)
 
 
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
@@ -352,7 +398,7 @@ def test_an_epoch_that_was_left_is_gone_on_with():
         DataLoader(dataset(), 4, shuffle=True, drop_last=True),
         DataLoader(TensorDataset(torch.arange(7)), 4, shuffle=True),
     ],
-    ids=["batch_size", "sampler", "drop_last", "num_samples"],
+    ids=["batch_size", "sampler", "drop_last", "length"],
 )
 def test_a_state_of_another_loader_is_refused(other, request):
     prefetcher = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
@@ -431,6 +477,18 @@ def test_what_cannot_go_on_says_why(loader, lack):
         prefetcher.state_dict()
 
 
+@pytest.mark.parametrize("kind", [Prefetcher, CopyingPrefetcher])
+def test_a_stream_s_last_batch_is_its_last(kind):
+    prefetcher = kind(DataLoader(StatefulStream(), 3), "cpu")
+    iterator = iter(prefetcher)
+    for _ in range(4):
+        next(iterator)
+    resumed = kind(DataLoader(StatefulStream(), 3), "cpu")
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert list(resumed) == []
+    assert len(list(resumed)) == 4
+
+
 class OwnLoader:
     """A loader of the user's with a state of its own."""
 
@@ -476,8 +534,9 @@ def test_an_exception_counts_as_its_batch():
         assert next(iter(resumed)).tolist() == [6, 7]
 
 
-def test_an_old_iterator_does_not_move_the_new_ones_place():
-    prefetcher = Prefetcher(LOADERS["sequential"](dataset()), "cpu")
+@pytest.mark.parametrize("kind", [Prefetcher, CopyingPrefetcher])
+def test_an_old_iterator_does_not_move_the_new_ones_place(kind):
+    prefetcher = kind(LOADERS["sequential"](dataset()), "cpu")
     old, new = iter(prefetcher), iter(prefetcher)
     next(new)
     next(old), next(old)
@@ -489,3 +548,111 @@ def test_sequential_sampler_is_not_copied():
     """A sampler over something else than the dataset."""
     loader = DataLoader(dataset(), 4, sampler=SequentialSampler(range(9)))
     check(lambda: loader, WRAPPERS["prefetcher"], 0, 1)
+
+
+def test_a_huge_dataset_in_order():
+    """Its indices are not made before they are asked for."""
+
+    class Huge(Dataset):
+        def __len__(self):
+            return 10**12
+
+        def __getitem__(self, index):
+            return index
+
+    prefetcher = Prefetcher(DataLoader(Huge(), 4), "cpu")
+    next(iter(prefetcher))
+    resumed = Prefetcher(DataLoader(Huge(), 4), "cpu")
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert next(iter(resumed)).tolist() == [4, 5, 6, 7]
+
+
+def test_a_sampler_that_draws_when_it_is_iterated():
+    """Before the seed of workers, batched or not."""
+
+    class AtOnce(Sampler):
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            return iter(torch.randperm(5).tolist())
+
+    torch.manual_seed(0)
+    theirs = list(DataLoader(range(5), None, sampler=AtOnce()))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    assert list(Prefetcher(DataLoader(range(5), None, sampler=AtOnce()), "cpu")) == theirs  # type: ignore[arg-type]
+
+
+class Hiccup(Sampler):
+    """Fails once in mid-epoch, and goes on."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.given += 1
+        if self.given == 3:
+            raise KeyError("hiccup")
+        if self.given > 4:
+            raise StopIteration
+        return [self.given]
+
+
+def test_a_sampler_that_fails_once_goes_on():
+    iterator = iter(Prefetcher(DataLoader(range(9), batch_sampler=Hiccup()), "cpu"))  # type: ignore[arg-type]
+    seen = [int(next(iterator)), int(next(iterator))]
+    with pytest.raises(KeyError, match="hiccup"):
+        next(iterator)
+    assert seen + [int(batch) for batch in iterator] == [1, 2, 4]
+
+
+def test_a_loader_whose_state_is_not_to_be_had_is_iterated_all_the_same():
+    class Stateless(OwnLoader):
+        def state_dict(self):
+            raise NotImplementedError("not here")
+
+    prefetcher = CopyingPrefetcher(Stateless(), "cpu")
+    assert len(list(prefetcher)) == 5
+    with pytest.raises(NotImplementedError, match="not here"):
+        prefetcher.state_dict()
+
+
+@pytest.mark.parametrize("make", [lambda: [torch.zeros(1)], lambda: DataLoader(StatefulStream(), 3)])
+def test_a_state_of_another_kind_of_loader_is_refused(make):
+    prefetcher = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
+    with pytest.raises(ValueError, match="another kind"):
+        Prefetcher(make(), "cpu").load_state_dict(prefetcher.state_dict())
+
+
+def test_a_share_of_nothing():
+    sampler = DistributedSampler([], num_replicas=2, rank=0)  # type: ignore[arg-type]
+    assert list(Prefetcher(DataLoader([], 4, sampler=sampler), "cpu")) == []  # type: ignore[arg-type]
+
+
+def test_a_sampler_that_uses_one_list_again():
+    class Again(Sampler):
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            batch = []
+            for index in range(5):
+                batch.append(index)
+                yield batch
+                batch.clear()
+
+    def make():
+        return CopyingPrefetcher(DataLoader(range(9), batch_sampler=Again()), "cpu")  # type: ignore[arg-type]
+
+    prefetcher = make()
+    iterator = iter(prefetcher)
+    next(iterator), next(iterator)
+    resumed = make()
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert [int(batch) for batch in resumed] == [2, 3, 4]

@@ -111,20 +111,27 @@ class DeviceGather:
     def __init__(self, columns: Sequence[Tensor]) -> None:
         self._columns = columns
         self._words = [_words(column) for column in columns]
+        self._copied: torch.cuda.Event | None = None
 
     def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
         if indices is None:
             stop = first + count * batches
             return (slice(begin, begin + count) for begin in range(first, stop, count))
-        if self._words[0].device.type == "cuda":  # from memory that is not pinned the copy would wait for the stream
-            indices = indices.pin_memory()
-        return iter(indices.to(self._words[0].device, non_blocking=True).split(count))
+        device = self._words[0].device
+        if device.type == "cuda":
+            indices = indices.pin_memory()  # from other memory the copy would wait for the stream
+        indices = indices.to(device, non_blocking=True)
+        if device.type == "cuda":
+            self._copied = torch.cuda.current_stream(device).record_event()
+        return iter(indices.split(count))
 
     def take(self, started: Any, ahead: int) -> list[Tensor]:
         rows = next(started)
         if isinstance(rows, slice):
             gathered = [words[rows].clone() for words in self._words]
         else:
+            if self._copied is not None:  # the user may have changed streams
+                torch.cuda.current_stream(self._words[0].device).wait_event(self._copied)
             gathered = [words.index_select(0, rows) for words in self._words]
         return [_rows_like(column, words) for column, words in zip(self._columns, gathered, strict=True)]
 

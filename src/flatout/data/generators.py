@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 _DEPTH = 8  # attributes of attributes of ...
+_NODES = 20_000  # looked at in all, the nearest first: annotations go on and on
 _WIDTH = 64  # elements looked at in one container: transforms are few, file names many
 
 
@@ -31,9 +32,9 @@ class RandomState:
         self._tracked = tracked
 
     @classmethod
-    def held_by(cls, root: Any) -> RandomState:
-        """Read the generators in attributes, containers and closures below ``root``."""
-        return cls([_track_found(generator) for generator in generators_in(root)])
+    def only(cls, generators: Sequence[Any]) -> RandomState:
+        """Read ``generators`` and no other."""
+        return cls([_track_found(generator) for generator in generators])
 
     @classmethod
     def capture(cls, root: Any = None) -> RandomState:
@@ -107,18 +108,16 @@ def generators_in(root: Any) -> list[Any]:
     """The generators in attributes, containers and closures below ``root``."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     found: list[Any] = []
-    seen: set[int] = set()
-
-    def visit(node: Any, depth: int) -> None:
-        if id(node) in seen or depth > _DEPTH:
-            return
-        seen.add(id(node))
-        if isinstance(node, kinds):
-            found.append(node)
-        for child in _children(node):
-            visit(child, depth + 1)
-
-    visit(root, 0)
+    level, seen = [root], {id(root)}
+    for _ in range(_DEPTH):
+        found += [node for node in level if isinstance(node, kinds)]
+        below: list[Any] = []
+        for node in level:
+            for child in _children(node):
+                if id(child) not in seen and len(seen) < _NODES:
+                    seen.add(id(child))
+                    below.append(child)
+        level = below
     return found
 
 

@@ -303,8 +303,9 @@ class _InMemoryIterator:
             if span is None:
                 break
             if isinstance(span, Foreign):  # asked for, so nothing else is started
+                batch = self._fetch(span)
                 progress.reached(self._order, span, 1)
-                return self._fetch(span)
+                return batch
             self._started.append(_Started(span, self._start(span, depth + 1 - self._left)))
             self._left += span.batches
         if self._left == 0:
@@ -316,8 +317,9 @@ class _InMemoryIterator:
         self._left -= 1
         if first.taken == first.span.batches:
             self._started.popleft()
+        batch = self._placed(self._loader._assemble(self._gather.take(first.batches, depth)))
         progress.reached(self._order, first.span, first.taken)
-        return self._placed(self._loader._assemble(self._gather.take(first.batches, depth)))
+        return batch
 
     def _placed(self, batch: Any) -> Any:
         if self._loader.device is not None:
@@ -345,4 +347,3 @@ class _InMemoryIterator:
         """End the threads; what was gathered ahead is dropped."""
         self._ended = True
         self._gather.close()
-        self._started.clear()

@@ -77,6 +77,7 @@ class Prefetcher:
         self.reset_stall()
         self._source = source_of(loader)
         self._handed_out: _Place | None = None
+        self._newest: weakref.ref[_Ahead] | None = None
         self._ring: Any = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
@@ -114,7 +115,8 @@ class Prefetcher:
 
         The rest of the epoch is the same to the sample, with any number of workers, and so are the states of the
         generators that the loader and its samplers hold; the global generators are yours to save (torch's, NumPy's,
-        Python's). Random augmentation in worker processes goes on with other numbers.
+        Python's), and between epochs the state of a sampler or dataset of your own. Random augmentation in worker
+        processes goes on with other numbers. A sampler's ``state_dict`` is called for every batch that workers load.
 
         Raises:
             TypeError: the loader is none of these; the message says what it lacks.
@@ -135,7 +137,7 @@ class Prefetcher:
                 epoch begins: a sampler without a state of its own does not draw the same batches again.
         """
         self._source.load_state_dict(state)
-        self._handed_out = None
+        self._handed_out = self._newest = None
 
     @property
     def stall_fraction(self) -> float:
@@ -221,10 +223,17 @@ class _Ahead(_PassThrough):
 
     def __init__(self, prefetcher: Prefetcher, epoch: Epoch, copier: Copier) -> None:
         super().__init__(prefetcher, epoch)
-        prefetcher._handed_out = _Place(prefetcher._source.mark())
         self._copier = copier
         self._queue: deque[_Entry] = deque()
         self._exhausted = False
+        prefetcher._newest = weakref.ref(self)
+        self._is_at(_Place(prefetcher._source.mark()))
+
+    def _is_at(self, place: _Place) -> None:
+        """What was handed out last ends there."""
+        newest = self._prefetcher._newest
+        if newest is not None and newest() is self:
+            self._prefetcher._handed_out = place
 
     def __next__(self) -> Any:
         if self._epoch is None:
@@ -232,7 +241,7 @@ class _Ahead(_PassThrough):
         asked = time.perf_counter()
         self._top_up()
         if not self._queue:
-            self._prefetcher._handed_out = _Place(self._prefetcher._source.mark())
+            self._is_at(_Place(self._prefetcher._source.mark()))
             self.close()
             raise StopIteration
         entry = self._queue[0]
@@ -241,7 +250,7 @@ class _Ahead(_PassThrough):
             self._transform(entry)
         batch = None if entry.error else self._taken(entry)
         self._queue.popleft()
-        self._prefetcher._handed_out = entry.place
+        self._is_at(entry.place)
         if entry.error is not None:
             if isinstance(entry.error, WorkerError):
                 self.close()
@@ -263,6 +272,8 @@ class _Ahead(_PassThrough):
                 return  # raised when the batch's turn comes
             if self._queue:
                 self._transform(self._queue[-1])
+                if self._queue[-1].error is not None:
+                    return
             try:
                 batch = next(self._epoch)
             except StopIteration:

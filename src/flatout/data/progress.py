@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -14,8 +16,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data.generators import RandomState
-from flatout.data.order import Foreign, Order, Position, Span, order_of, plain_indices
+from flatout.data.asked import Asked
+from flatout.data.generators import RandomState, generators_in
+from flatout.data.order import Foreign, Order, Position, Replayed, Span, blocks_of
 
 _OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _VERSION = 1
@@ -40,10 +43,28 @@ class Progress:
         self._reached: tuple[Span | Foreign, int] | None = None
         self._loaded: dict[str, Any] | None = None
 
-    def begin(self, samples: int | None) -> Order:
-        """The epoch's order: a new one, or the rest of the one that a loaded state was saved in."""
+    def begin(self, samples: int | None, *, reads_ahead: bool = False) -> Order:
+        """The epoch's order: a new one, or the rest of the one that a loaded state was saved in.
+
+        Making it is to the generators what ``iter`` of the loader's batch sampler is.
+
+        Args:
+            samples: in the dataset. ``None``: what indices mean is left to the dataset; batches of samplers that are
+                not torch's own stay :class:`Foreign`, those of a ``SubsetRandomSampler`` are places in its ``indices``.
+            reads_ahead: batches are asked for before those in front of them are handed out.
+
+        Raises:
+            ValueError: a sampler without ``state_dict`` draws other batches than those before the state.
+        """
         loaded = self._loaded
-        self._order = order_of(_index_sampler(self._loader), samples, loaded and loaded["position"])
+        start = loaded and loaded["position"]
+        batch_sampler = _batch_sampler(self._loader)
+        blocks = blocks_of(batch_sampler.sampler, samples) if type(batch_sampler) is BatchSampler else None
+        if blocks is not None:
+            self._order = Replayed(batch_sampler, blocks, start)
+        else:
+            held = self._samplers_generators
+            self._order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
         if loaded is not None:
             self._held_generators().write(loaded["generators"])
         self._position, self._reached = self._order.position(), None
@@ -71,21 +92,22 @@ class Progress:
     @property
     def position(self) -> Position | None:
         """What the last batch handed out reached; ``None`` between epochs."""
-        if self._reached is not None:
-            span, batch = self._reached
-            return span.behind(batch)
-        return self._position
+        if self._reached is None or self._order is None:
+            return self._position
+        span, batch = self._reached
+        return span.behind(batch) or self._order.position()
 
     def state_dict(self, position: Position | None) -> dict[str, Any]:
         """What it takes to go on from ``position``, of tensors, numbers, strings, lists and dicts."""
         if self._loaded is not None:
             return self._loaded
-        if position is not None and "last" in position:  # as the sampler gave it
-            position = position | {"last": plain_indices(position["last"])}
-        # The sampler may have drawn for batches that are not handed out yet: drawing the position's block again then
-        # brings its generator to where it belongs.
-        is_ahead = position is not None and self._order is not None and self._order.has_drawn_since(position)
-        generators = self._held_generators(without_sampler=is_ahead).states()
+        # The sampler may have drawn for batches that are not handed out yet: going on then draws what it takes to bring
+        # its generator to where it belongs.
+        is_ahead = False
+        if position is not None and self._order is not None:
+            is_ahead = self._order.has_drawn_since(position)
+            position = self._order.completed(position)
+        generators = self._held_generators(without_samplers=is_ahead).states()
         return {"version": _VERSION, "loader": self._traits(), "position": position, "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,13 +129,17 @@ class Progress:
         else:
             self._loaded = state
 
-    def _held_generators(self, *, without_sampler: bool = False) -> RandomState:
+    @functools.cached_property
+    def _samplers_generators(self) -> list[Any]:
+        sampler = _sampler(self._loader)
+        return generators_in(getattr(sampler, "generator", None) if type(sampler) in _OWN_SAMPLERS else sampler)
+
+    def _held_generators(self, *, without_samplers: bool = False) -> RandomState:
         """The generators that the loader and its sampler hold."""
-        sampler, loaders = _sampler(self._loader), self._loader.generator
-        samplers = getattr(sampler, "generator", None)
-        if without_sampler:
-            return RandomState.held_by([] if loaders is samplers else [loaders])
-        return RandomState.held_by([loaders, samplers if type(sampler) in _OWN_SAMPLERS else sampler])
+        loaders, samplers = self._loader.generator, self._samplers_generators
+        is_samplers = any(loaders is generator for generator in samplers)
+        held = [] if loaders is None or is_samplers else [loaders]
+        return RandomState.only(held if without_samplers else held + samplers)
 
     def _traits(self) -> dict[str, Any]:
         """What has to be the same for the state to mean the same samples."""
@@ -123,9 +149,11 @@ class Progress:
             "batch_size": self._loader.batch_size,
             "drop_last": self._loader.drop_last,
         }
-        for name in ("num_samples", "replacement", "num_replicas", "rank"):
-            if type(sampler) in _OWN_SAMPLERS and hasattr(sampler, name):
-                traits[name] = getattr(sampler, name)
+        if type(sampler) in _OWN_SAMPLERS:
+            traits["length"] = len(sampler)
+            for name in ("replacement", "num_replicas", "rank"):
+                if hasattr(sampler, name):
+                    traits[name] = getattr(sampler, name)
         return traits
 
 
@@ -137,6 +165,18 @@ def _sampler(loader: DataLoader) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
 
-def _index_sampler(loader: DataLoader) -> Any:
+def _batch_sampler(loader: DataLoader) -> Any:
     """The batch sampler; without batches, one that makes batches of one."""
-    return BatchSampler(loader.sampler, 1, drop_last=False) if loader.batch_sampler is None else loader.batch_sampler
+    if loader.batch_sampler is not None:
+        return loader.batch_sampler
+    if type(loader.sampler) in _OWN_SAMPLERS:
+        return BatchSampler(loader.sampler, 1, drop_last=False)
+    return _OneByOne(loader.sampler)
+
+
+class _OneByOne:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return ([index] for index in self.sampler)  # the sampler is iterated here and now

@@ -36,15 +36,20 @@ class Replayed(Source):
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         rest, self._rest = self._rest, None
-        return self._source.open(pinned_for) if rest is None else Epoch(self._replay(rest))
+        return self._source.open(pinned_for) if rest is None else Epoch(_First(self, rest))
 
-    def _replay(self, rest: Epoch) -> Iterator[Any]:
-        while self._read:
-            batch, mark = self._read.popleft()
-            self._behind = (mark,)
-            yield batch
-        self._behind = None
-        yield from rest
+    def give_back(self) -> Any:
+        """The next of the batches that were read.
+
+        Raises:
+            StopIteration: there is none left.
+        """
+        if not self._read:
+            self._behind = None
+            raise StopIteration
+        batch, mark = self._read.popleft()
+        self._behind = (mark,)
+        return batch
 
     def mark(self) -> Any:
         return self._source.mark() if self._behind is None else self._behind[0]
@@ -64,3 +69,23 @@ class Replayed(Source):
         if name.startswith("_"):  # a copy looks for these before there is a loader to ask
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+class _First:
+    """The first epoch: what was read, and the rest."""
+
+    def __init__(self, replayed: Replayed, rest: Epoch) -> None:
+        self._replayed = replayed
+        self._rest = rest
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._replayed.give_back()
+        except StopIteration:
+            return next(self._rest)
+
+    def close(self) -> None:
+        self._rest.close()

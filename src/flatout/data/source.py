@@ -120,6 +120,11 @@ def source_of(loader: Iterable[Any] | Source) -> Source:
     return Source(loader, "it has no state_dict() and load_state_dict()")
 
 
+def _check_keys(state: dict[str, Any], *names: str) -> None:
+    if set(state) != set(names):
+        raise ValueError(f"the state was saved by a loader of another kind: it holds {', '.join(state)}")
+
+
 class _InMemory(Source):
     def __init__(self, loader: InMemoryLoader) -> None:
         super().__init__(loader, "")
@@ -150,9 +155,14 @@ class _Stateful(Source):
         self._stateful = loader
 
     def mark(self) -> Any:
-        return copy.deepcopy(self._stateful.state_dict())
+        try:
+            return copy.deepcopy(self._stateful.state_dict())
+        except Exception as error:  # raised where the state is asked for
+            return error
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
+        if isinstance(mark, Exception):
+            raise mark
         return mark
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +189,7 @@ class _Listed(Source):
         return {"batches": mark}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_keys(state, "batches")
         self.passed = self._first = state["batches"]
 
 
@@ -230,28 +241,35 @@ class _Streamed(_FromDataLoader):
         super().__init__(loader)
         self._stateful: Any = loader.dataset
         self.is_under_way = False
+        self.was_last = False  # the batch that was yielded last
         self._goes_on = False
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         _, batches = self._iterate()
-        self.is_under_way, self._goes_on = True, False
+        if self._goes_on and self.was_last:
+            batches = iter(())
+        self.is_under_way, self.was_last, self._goes_on = True, False, False
         return _StreamedEpoch(batches, self)
 
     def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
         return super()._make_twin(0 if self._goes_on else None, **changes)
 
     def mark(self) -> Any:
-        return None if self._why_not() else (copy.deepcopy(self._stateful.state_dict()), self.is_under_way)
+        if self._why_not():
+            return None
+        return copy.deepcopy(self._stateful.state_dict()), self.is_under_way, self.was_last
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
         if reason := self._why_not():
             raise TypeError(f"a DataLoader over a {type(self._stateful).__name__} cannot go on in mid-epoch: {reason}")
-        return {"dataset": mark[0], "is_under_way": mark[1]}
+        return dict(zip(("dataset", "is_under_way", "was_last"), mark, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state_dict((None, None))
+        self.state_dict((None, None, None))
+        _check_keys(state, "dataset", "is_under_way", "was_last")
         self._stateful.load_state_dict(state["dataset"])
         self.is_under_way = self._goes_on = state["is_under_way"]
+        self.was_last = state["was_last"]
 
     def _why_not(self) -> str:
         if not hasattr(self._stateful, "state_dict") or not hasattr(self._stateful, "load_state_dict"):
@@ -265,6 +283,11 @@ class _StreamedEpoch(Epoch):
     def __init__(self, batches: Iterator[Any], source: _Streamed) -> None:
         super().__init__(batches)
         self._source = source
+
+    def _passed(self) -> None:
+        # Less than a batch: the dataset has been asked for more, in vain.
+        fetcher = getattr(self._batches, "_dataset_fetcher", None)
+        self._source.was_last = getattr(fetcher, "ended", False)
 
     def _ended(self) -> None:
         self._source.is_under_way = False
@@ -291,8 +314,11 @@ class _MapStyle(_FromDataLoader):
             # The same worker seeds as before would draw the same augmentation as the first batches had.
             position = self.progress.position or {}
             worker_seed = position.get("worker_seed", 0) + position["taken"]
+        noted = _Noted(self._dataloader, self.progress)
+        if self.progress.goes_on:
+            noted.begin()  # before there are workers: a sampler that draws other batches is an error
         role = "sampler" if self._dataloader.batch_sampler is None else "batch_sampler"
-        return super()._make_twin(worker_seed, **{role: _Noted(self._dataloader, self.progress)})
+        return super()._make_twin(worker_seed, **{role: noted})
 
     def mark(self) -> Any:
         position = self.progress.position
@@ -317,38 +343,65 @@ class _Noted:
         self.order: Order | None = None
         self.given: deque[tuple[Span | Foreign, int]] = deque()
 
-    def __iter__(self) -> Iterator[Any]:
-        self.order, self.given = self._progress.begin(None), deque()
-        return self._batches(self.order, self.given)
+    def begin(self) -> None:
+        self.order = self._progress.begin(None, reads_ahead=self._loader.num_workers > 0)
+        self.given = deque()
 
-    def _batches(self, order: Order, given: deque[tuple[Span | Foreign, int]]) -> Iterator[Any]:
-        is_batched = self._loader.batch_sampler is not None
-        sampler = getattr(self._loader.batch_sampler, "sampler", None) if is_batched else self._loader.sampler
-        names = sampler.indices if type(sampler) is SubsetRandomSampler else None
-        while (span := order.next_span(asked=True)) is not None:
-            for number, indices in enumerate(_lists(span), 1):
-                given.append((span, number))
-                named = indices if names is None or isinstance(span, Foreign) else [names[place] for place in indices]
-                yield named if is_batched else named[0]
+    def __iter__(self) -> Iterator[Any]:
+        # DataLoader iterates its sampler twice before workers load; the rest of an epoch is there once.
+        if not self._progress.goes_on:
+            self.begin()
+        assert self.order is not None
+        return _NotedBatches(self._loader, self.order, self.given)
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+class _NotedBatches:
+    """Not a generator: one that raises has ended, a sampler need not have."""
+
+    def __init__(self, loader: DataLoader, order: Order, given: deque[tuple[Span | Foreign, int]]) -> None:
+        sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+        self._names = sampler.indices if type(sampler) is SubsetRandomSampler else None
+        self._is_batched = loader.batch_sampler is not None
+        self._order = order
+        self._given = given
+        self._lists: Iterator[tuple[Span | Foreign, int, Any]] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self._lists, None)
+        if found is None:
+            span = self._order.next_span(asked=True)
+            if span is None:
+                raise StopIteration
+            self._lists = _lists(span)
+            found = next(self._lists)
+        span, number, indices = found
+        self._given.append((span, number))
+        if self._names is not None and isinstance(span, Span):
+            indices = [self._names[place] for place in indices]
+        return indices if self._is_batched else indices[0]
 
 
 def _noted(twin: DataLoader) -> _Noted:
     return twin.sampler if twin.batch_sampler is None else twin.batch_sampler  # type: ignore[return-value]
 
 
-def _lists(span: Span | Foreign) -> Iterator[Any]:
-    """The indices of each batch."""
+def _lists(span: Span | Foreign) -> Iterator[tuple[Span | Foreign, int, Any]]:
+    """The batches of a span: its number in it, and its indices."""
     if isinstance(span, Foreign):
-        yield span.indices
+        yield span, 1, span.indices
         return
-    for begin in range(0, span.batches * span.count, span.count):
+    for number in range(span.batches):
+        begin = number * span.count
         if span.indices is None:
-            yield list(range(span.first + begin, span.first + begin + span.count))
+            yield span, number + 1, list(range(span.first + begin, span.first + begin + span.count))
         else:
-            yield span.indices[begin : begin + span.count].tolist()
+            yield span, number + 1, span.indices[begin : begin + span.count].tolist()
 
 
 class _MapStyleEpoch(Epoch):
@@ -357,10 +410,14 @@ class _MapStyleEpoch(Epoch):
         assert noted.order is not None
         self._source, self._progress = source, source.progress
         self._order, self._given = noted.order, noted.given
+        self._counted = 0
         source.worker_seed = batches._base_seed
 
     def _passed(self) -> None:
-        if self._given:  # a sampler that raises has drawn no batch
+        # Workers have sent so many batches, or exceptions in their place; without workers what is drawn has passed.
+        arrived = getattr(self._batches, "_rcvd_idx", self._counted + len(self._given))
+        while self._counted < arrived and self._given:  # a sampler that raises has drawn no batch
+            self._counted += 1
             self._progress.reached(self._order, *self._given.popleft())
 
     def _ended(self) -> None:

@@ -3,8 +3,9 @@
 Why no ``record_stream`` is needed: device tensors are allocated under the side stream, so the allocator may
 hand a tensor's memory to the next batch as soon as the user lets go of it, while kernels that read it are
 still queued on the user's stream. Every copy therefore waits for a fence: an event recorded on the user's
-stream when the copy is asked for, behind all work that can have used memory which was free by then. The side
-stream is given to nobody else, so nothing allocates from its pool without that fence.
+stream when the copy is asked for, behind all work that can have used memory which was free by then; and one on every
+other stream that batches were handed out on (an evaluation's, another thread's). The side stream is given to nobody
+else, so nothing allocates from its pool without that fence.
 """
 
 from __future__ import annotations
@@ -82,11 +83,30 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[index]
 
 
+_consumers: dict[int, set[torch.cuda.Stream]] = {}
+"""Streams that batches were handed out on, by device."""
+
+
+def _consumer_of(side: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The current stream of the side stream's device, which has batches handed out on it."""
+    stream = torch.cuda.current_stream(side.device)
+    _consumers.setdefault(side.device.index, set()).add(stream)
+    return stream
+
+
+def _wait_for_consumers(side: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Have the side stream wait for all streams but the current one that have had batches; the current one."""
+    current = torch.cuda.current_stream(side.device)
+    for stream in _consumers.get(side.device.index, set()) - {current}:
+        side.wait_stream(stream)
+    return current
+
+
 def _run_on(
     side: torch.cuda.Stream, work: Callable[[list[Tensor]], Any], tensors: list[Tensor]
 ) -> tuple[Any, torch.cuda.Event]:
     # The same fence as for copies: what `work` allocates may be memory that queued kernels still read.
-    side.wait_stream(torch.cuda.current_stream(side.device))
+    side.wait_stream(_wait_for_consumers(side))
     with torch.cuda.stream(side):
         result = work(tensors)
         done = torch.cuda.Event()
@@ -146,7 +166,7 @@ class NativeCopier:
         if not self._on_cuda:
             return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs)
         fence = torch.cuda.Event()
-        fence.record(torch.cuda.current_stream(self.device))
+        fence.record(_wait_for_consumers(self._side))
         # The owner outlives the copy, and with it whatever the copy reads and writes.
         stream, owner = self._side.cuda_stream, (held, fence)
         copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
@@ -175,7 +195,7 @@ class _NativeCopy:
     def tensors(self) -> list[Tensor]:
         self._copied.wait()
         if self._side is not None:
-            self._copied.block(torch.cuda.current_stream(self._side.device).cuda_stream)
+            self._copied.block(_consumer_of(self._side).cuda_stream)
         return self._outputs
 
     def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
@@ -193,7 +213,7 @@ class TorchCopier:
 
     def start(self, sources: list[Tensor]) -> Copy:
         """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
-        consumer = torch.cuda.current_stream(self.device)
+        consumer = _wait_for_consumers(self._side)
         self._side.wait_stream(consumer)
         outputs: list[Tensor] = []
         with torch.cuda.stream(self._side):
@@ -224,7 +244,7 @@ class _TorchCopy:
         """Nothing to wait for: staging was done by the caller."""
 
     def tensors(self) -> list[Tensor]:
-        torch.cuda.current_stream(self._side.device).wait_event(self._done)
+        _consumer_of(self._side).wait_event(self._done)
         return self._outputs
 
     def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:

@@ -1,0 +1,159 @@
+"""The order of a sampler that is not torch's own: its batches as it gives them, and how to come back to one."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from flatout.data.generators import RandomState
+from flatout.data.order import Foreign, Position, Span, as_indices, is_int
+
+
+class Asked:
+    """Batches of any sampler: asked when the user asks, never ahead.
+
+    A sampler, or an iterator of it, that has ``state_dict`` and ``load_state_dict`` says itself where it is. Any other
+    goes on by drawing the epoch again, with its generators and the global ones as they were when it began.
+
+    Args:
+        batch_sampler: gives batches of indices.
+        samples: in the dataset; ``None``: all batches are :class:`Foreign`.
+        start: to go on from.
+        held: the generators that the sampler holds.
+        reads_ahead: batches are drawn before those in front of them were handed out.
+
+    Raises:
+        ValueError: drawn again, the batches before ``start`` are others; or another kind of order has saved it.
+    """
+
+    def __init__(
+        self, batch_sampler: Any, samples: int | None, start: Position | None, held: list[Any], *, reads_ahead: bool
+    ) -> None:
+        self._batch_sampler = batch_sampler
+        self._samples = samples
+        self._held = held
+        self._reads_ahead = reads_ahead
+        self._taken = 0
+        self._last: Any = None
+        self._was_last = False
+        self._is_exhausted = False
+        self._loaded: Position | None = None  # where nothing was given since
+        self._again: deque[Any] = deque()  # drawn when the state was saved, and not handed out then
+        # Generators when the epoch began, and before its first batch: what it takes to draw it again.
+        self._states: list[Any] = []
+        self._batches: Any = None
+        if start is None:
+            self._states.append(RandomState.of(held))
+            self._batches = iter(batch_sampler)
+        elif "generators" in start:
+            self._draw_again(start)
+        elif "sampler" in start:
+            self._load(start)
+        else:
+            raise ValueError("the state was saved where torch's own sampler was replayed")
+
+    def next_span(self, *, asked: bool) -> Span | Foreign | None:
+        """As in :class:`Order`."""
+        if not asked:
+            return None
+        if self._again:
+            batch = self._again.popleft()
+        else:
+            if len(self._states) == 1:
+                self._states.append(RandomState.of(self._held))
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._is_exhausted = True
+                return None
+        self._taken += 1
+        self._loaded = None
+        self._last = list(batch) if isinstance(batch, list) else batch  # some samplers use a list again
+        self._was_last = self._is_short(batch)
+        found = None
+        if self._samples is not None and type(batch) in (list, tuple) and batch:
+            found = as_indices(batch, self._samples)
+        end = self.position() if self._reads_ahead else None
+        return Foreign(batch, end) if found is None else Span(found, 0, len(found), 1, end)
+
+    def position(self) -> Position:
+        """As in :class:`Order`."""
+        if self._loaded is not None:
+            return self._loaded
+        position: Position = {"taken": self._taken}
+        if self._taken and (stateful := self._stateful()) is not None:
+            return position | {"sampler": copy.deepcopy(stateful.state_dict()), "was_last": self._was_last}
+        return position | {"generators": self._states, "last": self._last}
+
+    def has_drawn_since(self, position: Position) -> bool:
+        """As in :class:`Order`."""
+        return self._taken > position["taken"] or self._is_exhausted
+
+    def completed(self, position: Position) -> Position:
+        """As in :class:`Order`."""
+        if "generators" not in position or "drawn" in position:
+            return position
+        states = [state.states() if isinstance(state, RandomState) else state for state in position["generators"]]
+        return position | {
+            "generators": states,
+            "last": _plain(position["last"]),
+            "drawn": self._taken + len(self._again),
+            "last_drawn": _plain(self._last_drawn),
+        }
+
+    @property
+    def _last_drawn(self) -> Any:
+        return self._again[-1] if self._again else self._last
+
+    def _is_short(self, batch: Any) -> bool:
+        """A batch sampler that gives less than a batch has asked its sampler for more, in vain."""
+        return type(self._batch_sampler) is BatchSampler and len(batch) < self._batch_sampler.batch_size
+
+    def _stateful(self) -> Any:
+        """What of the sampler can say where it is and go on from there."""
+        parts = (self._batch_sampler, getattr(self._batch_sampler, "sampler", None), self._batches)
+        return next((part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")), None)
+
+    def _load(self, start: Position) -> None:
+        self._taken, self._was_last, self._loaded = start["taken"], start["was_last"], start
+        with RandomState.capture().restored():
+            if (stateful := self._stateful()) is not None:
+                stateful.load_state_dict(copy.deepcopy(start["sampler"]))
+                self._batches = iter(self._batch_sampler)
+            else:
+                self._batches = iter(self._batch_sampler)
+                self._batches.load_state_dict(copy.deepcopy(start["sampler"]))
+        if self._was_last:
+            self._batches = iter(())
+
+    def _draw_again(self, start: Position) -> None:
+        self._taken, self._states = start["taken"], list(start["generators"])
+        with RandomState.capture().restored():
+            RandomState.of(self._held).write(self._states[0])
+            self._batches = iter(self._batch_sampler)
+            # A sampler with a state of its own has handed nothing out yet: it begins anew.
+            drawn = 0 if self._stateful() is not None else start["drawn"]
+            if drawn:
+                RandomState.of(self._held).write(self._states[1])
+            for number in range(1, drawn + 1):
+                batch = next(self._batches, None)
+                batch = list(batch) if isinstance(batch, list) else batch
+                if number == start["taken"]:
+                    self._last = batch
+                if number > start["taken"]:
+                    self._again.append(batch)
+        if drawn and (_plain(self._last) != start["last"] or _plain(self._last_drawn) != start["last_drawn"]):
+            raise ValueError(
+                f"{type(self._batch_sampler).__name__} drew other batches than before: to go on in mid-epoch it needs "
+                "state_dict() and load_state_dict(), or to draw from generators that it holds"
+            )
+
+
+def _plain(batch: Any) -> list[int] | None:
+    """The indices of a batch, where they are numbers."""
+    if isinstance(batch, (list, tuple)) and all(map(is_int, batch)):
+        return [int(index) for index in batch]
+    return None
