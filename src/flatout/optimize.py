@@ -323,6 +323,8 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
         return replace(row, status="advice", why="\n".join(technique.findings(job, ADVICE_SHARE * budget)))
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
+    except Exception as error:  # of the user's code, which training has not run into
+        return replace(row, status="not applicable", why=f"looking failed with {type(error).__name__}: {error}")
 
 
 def _check_loss(job: Job, batch: Any) -> None:

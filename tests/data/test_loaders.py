@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import random
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -15,7 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data import InMemoryLoader, clone_loader, is_rewindable
+from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable
+from flatout.data.generators import generators_in
+from flatout.data.loaders import why_random
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -137,3 +145,84 @@ REWINDABLE = {
 def test_is_rewindable(name):
     make, expected = REWINDABLE[name]
     assert is_rewindable(make()) is expected
+
+
+HIDDEN = np.random.default_rng(0)
+
+
+class Sometimes(Dataset):
+    """Random in ways that one look at one sample does not show."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if self.how == "odd" and index % 2:
+            return torch.rand(3)
+        if self.how == "global":
+            return torch.full((3,), HIDDEN.random())
+        if self.how == "partial":
+            return torch.full((3,), self.draw())
+        if self.how == "nan":
+            return torch.full((3,), float("nan"))
+        return torch.full((3,), float(index))
+
+
+def mixed(samples):
+    batch = torch.stack(samples)
+    return batch[torch.randperm(len(batch))]
+
+
+@pytest.mark.parametrize(
+    ("how", "collate", "said"),
+    [
+        ("odd", None, "draws from torch's default generator"),
+        ("global", None, "draws from a numpy.random"),
+        ("partial", None, "draws from a random.Random"),
+        ("not", mixed, "draws from torch's default generator"),
+        ("not", None, None),
+        ("nan", None, None),
+    ],
+)
+def test_randomness_that_one_sample_does_not_show(how, collate, said):
+    data = Sometimes(how)
+    if how == "partial":
+        data.draw = functools.partial(lambda low, rng: low + rng.random(), 0.0, rng=random.Random(3))
+    loader = DataLoader(data, 4, collate_fn=collate)
+    state = torch.get_rng_state(), HIDDEN.bit_generator.state["state"]["state"]
+    reason = why_random(loader)
+    assert (reason is None) if said is None else (said in reason)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert HIDDEN.bit_generator.state["state"]["state"] == state[1]
+
+
+def test_what_cannot_be_looked_into_holds_no_generator():
+    class Closed(dict):
+        def values(self):
+            raise OSError("closed")
+
+    generator = torch.Generator()
+    assert generators_in([Closed(), weakref.proxy(Sometimes("not")), generator]) == [generator]
+
+
+@pytest.mark.parametrize("road", ["in memory", "workers made persistent"])
+def test_orders_of_later_epochs(road):
+    """Persistent workers are given their seed once: whoever takes their place draws as they do, and the other way."""
+    data = TensorDataset(torch.arange(20))
+
+    def epochs(loader):
+        return [[batch[0].tolist() for batch in loader] for _ in range(3)]
+
+    def made(persistent):
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(data, 4, shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent)
+
+    if road == "in memory":
+        assert epochs(InMemoryLoader(made(True))) == epochs(made(True))
+        assert epochs(InMemoryLoader(made(False))) == epochs(made(False))
+    else:
+        assert epochs(Prefetcher(clone_loader(made(False), persistent_workers=True), "cpu")) == epochs(made(False))
+        assert epochs(Prefetcher(made(True), "cpu")) == epochs(made(True))

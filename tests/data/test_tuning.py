@@ -22,6 +22,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from flatout.data import Prefetcher, clone_loader, machine, tune
@@ -657,3 +658,29 @@ def test_an_empty_loader_is_refused():
 def test_arguments_are_checked(step_time, budget):
     with pytest.raises(ValueError, match="step_time and budget must be >= 0"):
         tune(DataLoader(torch.zeros(3)), step_time, budget=budget)
+
+
+class HangsInWorkers(Dataset):
+    """As a lock does that another thread held when the worker was forked."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if get_worker_info() is not None:
+            time.sleep(1000)
+        time.sleep(0.002)
+        return index
+
+
+@pytest.mark.slow
+def test_workers_that_hang_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(MODULE + "_PATIENCE", (2.0, 1))
+    tuned = tune(DataLoader(HangsInWorkers(), 4), 0.001)
+    assert tuned.workers == 0
+    assert "timed out" in tuned.reason
+
+
+def test_no_budget_is_too_large_and_no_step_too_short():
+    loader = DataLoader(TensorDataset(torch.arange(64)), 4)
+    assert tune(loader, 1e-320, budget=0.5).loader is not None

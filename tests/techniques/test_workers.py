@@ -14,7 +14,7 @@ from flatout.measure.bench import Bench
 from flatout.measure.track import Track
 from flatout.plan import Plan
 from flatout.report.model import Pace
-from flatout.techniques import NothingBetter
+from flatout.techniques import NotApplicable, NothingBetter
 from flatout.techniques.workers import Workers
 from tests.jobs import Net, SlowSamples
 
@@ -323,3 +323,12 @@ def test_prefetch_on_a_cpu_points_to_the_workers():
     row = next(row for row in run.report.rows if row.technique == "prefetch")
     assert row.status == "not applicable"
     assert "row 2" in row.why
+
+
+def test_a_worker_init_fn_may_depend_on_the_number_of_workers():
+    loader = DataLoader(torch.arange(8.0), 2, num_workers=1, worker_init_fn=print)
+    with pytest.raises(ValueError, match="worker_init_fn"):
+        tune(loader, 0.01)
+    job = Job(Net(), loader, loader, None, None, None, torch.device("cpu"))
+    with pytest.raises(NotApplicable, match="worker_init_fn"):
+        Workers().check(job)

@@ -185,6 +185,8 @@ class CachedDataset(Dataset):
         return RandomState.of(self._generators)
 
     def _decode(self, rows: list[int]) -> None:
+        if not rows:
+            return
         before = self._random_state()
         self._keep(before, rows, list(_samples(self.dataset, rows)))
 

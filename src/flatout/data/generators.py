@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +112,7 @@ def generators_in(root: Any) -> list[Any]:
     found: list[Any] = []
     level, seen = [root], {id(root)}
     for _ in range(_DEPTH):
-        found += [node for node in level if isinstance(node, kinds)]
+        found += [node for node in level if issubclass(type(node), kinds)]  # a dead reference has a type
         below: list[Any] = []
         for node in level:
             for child in _children(node):
@@ -122,17 +124,42 @@ def generators_in(root: Any) -> list[Any]:
 
 
 def _children(node: Any) -> list[Any]:
+    try:
+        return _looked_into(node)
+    except Exception:  # a closed file, a dead reference: what cannot be looked into cannot be used either
+        return []
+
+
+def _looked_into(node: Any) -> list[Any]:
     if isinstance(node, (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)):
         return []
     if isinstance(node, types.MethodType):
         return [node.__self__, node.__func__]
     if isinstance(node, types.FunctionType):
-        return [_cell_contents(cell) for cell in node.__closure__ or ()] + list(node.__defaults__ or ())
-    if isinstance(node, Mapping):
-        return [value for value, _ in zip(node.values(), range(_WIDTH), strict=False)]
+        return _of_function(node)
+    if isinstance(node, functools.partial):
+        return [node.func, *node.args, *node.keywords.values()]
+    if isinstance(node, dict):
+        return list(itertools.islice(node.values(), _WIDTH))
     if isinstance(node, (list, tuple)):
         return list(node[:_WIDTH])
-    return list(getattr(node, "__dict__", {}).values())
+    methods = (getattr(type(node), name, None) for name in ("__getitem__", "__getitems__", "__call__", "__iter__"))
+    own = [method for method in methods if isinstance(method, types.FunctionType)]
+    return [*getattr(node, "__dict__", {}).values(), *own]
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    """What it can use: what is bound to it, and the globals that it names."""
+    bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    named = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    # Of functions, only those beside this one: a library's may use anything.
+    here = function.__module__
+    return (
+        bound
+        + defaults
+        + [found for found in named if not isinstance(found, types.FunctionType) or found.__module__ == here]
+    )
 
 
 def _cell_contents(cell: types.CellType) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.data.batch import tensors_of
+from flatout.data.generators import RandomState
+
 _REWINDABLE_SAMPLERS = (
     SequentialSampler,
     RandomSampler,
@@ -27,6 +33,8 @@ _REWINDABLE_SAMPLERS = (
     tuple,
     range,
 )
+SEEDS_EVERY_EPOCH = "seeds_every_epoch"
+"""Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
@@ -57,7 +65,8 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
 
     Shares dataset, samplers, generator, ``collate_fn`` and all other settings. Settings that only exist with
     worker processes are left out when there are none. Iterating the clone advances shared samplers and
-    generators: capture them first.
+    generators: capture them first. A clone that is given persistent workers draws their seed once, as torch's do; a
+    ``Prefetcher`` over it draws it every epoch, so that the orders of later epochs are those of ``loader``.
 
     Args:
         loader: an exact ``DataLoader``.
@@ -100,6 +109,8 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
         vars(clone)["batch_sampler"] = loader.batch_sampler
     for name, value in vars(loader).items():  # what the user attached
         vars(clone).setdefault(name, value)
+    if clone.persistent_workers and not loader.persistent_workers:
+        vars(clone)[SEEDS_EVERY_EPOCH] = True
     return clone
 
 
@@ -119,6 +130,47 @@ def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:
     if not iterable and not changed & {"sampler", "shuffle"}:
         batching["sampler"] = loader.sampler
     return batching
+
+
+def why_random(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> str | None:
+    """Why samples, or the batches made of them, are random; ``None`` where that is not to be seen.
+
+    Makes samples spread over the dataset twice, each time collated, on this thread. All generators that are found are
+    put back.
+
+    Args:
+        loader: over a map-style dataset; exceptions of its own code are raised.
+        samples: looked at, at most.
+        seconds: fewer are looked at where making them takes longer.
+    """
+    dataset: Any = loader.dataset
+    last, deadline = len(dataset) - 1, time.perf_counter() + seconds / 2
+    state = RandomState.capture([dataset, loader.collate_fn])
+    with state.restored():
+        looked_at: list[int] = []
+        made: list[Any] = []
+        for index in sorted({round(i * last / max(1, samples - 1)) for i in range(samples)}):
+            made.append(dataset[index])
+            looked_at.append(index)
+            if time.perf_counter() > deadline:
+                break
+        collate: Any = loader.collate_fn
+        is_batched = loader.batch_sampler is not None
+        first = tensors_of(collate(made) if is_batched else list(map(collate, made)))
+        made = [dataset[index] for index in looked_at]
+        second = tensors_of(collate(made) if is_batched else list(map(collate, made)))
+        moved = state.moved()
+    if moved is not None:
+        return f"a sample draws from {moved}"
+    if len(first) != len(second) or not all(map(_same_bits, first, second)):
+        return "a sample was made twice, and differs"
+    return None
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype or left.layout is not torch.strided:
+        return left.shape == right.shape and left.dtype == right.dtype
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -286,8 +286,9 @@ class _InMemoryIterator:
         """What ``iter`` of the plain loader is to the generators."""
         progress, loader = self._loader.progress, self._loader.loader
         order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
-        if not progress.goes_on:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers
+        # The seed of workers, which persistent ones are given once.
+        if not progress.goes_on and not (loader.persistent_workers and progress.has_run):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         progress.has_begun()
         return order
 

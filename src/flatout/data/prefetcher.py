@@ -187,11 +187,12 @@ class _PassThrough:
         return self
 
     def __next__(self) -> Any:
-        if self._epoch is None:
+        epoch = self._epoch
+        if epoch is None:
             raise StopIteration
         asked = time.perf_counter()
         try:
-            batch = next(self._epoch)
+            batch = next(epoch)
         except (StopIteration, WorkerError):
             self.close()
             raise
@@ -236,20 +237,21 @@ class _Ahead(_PassThrough):
             self._prefetcher._handed_out = place
 
     def __next__(self) -> Any:
-        if self._epoch is None:
+        epoch, queue = self._epoch, self._queue  # another thread may close meanwhile
+        if epoch is None:
             raise StopIteration
         asked = time.perf_counter()
-        self._top_up()
-        if not self._queue:
+        self._top_up(epoch, queue)
+        if not queue:
             self._is_at(_Place(self._prefetcher._source.mark()))
             self.close()
             raise StopIteration
-        entry = self._queue[0]
+        entry = queue[0]
         if entry.error is None:
             self._start(entry)  # what failed ahead of time may work now; if not, the batch stays first in line
             self._transform(entry)
         batch = None if entry.error else self._taken(entry)
-        self._queue.popleft()
+        queue.popleft()
         self._is_at(entry.place)
         if entry.error is not None:
             if isinstance(entry.error, WorkerError):
@@ -258,32 +260,31 @@ class _Ahead(_PassThrough):
         self._prefetcher._waited(asked)
         return batch
 
-    def _top_up(self) -> None:
+    def _top_up(self, epoch: Epoch, queue: deque[_Entry]) -> None:
         """Start copies until ``depth`` batches are ahead of the one that is about to be handed out."""
-        assert self._epoch is not None
-        while len(self._queue) <= self._prefetcher.depth and not self._exhausted:
-            if self._queue and (self._queue[-1].error is not None or self._queue[-1].copy is None):
+        while len(queue) <= self._prefetcher.depth and not self._exhausted:
+            if queue and (queue[-1].error is not None or queue[-1].copy is None):
                 return  # nothing is fetched past an exception before the user has seen it
             try:
-                if self._queue:
+                if queue:
                     # A loader may fill the same memory again. Costs no time: the step lies in between.
-                    self._queue[-1].copy.release_sources()  # type: ignore[union-attr]
+                    queue[-1].copy.release_sources()  # type: ignore[union-attr]
             except Exception:
                 return  # raised when the batch's turn comes
-            if self._queue:
-                self._transform(self._queue[-1])
-                if self._queue[-1].error is not None:
+            if queue:
+                self._transform(queue[-1])
+                if queue[-1].error is not None:
                     return
             try:
-                batch = next(self._epoch)
+                batch = next(epoch)
             except StopIteration:
                 self._exhausted = True
                 return
             except Exception as error:
-                self._queue.append(_Entry(_Place(self._prefetcher._source.mark()), error=error))
+                queue.append(_Entry(_Place(self._prefetcher._source.mark()), error=error))
                 return
             entry = _Entry(_Place(self._prefetcher._source.mark()), batch)
-            self._queue.append(entry)
+            queue.append(entry)
             try:
                 self._start(entry)
             except torch.OutOfMemoryError:
@@ -318,7 +319,7 @@ class _Ahead(_PassThrough):
 
     def close(self) -> None:
         """End the copying thread and drop what was fetched ahead."""
-        self._queue.clear()
+        self._queue = deque()
         self._copier.close()
         super().close()
 

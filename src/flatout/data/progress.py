@@ -38,6 +38,8 @@ class Progress:
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
+        self.has_run = False
+        """Whether an epoch has begun."""
         self._order: Order | None = None
         self._position: Position | None = None
         self._reached: tuple[Span | Foreign, int] | None = None
@@ -78,6 +80,7 @@ class Progress:
     def has_begun(self) -> None:
         """The epoch after this one is a whole one again."""
         self._loaded = None
+        self.has_run = True
 
     def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:
         """The ``batch``-th batch of ``span`` was handed out, counted from 1."""

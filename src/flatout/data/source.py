@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SubsetRandomSampler
 
-from flatout.data.loaders import clone_loader
+from flatout.data.loaders import SEEDS_EVERY_EPOCH, clone_loader
 from flatout.data.memory import InMemoryLoader
 from flatout.data.order import Foreign, Order, Span
 from flatout.data.progress import Progress
@@ -68,17 +68,18 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        batches = self._batches
+        if batches is None:
             raise StopIteration
         try:
-            batch = next(self._batches)
+            batch = next(batches)
         except StopIteration:
             self._ended()
             self.close()
             raise
         except Exception as error:
             self._passed()
-            if death := death_of_a_worker(self._batches, error):
+            if death := death_of_a_worker(batches, error):
                 self._died()
                 self.close()
                 raise WorkerError(death) from error
@@ -305,6 +306,8 @@ class _MapStyle(_FromDataLoader):
         self.worker_seed = 0
 
     def open(self, pinned_for: int | None = None) -> Epoch:
+        if self._persistent is not None and hasattr(self._dataloader, SEEDS_EVERY_EPOCH):
+            _noted(self._persistent).draws_seed = True
         twin, batches = self._iterate()
         self.progress.has_begun()
         return _MapStyleEpoch(batches, self, _noted(twin))
@@ -342,6 +345,8 @@ class _Noted:
         self._progress = progress
         self.order: Order | None = None
         self.given: deque[tuple[Span | Foreign, int]] = deque()
+        self.draws_seed = False
+        """Whether an epoch's begin draws the seed of workers, which persistent ones have already."""
 
     def begin(self) -> None:
         self.order = self._progress.begin(None, reads_ahead=self._loader.num_workers > 0)
@@ -351,6 +356,8 @@ class _Noted:
         # DataLoader iterates its sampler twice before workers load; the rest of an epoch is there once.
         if not self._progress.goes_on:
             self.begin()
+            if self.draws_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         assert self.order is not None
         return _NotedBatches(self._loader, self.order, self.given)
 

@@ -30,6 +30,10 @@ from flatout.data.remote import InWorker
 SECONDS = 3.0
 """What finding out may take."""
 _MOST_WORKERS = 64
+_BEYOND = 10_000
+"""More workers than there can be."""
+_PATIENCE = 10.0, 20
+"""Seconds, and batch times, after which workers that send nothing hang: in a lock that was held when they forked."""
 _ENOUGH = 0.95
 """Share of the best rate that is good enough for fewer workers; the noise of a short trial."""
 _HEAD_ROOM = 1.1
@@ -132,13 +136,15 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
         The tuned loader and all that was measured.
 
     Raises:
-        ValueError: ``step_time`` or ``budget`` is negative, or ``loader`` is empty or one whose samples trials would
-            use up.
+        ValueError: ``step_time`` or ``budget`` is negative, or ``loader`` is empty, has workers with a
+            ``worker_init_fn``, or is one whose samples trials would use up.
     """
     if not step_time >= 0 or not budget >= 0:
         raise ValueError(f"step_time and budget must be >= 0, got {step_time} and {budget}")
     if type(loader) is not DataLoader or not is_rewindable(loader):
         raise ValueError("loader must be a DataLoader that trials can iterate without using up its samples")
+    if loader.num_workers > 0 and loader.worker_init_fn is not None:
+        raise ValueError("loader must not have a worker_init_fn: what it loads may depend on its workers")
     if len(loader) == 0:
         raise ValueError("loader must have a batch, got an empty one")
     with RandomState.capture(loader).restored(), warnings.catch_warnings():
@@ -210,13 +216,14 @@ class _Search:
 
     def _estimate(self, tried: Try) -> int:
         """How many workers would keep up, if each loads as fast as those that were tried."""
-        return math.ceil(_HEAD_ROOM * max(1, tried.workers) / (tried.batches_per_second * self._step_time))
+        workers = _HEAD_ROOM * max(1, tried.workers) / (tried.batches_per_second * self._step_time)
+        return math.ceil(min(workers, _BEYOND))
 
     def _affordable(self) -> int:
         """How many workers there is time to start and to try."""
         last = self._tries[next(reversed(self._tries))]
         left = self._deadline - time.perf_counter() - _LOOK - self._rounds
-        return int(left / self._time_of_one(last))
+        return int(min(left / self._time_of_one(last), _BEYOND))
 
     def _time_of_one(self, tried: Try) -> float:
         """Seconds that it takes to start a worker, and at most as many to end it."""
@@ -402,6 +409,7 @@ class _Trials:
         self.busy = 0.0
         self.batch_bytes = 0
         self.device: torch.device | None = None
+        self._patience = _PATIENCE[0]
         self._loader = loader
         self._stream = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = _endless(getattr(loader, self._stream))
@@ -417,6 +425,7 @@ class _Trials:
         begin, had = time.perf_counter(), wanted_core_seconds()
         loaded = _load_for(batches, _LOOK, at_least=1)
         seconds = time.perf_counter() - begin
+        self._patience = _PATIENCE[0] + _PATIENCE[1] * seconds / loaded
         self.busy = min(1.0, (wanted_core_seconds() - had) / seconds)
         return Try(0, loaded / seconds, start)
 
@@ -470,6 +479,7 @@ class _Trials:
         if self.start_method is not None:
             settings["multiprocessing_context"] = self.start_method
         settings |= {"persistent_workers": False, "worker_init_fn": InWorker(self._loader.worker_init_fn)}
+        settings["timeout"] = self._loader.timeout or self._patience
         return clone_loader(self._loader, **settings)
 
 

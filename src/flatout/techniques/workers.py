@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.data import InMemoryLoader, clone_loader, tune
-from flatout.data.generators import RandomState
+from flatout.data.loaders import why_random
 from flatout.data.machine import usable_cores
 from flatout.data.tuning import SECONDS
 from flatout.techniques.base import LoaderTechnique, NotApplicable, NothingBetter, Source
@@ -62,15 +62,14 @@ class Workers(LoaderTechnique):
             raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not exactly a DataLoader")
         if isinstance(job.loader.dataset, IterableDataset):
             raise NotApplicable("an IterableDataset decides itself what each worker yields")
-        state = RandomState.capture(job.loader.dataset)
-        with state.restored():
-            try:
-                job.loader.dataset[0]
-            except Exception as error:
-                raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
-            moved = state.moved()
-        if moved is not None:
-            raise NotApplicable(f"a sample draws from {moved}: in other processes it would draw other numbers")
+        if job.loader.num_workers > 0 and job.loader.worker_init_fn is not None:
+            raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
+        try:
+            reason = why_random(job.loader)
+        except Exception as error:
+            raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
+        if reason is not None:
+            raise NotApplicable(f"{reason}: in other processes it would draw other numbers")
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """All the waiting for batches; workers beyond the cores slow the step down, too."""
