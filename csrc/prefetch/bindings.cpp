@@ -114,7 +114,7 @@ class Batches {
         left_(batches) {}
 
   // Jobs read what this object keeps alive.
-  ~Batches() {
+  ~Batches() {  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
     const py::gil_scoped_release nogil;
     for (const auto& batch : under_way_) {
       try {
