@@ -1,6 +1,9 @@
-"""What several tests share: bit-exact pictures of training state."""
+"""What several tests share: bit-exact pictures of training state, and forks."""
 
+import os
 import random
+import signal
+import traceback
 
 import numpy as np
 import torch
@@ -61,3 +64,19 @@ def snapshot(model, optimizer=None):
             {k: _picture(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
     return seen
+
+
+def in_child(work) -> int:
+    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

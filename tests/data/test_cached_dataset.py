@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import signal
-import traceback
 import warnings
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, get_worker_info
 
 from flatout.data import CachedDataset, NotCacheable, WorkerError, cache_in_memory
+from tests.helpers import in_child
 from tests.samples import RANDOM, REFUSED, SAMPLES, Batched, Counted, Made, own_memory, same, states
 
 
@@ -232,22 +232,6 @@ def test_force_decodes_nothing_twice():
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
-
-
-def in_child(work) -> int:
-    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

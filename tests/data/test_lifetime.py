@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
+from tests.helpers import in_child
 
 LOADER = DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4), torch.arange(1000)), 8, shuffle=True)
 
@@ -222,22 +222,6 @@ def test_ring_keeps_no_more_than_asked():
     assert ring.idle == (loader.depth + 3) * 2
     loader.close()
     assert ring.idle == 0
-
-
-def in_child(work) -> int:
-    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -23,16 +23,8 @@ from torch.utils.data import (
 from flatout.data.batch import tensors_of
 from flatout.data.generators import RandomState
 
-_REWINDABLE_SAMPLERS = (
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    list,
-    tuple,
-    range,
-)
+TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
 SEEDS_EVERY_EPOCH = "seeds_every_epoch"
 """Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

@@ -90,7 +90,7 @@ class Order(Protocol):
 
 
 def why_not_ordered(loader: DataLoader) -> str | None:
-    """Why :func:`order_of` cannot stand in for the samplers of ``loader``; ``None`` if it can."""
+    """Why no :class:`Order` can stand in for the samplers of ``loader``; ``None`` if one can."""
     if loader.batch_sampler is None:
         return "batch_size=None: samples are not batched"
     if loader.num_workers > 0 and loader.worker_init_fn is not None:

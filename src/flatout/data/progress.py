@@ -6,21 +6,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader
 
 from flatout.data.asked import Asked
 from flatout.data.generators import RandomState, generators_in
+from flatout.data.loaders import TORCHS_SAMPLERS
 from flatout.data.order import Foreign, Order, Position, Replayed, Span, blocks_of
 
-_OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _VERSION = 1
 
 
@@ -135,7 +127,7 @@ class Progress:
     @functools.cached_property
     def _samplers_generators(self) -> list[Any]:
         sampler = _sampler(self._loader)
-        return generators_in(getattr(sampler, "generator", None) if type(sampler) in _OWN_SAMPLERS else sampler)
+        return generators_in(getattr(sampler, "generator", None) if type(sampler) in TORCHS_SAMPLERS else sampler)
 
     def _held_generators(self, *, without_samplers: bool = False) -> RandomState:
         """The generators that the loader and its sampler hold."""
@@ -152,7 +144,7 @@ class Progress:
             "batch_size": self._loader.batch_size,
             "drop_last": self._loader.drop_last,
         }
-        if type(sampler) in _OWN_SAMPLERS:
+        if type(sampler) in TORCHS_SAMPLERS:
             traits["length"] = len(sampler)
             for name in ("replacement", "num_replicas", "rank"):
                 if hasattr(sampler, name):
@@ -172,7 +164,7 @@ def _batch_sampler(loader: DataLoader) -> Any:
     """The batch sampler; without batches, one that makes batches of one."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
-    if type(loader.sampler) in _OWN_SAMPLERS:
+    if type(loader.sampler) in TORCHS_SAMPLERS:
         return BatchSampler(loader.sampler, 1, drop_last=False)
     return _OneByOne(loader.sampler)
 
