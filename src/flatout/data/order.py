@@ -30,6 +30,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.data.openmp import serial
+
 Position = dict[str, Any]
 """Where in an epoch the next batch begins: what an order of the same samplers needs to go on there. Made of tensors,
 numbers, strings, lists and dicts, and of what a sampler's own ``state_dict`` holds."""
@@ -142,7 +144,8 @@ class Blocks:
         before = None
         if self._generator is not None and (self.drawn == 0 or self._length is None or self._length >= wanted):
             before = self._generator.get_state()
-        block = self._draw(self.drawn, self._generator)
+        with serial():
+            block = self._draw(self.drawn, self._generator)
         if block is not None:
             self.before_first = before if self.drawn == 0 else self.before_first
             self.drawn, self.before = self.drawn + 1, before
