@@ -118,7 +118,7 @@ class Batches {
     const py::gil_scoped_release nogil;
     for (const auto& batch : under_way_) {
       try {
-        batch->ticket->wait();
+        stager_->wait(*batch);
       } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
         // Nobody asked for it; or this is a forked child, where no job runs.
       }

@@ -18,9 +18,6 @@ constexpr std::size_t rows_ahead = 16;
 constexpr std::size_t cache_line = 64;
 // A row of so many bytes is long: while it is copied, the next one is prefetched line by line.
 constexpr std::size_t long_row = 512;
-// A batch of so many bytes will have left the caches before it is read: it is written past them, which saves
-// reading what is overwritten.
-constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
 
 [[noreturn]] void out_of_range(std::int64_t index, std::int64_t rows) {
   throw std::out_of_range("index " + std::to_string(index) + " is out of range for " + std::to_string(rows) +
@@ -119,13 +116,14 @@ void copy_from(const Part& part, std::size_t row_bytes, std::int64_t first, std:
 
 }  // namespace
 
-void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
+void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out,
+                 Writes writes) {
   const std::size_t row_bytes = column.row_bytes;
   if (row_bytes >= long_row || column.parts.size() > 1) {
     const std::vector<const std::byte*> rows = locate(column, indices, count);
     if (row_bytes < long_row) return gather_located(rows, row_bytes, out);
     const bool aligned = (reinterpret_cast<std::uintptr_t>(out) | row_bytes) % 16 == 0;
-    if (aligned && count * row_bytes >= streamed_batch) return gather_long<Streamed>(rows, row_bytes, out);
+    if (aligned && writes == Writes::streamed) return gather_long<Streamed>(rows, row_bytes, out);
     return gather_long<Cached>(rows, row_bytes, out);
   }
   switch (row_bytes) {

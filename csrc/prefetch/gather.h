@@ -20,9 +20,13 @@ struct Column {
   std::size_t row_bytes;
 };
 
+// streamed: past the caches, which saves reading what is overwritten. (Long rows only.)
+enum class Writes : std::uint8_t { cached, streamed };
+
 // out[i] = column[indices[i]] for i in [0, count); throws std::out_of_range before it reads a row that is not
 // there.
-void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out);
+void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out,
+                 Writes writes);
 
 // out[i] = column[first + i] for i in [0, count).
 void copy_rows(const Column& column, std::int64_t first, std::size_t count, std::byte* out);

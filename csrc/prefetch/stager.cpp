@@ -13,6 +13,22 @@ namespace {
 // lines.
 constexpr std::size_t staging_alignment = 256;
 
+// Gathered at a time by one thread: long enough that handing it out costs nothing, short enough that neither
+// who closes nor who waits for the last part waits long.
+constexpr std::size_t part_bytes = std::size_t{128} * 1024;
+// A smaller batch is gathered in less time than a thread takes to start: who takes only one, like
+// next(iter(loader)), needs none.
+constexpr std::size_t worth_a_thread = std::size_t{1024} * 1024;
+// A batch of so many bytes will have left the caches before it is read.
+constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
+
+std::vector<Slot> acquire(Ring& ring, const std::vector<Column>& columns, std::size_t count) {
+  std::vector<Slot> slots;
+  slots.reserve(columns.size());
+  for (const Column& column : columns) slots.push_back(ring.acquire(count * column.row_bytes));
+  return slots;
+}
+
 std::size_t aligned(std::size_t bytes) {
   return (bytes + staging_alignment - 1) / staging_alignment * staging_alignment;
 }
@@ -29,27 +45,37 @@ Stager::~Stager() { close(); }
 
 std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Column>> columns,
                                          const std::int64_t* indices, std::int64_t first, std::size_t count) {
+  std::size_t row_bytes = 0;
+  for (const Column& column : *columns) row_bytes += column.row_bytes;
+  const std::size_t rows = std::max<std::size_t>(part_bytes / std::max<std::size_t>(row_bytes, 1), 1);
   auto batch = std::make_shared<Gathered>();
-  batch->ticket = worker_.submit([ring = ring_, columns = std::move(columns), indices, first, count, batch] {
+  batch->bytes = count * row_bytes;
+  const Writes writes = batch->bytes >= streamed_batch ? Writes::streamed : Writes::cached;
+  const auto gather_part = [=, ring = ring_, columns = std::move(columns)](std::size_t part) {
     if (ring->device() != host_device) cuda::enter_thread(ring->device());
-    std::vector<Slot> slots;
-    slots.reserve(columns->size());
-    for (const Column& column : *columns) {
-      Slot slot = ring->acquire(count * column.row_bytes);
-      if (indices != nullptr) {
-        gather_rows(column, indices, count, slot->data());
-      } else {
-        copy_rows(column, first, count, slot->data());
-      }
-      slots.push_back(std::move(slot));
+    {
+      const std::lock_guard lock(batch->acquiring);
+      if (batch->slots.empty()) batch->slots = acquire(*ring, *columns, count);
     }
-    batch->slots = std::move(slots);
-  });
+    const std::size_t begin = part * rows, size = std::min(rows, count - begin);
+    for (std::size_t i = 0; i < columns->size(); ++i) {
+      const Column& column = (*columns)[i];
+      std::byte* out = batch->slots[i]->data() + begin * column.row_bytes;
+      if (indices == nullptr) {
+        copy_rows(column, first + static_cast<std::int64_t>(begin), size, out);
+      } else {
+        gather_rows(column, indices + begin, size, out, writes);
+      }
+    }
+  };
+  batch->ticket = worker_.submit(gather_part, std::max<std::size_t>((count + rows - 1) / rows, 1));
   return batch;
 }
 
 void Stager::wait(Gathered& batch) {
-  if (ring_->device() == host_device) {
+  const bool on_host = ring_->device() == host_device;
+  if (has_waited_.exchange(true) || batch.bytes >= worth_a_thread || !on_host) worker_.start();
+  if (on_host) {
     worker_.help(*batch.ticket);
   } else {
     batch.ticket->wait();
@@ -58,10 +84,10 @@ void Stager::wait(Gathered& batch) {
 
 std::shared_ptr<Copied> Stager::copy(std::vector<Transfer> transfers, PinnedSources pinned,
                                      cuda::Stream stream, cuda::EventHandle fence) {
+  worker_.start();
   auto copied = std::make_shared<Copied>();
-  copied->ticket = worker_.submit([this, transfers = std::move(transfers), pinned, stream, fence, copied] {
-    run_copy(transfers, pinned, stream, fence, copied);
-  });
+  copied->ticket = worker_.submit([this, transfers = std::move(transfers), pinned, stream, fence, copied](
+                                      std::size_t) { run_copy(transfers, pinned, stream, fence, copied); });
   return copied;
 }
 

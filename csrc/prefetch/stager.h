@@ -2,6 +2,7 @@
 // own.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -19,8 +20,10 @@ namespace flatout::prefetch {
 // A batch being gathered: one slot per column, so that a user who keeps one tensor keeps that tensor's memory
 // only.
 struct Gathered {
+  std::size_t bytes = 0;
   std::vector<Slot> slots;  // filled when the ticket is done
   std::shared_ptr<Ticket> ticket;
+  std::mutex acquiring;
 };
 
 // A batch on its way to the device.
@@ -56,8 +59,9 @@ class Stager {
   std::shared_ptr<Gathered> gather(std::shared_ptr<const std::vector<Column>> columns,
                                    const std::int64_t* indices, std::int64_t first, std::size_t count);
 
-  // Waits for a gather. Into ordinary memory the calling thread gathers, too, what is in line: it has nothing
-  // better to do, and its core is free. (What CUDA knows of a user's thread is not ours to change.)
+  // Waits for a gather; only here is one sure to be begun. Into ordinary memory the calling thread gathers,
+  // too, what is in line: it has nothing better to do, and its core is free. (What CUDA knows of a user's
+  // thread is not ours to change.)
   void wait(Gathered& batch);
 
   // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
@@ -83,6 +87,7 @@ class Stager {
   const ForkGuard guard_;
   std::mutex mutex_;
   std::deque<std::shared_ptr<Copied>> in_flight_;
+  std::atomic<bool> has_waited_ = false;
   Worker worker_;  // last: its threads end before what they use
 };
 

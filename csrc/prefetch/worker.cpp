@@ -57,74 +57,88 @@ void Ticket::finish(std::exception_ptr error) {
 struct Worker::State {
   struct Task {
     Job job;
-    std::shared_ptr<Ticket> ticket;
+    std::size_t parts;
+    std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
+    std::size_t begun = 0;
+    std::size_t ended = 0;
+    std::exception_ptr error = nullptr;  // the first
+
+    void finish() {
+      job = nullptr;  // what the job holds is released before its end is announced
+      ticket->finish(std::move(error));
+    }
+  };
+
+  struct Part {
+    std::shared_ptr<Task> task;
+    std::size_t number = 0;
   };
 
   std::mutex mutex;
   std::condition_variable wake;
-  std::condition_variable still;  // nothing runs any more
-  std::deque<Task> queue;
+  std::condition_variable still;           // nothing runs any more
+  std::deque<std::shared_ptr<Task>> line;  // those with parts that have not begun
   bool closing = false;
   bool joined = false;
-  int helpers = 0;  // callers that run a job
+  int helpers = 0;  // callers that run a part
   std::vector<std::thread> threads;
 
-  Task next() {  // under the lock, from a queue that is not empty
-    Task task = std::move(queue.front());
-    queue.pop_front();
-    return task;
+  Part next() {  // under the lock, from a line that is not empty
+    const std::shared_ptr<Task> task = line.front();
+    const std::size_t number = task->begun++;
+    if (task->begun == task->parts) line.pop_front();
+    return {task, number};
   }
 
-  static void perform(Task task) {
+  void perform(const Part& part) {
+    Task& task = *part.task;
     std::exception_ptr error;
     try {
-      task.job();
+      task.job(part.number);
     } catch (...) {
       error = std::current_exception();
     }
-    task.job = nullptr;  // what the job holds is released before its end is announced
-    task.ticket->finish(std::move(error));
+    bool last = false;
+    {
+      const std::lock_guard lock(mutex);
+      if (!task.error) task.error = std::move(error);
+      last = ++task.ended == task.parts;
+    }
+    if (last) task.finish();
   }
 
   void run() {
     pthread_setname_np(pthread_self(), "flatout-data");
     for (;;) {
-      Task task;
+      Part part;
       {
         std::unique_lock lock(mutex);
-        wake.wait(lock, [this] { return closing || !queue.empty(); });
+        wake.wait(lock, [this] { return closing || !line.empty(); });
         if (closing) return;
-        task = next();
+        part = next();
       }
-      perform(std::move(task));
+      perform(part);
     }
   }
 
-  // Whether there was a job to run.
+  // Whether there was a part to run.
   bool lend_a_hand() {
-    Task task;
+    Part part;
     {
       const std::lock_guard lock(mutex);
-      if (closing || queue.empty()) return false;
-      task = next();
+      if (closing || line.empty()) return false;
+      part = next();
       ++helpers;
     }
-    perform(std::move(task));
+    perform(part);
     const std::lock_guard lock(mutex);
     if (--helpers == 0) still.notify_all();
     return true;
   }
 };
 
-Worker::Worker(int threads) : state_(std::make_unique<State>()) {
+Worker::Worker(int threads) : size_(threads), state_(std::make_unique<State>()) {
   if (threads < 1) throw std::invalid_argument("threads must be >= 1, got " + std::to_string(threads));
-  const SignalsBlocked scope;
-  try {
-    for (int i = 0; i < threads; ++i) state_->threads.emplace_back([state = state_.get()] { state->run(); });
-  } catch (...) {
-    close();
-    throw;
-  }
 }
 
 Worker::~Worker() {
@@ -135,16 +149,28 @@ Worker::~Worker() {
   }
 }
 
-std::shared_ptr<Ticket> Worker::submit(Job job) {
+void Worker::start() {
   guard_.check();
-  auto ticket = std::make_shared<Ticket>();
+  const std::lock_guard lock(state_->mutex);
+  if (state_->closing || !state_->threads.empty()) return;
+  const SignalsBlocked scope;
+  for (int i = 0; i < size_; ++i) state_->threads.emplace_back([state = state_.get()] { state->run(); });
+}
+
+std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts) {
+  guard_.check();
+  const auto task = std::make_shared<State::Task>(std::move(job), parts);
   {
     const std::lock_guard lock(state_->mutex);
     if (state_->closing) throw closed();
-    state_->queue.push_back({std::move(job), ticket});
+    state_->line.push_back(task);
   }
-  state_->wake.notify_one();
-  return ticket;
+  if (parts == 1) {
+    state_->wake.notify_one();
+  } else {
+    state_->wake.notify_all();
+  }
+  return task->ticket;
 }
 
 void Worker::help(Ticket& ticket) {
@@ -156,14 +182,14 @@ void Worker::help(Ticket& ticket) {
 
 void Worker::close() noexcept {
   if (guard_.forked()) return;
-  std::deque<State::Task> dropped;
+  std::deque<std::shared_ptr<State::Task>> dropped;
   std::vector<std::thread> threads;
   bool first = false;
   {
     const std::lock_guard lock(state_->mutex);
     first = !state_->closing;
     state_->closing = true;
-    dropped.swap(state_->queue);
+    dropped.swap(state_->line);
     threads.swap(state_->threads);  // so that a second close() has nothing left to join
   }
   state_->wake.notify_all();
@@ -175,7 +201,10 @@ void Worker::close() noexcept {
     state_->still.notify_all();
     state_->still.wait(lock, [this] { return state_->joined && state_->helpers == 0; });
   }
-  for (auto& task : dropped) task.ticket->finish(std::make_exception_ptr(closed()));
+  for (const auto& task : dropped) {
+    task->error = std::make_exception_ptr(closed());
+    task->finish();
+  }
 }
 
 }  // namespace flatout::prefetch

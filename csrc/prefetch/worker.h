@@ -1,7 +1,9 @@
-// worker.h: a few threads that run submitted jobs first in, first out, and carry their errors back.
+// worker.h: a few threads that run the parts of submitted jobs first in, first out, and carry their errors
+// back.
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -28,24 +30,28 @@ class Ticket {
 
 class Worker {
  public:
-  using Job = std::function<void()>;
+  using Job = std::function<void(std::size_t part)>;
 
   explicit Worker(int threads);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  std::shared_ptr<Ticket> submit(Job job);
-  // Ticket::wait(), lending a hand: while the job has not ended, the calling thread runs those that wait in
+  // Makes the threads; until then jobs wait in line for a helper. Idempotent.
+  void start();
+  // `job` is called once for each part, on several threads at a time; it ends with the last of them.
+  std::shared_ptr<Ticket> submit(Job job, std::size_t parts = 1);
+  // Ticket::wait(), lending a hand: while the job has not ended, the calling thread runs parts that wait in
   // line.
   void help(Ticket& ticket);
-  // Jobs that have not begun fail with "closed"; returns when the running ones have ended. Idempotent.
+  // Jobs with parts that have not begun fail with "closed"; returns when no part runs any more. Idempotent.
   void close() noexcept;
 
  private:
   struct State;
 
   const ForkGuard guard_;
+  const int size_;
   std::unique_ptr<State> state_;
 };
 

@@ -148,9 +148,20 @@ def test_keyboard_interrupt_leaves_nothing_behind(kind, workers):
     assert settles(lambda: (descriptors(), children()), before)
 
 
-def test_a_thread_is_there_while_iterating():
-    """Guards the tests above: `threads` sees what it looks for."""
+def test_threads_come_with_the_second_batch():
+    """Guards the tests above, too: `threads` sees what it looks for."""
     iterator = iter(InMemoryLoader(LOADER, threads=3))
+    before = os.listdir("/proc/self/task")  # a new thread bears its name a while later
+    next(iterator)
+    assert os.listdir("/proc/self/task") == before
+    next(iterator)
+    assert soon(3)
+    del iterator
+    assert soon(0)
+
+
+def test_threads_come_at_once_for_a_batch_that_takes_longer_than_their_start():
+    iterator = iter(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(4, 2**20)), 1), threads=3))
     next(iterator)
     assert soon(3)
     del iterator
@@ -167,7 +178,8 @@ def test_end_of_an_epoch_ends_the_threads():
 def test_close_ends_iterators_and_the_loader_goes_on():
     loader = InMemoryLoader(LOADER)
     first, second = iter(loader), iter(loader)
-    next(first), next(second)
+    for iterator in (first, first, second, second):
+        next(iterator)
     loader.close()
     loader.close()
     assert soon(0)
@@ -228,7 +240,7 @@ def test_ring_keeps_no_more_than_asked():
 def test_fork_in_mid_epoch():
     loader = InMemoryLoader(LOADER)
     iterator = iter(loader)
-    batch = next(iterator)
+    batch = next(iterator), next(iterator)
 
     def work():
         nonlocal iterator, batch
@@ -241,7 +253,7 @@ def test_fork_in_mid_epoch():
         assert len(list(InMemoryLoader(LOADER))) == len(LOADER)
 
     assert in_child(work) == 0
-    assert len(list(iterator)) == len(LOADER) - 1
+    assert len(list(iterator)) == len(LOADER) - 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -249,7 +261,7 @@ def test_same_loader_in_a_fork():
     """What a user does who forks workers in mid-epoch: the child's copy of the loader is to work, too."""
     loader = InMemoryLoader(LOADER)
     iterator = iter(loader)
-    next(iterator)
+    next(iterator), next(iterator)
 
     def work():
         assert len(list(loader)) == len(LOADER)

@@ -26,11 +26,12 @@ void require(bool condition, const char* what) {
 // thread.
 void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>& table, int rounds,
              unsigned seed) {
-  const std::int64_t rows = static_cast<std::int64_t>(table.size()) / 4;
+  const std::int64_t rows = static_cast<std::int64_t>(table.size()) / 8;
   const auto* bytes = reinterpret_cast<const std::byte*>(table.data());
   const auto columns = std::make_shared<const std::vector<Column>>(std::vector<Column>{
       {{{bytes, rows, 32}}, 32},
       {{{bytes, 10, 32}, {bytes + 320, rows - 10, 32}}, 8},
+      {{{bytes, rows, 32}}, 4000},  // rows over each other, and long: a batch has several parts
   });
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
@@ -41,12 +42,14 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
     for (int batch = 0; batch < 8; ++batch) pending.push_back(stager.gather(columns, indices.data(), 0, 64));
     std::vector<Slot> held;
     for (int batch = 0; batch < 4; ++batch) {  // the other half is dropped under way
-      if (batch % 2 == 0)
-        stager.wait(*pending[batch]);
-      else
-        pending[batch]->ticket->wait();
+      stager.wait(*pending[batch]);
       const auto* wide = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[0]->data());
-      for (std::size_t i = 0; i < 64; ++i) require(wide[4 * i] == 4 * indices[i], "gathered row");
+      const auto* longest = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[2]->data());
+      for (std::size_t i = 0; i < 64; ++i) {
+        require(wide[4 * i] == 4 * indices[i], "gathered row");
+        require(longest[500 * i] == 4 * indices[i] && longest[500 * i + 499] == 4 * indices[i] + 499,
+                "gathered long row");
+      }
       held.push_back(pending[batch]->slots[1]);
     }
     std::thread([slots = std::move(held)]() mutable { slots.clear(); }).join();
@@ -58,11 +61,12 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
     copied->ticket->wait();
     require(copy == table, "copied table");
 
-    const std::vector<std::int64_t> bad{rows};
-    auto failing = stager.gather(columns, bad.data(), 0, 1);
+    std::vector<std::int64_t> bad = indices;  // others are still being gathered
+    bad[random() % 64] = rows;
+    auto failing = stager.gather(columns, bad.data(), 0, 64);
     bool thrown = false;
     try {
-      failing->ticket->wait();
+      stager.wait(*failing);
     } catch (const std::out_of_range&) {
       thrown = true;
     }
@@ -72,7 +76,7 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
       try {
         stager.wait(*pending.back());
       } catch (const std::runtime_error&) {
-        // closed: it had not begun
+        // closed: not all of it had begun
       }
       closing.join();
     }
@@ -81,9 +85,9 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
   }
 }
 
-// Rows of a few cache lines and something, in batches that are written past the caches and in small ones.
-void gather_long_rows(std::size_t row_bytes, std::size_t count) {
-  const std::size_t rows = 300;
+// Rows of a few cache lines and something.
+void gather_long_rows(std::size_t row_bytes, Writes writes) {
+  const std::size_t rows = 300, count = 500;
   std::vector<std::byte> table(rows * row_bytes);
   for (std::size_t i = 0; i < table.size(); ++i) table[i] = static_cast<std::byte>(i * 2654435761U >> 24);
   std::vector<std::int64_t> indices(count);
@@ -91,7 +95,7 @@ void gather_long_rows(std::size_t row_bytes, std::size_t count) {
   const Slot slot = std::make_shared<Ring>(host_device, 1)->acquire(count * row_bytes);
   gather_rows(
       {{{table.data(), static_cast<std::int64_t>(rows), static_cast<std::ptrdiff_t>(row_bytes)}}, row_bytes},
-      indices.data(), count, slot->data());
+      indices.data(), count, slot->data(), writes);
   for (std::size_t i = 0; i < count; ++i)
     require(std::equal(slot->data() + i * row_bytes, slot->data() + (i + 1) * row_bytes,
                        table.data() + static_cast<std::size_t>(indices[i]) * row_bytes),
@@ -102,10 +106,10 @@ void gather_long_rows(std::size_t row_bytes, std::size_t count) {
 
 int main() {
   for (const std::size_t row_bytes : {512, 520, 529, 30000}) {
-    gather_long_rows(row_bytes, 5);
-    gather_long_rows(row_bytes, std::size_t{9} * 1024 * 1024 / row_bytes);
+    gather_long_rows(row_bytes, Writes::cached);
+    gather_long_rows(row_bytes, Writes::streamed);
   }
-  std::vector<std::int64_t> table(4 * 1000);
+  std::vector<std::int64_t> table(8 * 1000);
   std::iota(table.begin(), table.end(), 0);
   const auto ring = std::make_shared<Ring>(host_device, 6);
   std::vector<std::thread> consumers;
