@@ -2,66 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import multiprocessing
-import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
-from flatout.data.batch import tensors_of
 from flatout.data.generators import RandomState
 from flatout.data.loaders import clone_loader, is_rewindable
-from flatout.data.machine import (
-    available_memory,
-    free_shared_memory,
-    private_memory,
-    usable_cores,
-    wanted_core_seconds,
-)
-from flatout.data.remote import InWorker
+from flatout.data.machine import available_memory, free_shared_memory, usable_cores
+from flatout.data.trials import LOOK, PREFETCH, STROLL, Trials, Try
 
 SECONDS = 3.0
 """What finding out may take."""
 _MOST_WORKERS = 64
 _BEYOND = 10_000
 """More workers than there can be."""
-_PATIENCE = 10.0, 20
-"""Seconds, and batch times, after which workers that send nothing hang: in a lock that was held when they forked."""
 _ENOUGH = 0.95
 """Share of the best rate that is good enough for fewer workers; the noise of a short trial."""
 _HEAD_ROOM = 1.1
 """What is tried first is this much faster than the step: a queue that is served just in time runs empty."""
-_PREFETCH, _DEEPEST = 2, 8
-"""Batches ahead per worker: torch's default, and the most that are tried."""
+_DEEPEST = 8
+"""The most batches ahead per worker that are tried."""
 _STALL = 0.05
 """Share of the time that steps may wait."""
-_LOOK = 0.25
-"""Seconds of one trial as fast as can be, at most half a dozen of which find the number of workers."""
-_STROLL = 0.75
-"""Seconds of a trial at the step's pace."""
 _WORKER_BYTES = 256 * 2**20
 """Memory of a worker process before one was measured: what importing torch afresh takes; a fork takes less."""
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Try:
-    """One number of workers, measured."""
-
-    workers: int
-    batches_per_second: float
-    """As fast as the loader can, after its start."""
-    start_seconds: float
-    """From ``iter`` to the first batch."""
-    worker_bytes: int = 0
-    """Memory that each worker process has for itself; 0 where that cannot be known."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +120,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
     with RandomState.capture(loader).restored(), warnings.catch_warnings():
         # torch warns of more workers than cores: how many are too many is what is being found out.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return _Search(_Trials(loader), loader, step_time, budget).run()
+        return _Search(Trials(loader), loader, step_time, budget).run()
 
 
 @dataclass(frozen=True)
@@ -162,7 +132,7 @@ class _Bound:
 class _Search:
     """Which trials to make, and what follows from them."""
 
-    def __init__(self, trials: _Trials, loader: DataLoader, step_time: float, budget: float) -> None:
+    def __init__(self, trials: Trials, loader: DataLoader, step_time: float, budget: float) -> None:
         self._trials = trials
         self._loader = loader
         self._step_time = step_time
@@ -172,7 +142,7 @@ class _Search:
 
     def run(self) -> Tuned:
         self._tries[0] = self._trials.alone()
-        stall, ahead = None, _PREFETCH
+        stall, ahead = None, PREFETCH
         why_not = self._why_no_workers()
         if not why_not:
             while (workers := self._next()) and self._has_time_to_try(workers) and self._try(workers):
@@ -190,7 +160,7 @@ class _Search:
 
     def _why_no_workers(self) -> str:
         """Why not even one need be tried; empty when it is worth it."""
-        seconds, bound = 1 / self._tries[0].batches_per_second, self._bound()
+        seconds, bound = self._batch, self._bound()
         if self._trials.device is not None:
             return f"batches are on {self._trials.device} already: another process could not make them there"
         if seconds <= (1 - _ENOUGH) * self._step_time:
@@ -221,18 +191,27 @@ class _Search:
 
     def _affordable(self) -> int:
         """How many workers there is time to start and to try."""
-        last = self._tries[next(reversed(self._tries))]
-        left = self._deadline - time.perf_counter() - _LOOK - self._rounds
-        return int(min(left / self._time_of_one(last), _BEYOND))
+        start, receive = self._costs()
+        left = self._deadline - time.perf_counter() - LOOK - self._batch
+        return int(min(left / (start + receive), _BEYOND))
 
-    def _time_of_one(self, tried: Try) -> float:
-        """Seconds that it takes to start a worker, and at most as many to end it."""
-        return 2 * max(1e-3, tried.start_seconds - 1 / self._tries[0].batches_per_second) / tried.workers
+    def _costs(self) -> tuple[float, float]:
+        """Seconds of a trial, by worker: to start it, and at most as many to end it; to receive its batches.
+
+        As if more workers were no faster than those of the last trial.
+        """
+        last = self._last
+        start = max(1e-3, last.start_seconds - self._batch) / last.workers
+        return 2 * start, (PREFETCH + 1) / last.batches_per_second
 
     @property
-    def _rounds(self) -> float:
-        """Seconds in which all workers load the batches of a trial (see `_Trials.with_workers`)."""
-        return 4 / self._tries[0].batches_per_second
+    def _batch(self) -> float:
+        """Seconds that a batch takes in this process."""
+        return 1 / self._tries[0].batches_per_second
+
+    @property
+    def _last(self) -> Try:
+        return self._tries[next(reversed(self._tries))]
 
     def _fewest(self, numbers: Iterable[int]) -> int:
         """The fewest of these workers with which steps keep their pace, or lose little of the best that was seen."""
@@ -258,7 +237,7 @@ class _Search:
         cores, busy, batch = usable_cores(), self._trials.busy, self._trials.batch_bytes
         each = max((t.worker_bytes for t in self._tries.values()), default=0) or _WORKER_BYTES
         shared, memory = free_shared_memory(), available_memory()
-        ahead, given = _PREFETCH * batch, 2 * batch  # `given`: the batch of a step, and the one before it
+        ahead, given = PREFETCH * batch, 2 * batch  # `given`: the batch of a step, and the one before it
         by_cores = max(cores, int(cores / max(busy, cores / _MOST_WORKERS)))
         by_shared = int((shared / 2 - given) / ahead) if ahead and shared < math.inf else by_cores
         by_memory = int((memory / 2 - given) / (each + ahead))
@@ -277,8 +256,11 @@ class _Search:
 
     def _has_time_to_try(self, workers: int) -> bool:
         """The first number is tried whatever it takes."""
-        last = self._tries[next(reversed(self._tries))]
-        return last.workers == 0 or self._has(workers * self._time_of_one(last) + _LOOK + self._rounds)
+        last = self._last
+        if last.workers == 0:
+            return True
+        start, receive = self._costs()
+        return self._has(workers * start + max(workers, last.workers) * receive + LOOK + self._batch)
 
     def _has(self, seconds: float) -> bool:
         return time.perf_counter() + seconds < self._deadline
@@ -295,14 +277,14 @@ class _Search:
     def _look_twice(self) -> None:
         """Give loading without workers a second chance: files, and the code itself, were cold in the first."""
         first = self._tries[0]
-        if self._fewest(self._tries) and self._has(_LOOK + 2 / first.batches_per_second):
+        if self._fewest(self._tries) and self._has(LOOK + 2 / first.batches_per_second):
             self._tries[0] = max(first, self._trials.alone(), key=lambda tried: tried.batches_per_second)
 
     # -- how many batches ahead ------------------------------------------------------------------------------
 
     def _depth(self, chosen: Try) -> tuple[int, float | None]:
         """The fewest batches ahead per worker with which steps do not wait, and how much they do."""
-        wanted = self._loader.prefetch_factor or _PREFETCH
+        wanted = self._loader.prefetch_factor or PREFETCH
         deepest = min(max(wanted, _DEEPEST), self._deepest(chosen))
         depth = min(wanted, deepest)
         stall = self._stall(chosen, depth) if self._step_time else None
@@ -316,16 +298,15 @@ class _Search:
     def _deepest(self, chosen: Try) -> int:
         batch, workers = self._trials.batch_bytes, chosen.workers
         room = min(free_shared_memory(), available_memory() - workers * chosen.worker_bytes) / 2
-        return max(_PREFETCH, int((room / batch - 2) / workers)) if batch else _DEEPEST
+        return max(PREFETCH, int((room / batch - 2) / workers)) if batch else _DEEPEST
 
     def _stall(self, chosen: Try, depth: int) -> float | None:
         """Share of the time that steps of this length wait; None when there is no time to see."""
         queue = chosen.workers * depth
         fill = queue / chosen.batches_per_second
-        steps = max(2 * queue, math.ceil(_STROLL * self._pace(chosen)))
-        if not self._has(chosen.start_seconds + fill + steps / self._pace(chosen)):
+        if not self._has(chosen.start_seconds + fill + max(STROLL, 2 * queue / self._pace(chosen))):
             return None
-        return self._trials.paced(chosen.workers, depth, self._step_time, steps, fill)
+        return self._trials.paced(chosen.workers, depth, self._step_time, fill, at_least=2 * queue)
 
     # -- what comes out --------------------------------------------------------------------------------------
 
@@ -353,12 +334,12 @@ class _Search:
     def _is_to_persist(self, chosen: Try) -> bool:
         """Workers that live on save their start, not the first batch; and they see the dataset as it was then."""
         epoch = len(self._loader) / self._pace(chosen)
-        start = chosen.start_seconds - 1 / self._tries[0].batches_per_second
+        start = chosen.start_seconds - self._batch
         changes = hasattr(self._loader.dataset, "set_epoch")
         return self._loader.persistent_workers or (not changes and start > (1 - _ENOUGH) * epoch)
 
     def _reason(self, tuned: Tuned, chosen: Try, why_not: str) -> str:
-        load, step = f"{1e3 / self._tries[0].batches_per_second:.2f} ms", f"{1e3 * self._step_time:.2f} ms"
+        load, step = f"{1e3 * self._batch:.2f} ms", f"{1e3 * self._step_time:.2f} ms"
         parts = []
         if why_not:
             parts.append(why_not)
@@ -372,7 +353,7 @@ class _Search:
                     f"without workers a batch takes {load} and steps wait {tuned.stall_without_workers:.0%} of the time"
                 )
                 parts.append(waiting + ("" if tuned.stall is None else f", with them {tuned.stall:.1%}"))
-            if tuned.prefetch_factor != (self._loader.prefetch_factor or _PREFETCH):
+            if tuned.prefetch_factor != (self._loader.prefetch_factor or PREFETCH):
                 parts.append(f"each is {tuned.prefetch_factor} batches ahead, because batch times vary")
         if self._failure:
             parts.append(
@@ -392,110 +373,6 @@ class _Search:
             return f"{rate}, {chosen.batches_per_second / self._tries[0].batches_per_second:.1f} times as many as none"
         outcome = "as a step needs" if self._keeps_up(chosen) else "the most that was reached, where a step needs more"
         return f"{rate}, {outcome} ({1 / self._step_time:.1f}/s at {step})"
-
-
-class _Trials:
-    """Clones of a loader, tried over one stream of batches of its indices.
-
-    Attributes:
-        start_method: how workers are started instead of the loader's own way; None: that way.
-        busy: share of a core that loading keeps busy in one process.
-        batch_bytes: bytes of a batch.
-        device: where batches are if not on the CPU; None otherwise.
-    """
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.start_method: str | None = None
-        self.busy = 0.0
-        self.batch_bytes = 0
-        self.device: torch.device | None = None
-        self._patience = _PATIENCE[0]
-        self._loader = loader
-        self._stream = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._indices = _endless(getattr(loader, self._stream))
-
-    def alone(self) -> Try:
-        """Load in this process, for a moment after the first batch; of slow batches, one more."""
-        begin = time.perf_counter()
-        batches = iter(self._made(0))
-        tensors = tensors_of(next(batches))
-        start = time.perf_counter() - begin
-        self.batch_bytes = sum(tensor.nbytes for tensor in tensors)
-        self.device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-        begin, had = time.perf_counter(), wanted_core_seconds()
-        loaded = _load_for(batches, _LOOK, at_least=1)
-        seconds = time.perf_counter() - begin
-        self._patience = _PATIENCE[0] + _PATIENCE[1] * seconds / loaded
-        self.busy = min(1.0, (wanted_core_seconds() - had) / seconds)
-        return Try(0, loaded / seconds, start)
-
-    def with_workers(self, workers: int) -> Try:
-        """Load with workers: what they had ready when they began is not counted, one round of all of them is."""
-        begin = time.perf_counter()
-        batches = iter(self._made(workers, prefetch_factor=_PREFETCH))
-        next(batches)
-        start = time.perf_counter() - begin
-        for _ in itertools.islice(batches, workers * _PREFETCH - 1):
-            pass
-        begin = time.perf_counter()
-        loaded = _load_for(batches, _LOOK, at_least=workers)
-        seconds = time.perf_counter() - begin
-        memory = max(private_memory(worker.pid) for worker in batches._workers)
-        return Try(workers, loaded / seconds, start, memory)
-
-    def paced(self, workers: int, prefetch_factor: int, step_time: float, steps: int, fill: float) -> float:
-        """Wait ``step_time`` between batches, from a queue that had ``fill`` seconds to fill: share of time waited."""
-        batches = iter(self._made(workers, prefetch_factor=prefetch_factor))
-        next(batches)
-        time.sleep(fill)
-        waited, begin = 0.0, time.perf_counter()
-        for _ in range(steps):
-            time.sleep(step_time)
-            asked = time.perf_counter()
-            next(batches)
-            waited += time.perf_counter() - asked
-        return waited / (time.perf_counter() - begin)
-
-    def start_otherwise(self, error: Exception) -> bool:
-        """Whether workers that failed to start may start another way: forked, as the user did not rule out."""
-        default = multiprocessing.get_all_start_methods()[0]
-        if (
-            self.start_method is not None
-            or self._loader.multiprocessing_context is not None
-            or default == "fork"
-            or multiprocessing.get_start_method(allow_none=True) not in (None, default)
-            or sys.platform != "linux"
-            or torch.cuda.is_initialized()
-            or "pickle" not in f"{type(error).__name__} {error}".lower()
-        ):
-            return False
-        self.start_method = "fork"
-        return True
-
-    def _made(self, workers: int, **settings: Any) -> Any:
-        settings |= {"num_workers": workers, "generator": torch.Generator(), self._stream: self._indices}
-        if workers == 0:
-            return clone_loader(self._loader, **settings)
-        if self.start_method is not None:
-            settings["multiprocessing_context"] = self.start_method
-        settings |= {"persistent_workers": False, "worker_init_fn": InWorker(self._loader.worker_init_fn)}
-        settings["timeout"] = self._loader.timeout or self._patience
-        return clone_loader(self._loader, **settings)
-
-
-def _endless(indices: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from indices
-
-
-def _load_for(batches: Iterator[Any], seconds: float, at_least: int) -> int:
-    """Load for some time, and at least some batches: how many."""
-    end = time.perf_counter() + seconds
-    loaded = 0
-    while loaded < at_least or time.perf_counter() < end:
-        next(batches)
-        loaded += 1
-    return loaded
 
 
 def _workers(number: int) -> str:
