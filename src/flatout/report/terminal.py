@@ -113,7 +113,7 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
     table.add_column("technique", max_width=28)
     table.add_column("result", no_wrap=True)
     table.add_column("speed (95 % interval)", no_wrap=True)
-    table.add_column("why", ratio=1)
+    table.add_column("why", ratio=1, overflow="fold")
     listed, neighbours = _split(rows)
     for group in (listed, neighbours):
         for row in group:
