@@ -129,6 +129,15 @@ def interrupts(loader) -> None:
             time.sleep(0.2)
 
 
+@pytest.fixture
+def interruptible():
+    """Where a shell started the tests in the background, SIGINT was ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_keyboard_interrupt_leaves_nothing_behind(kind, workers):
