@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -299,12 +301,15 @@ def test_dtypes_and_rows(dtype, row, road):
         assert_same(our, their)
 
 
+@pytest.mark.parametrize(
+    "sampler", [SubsetRandomSampler(range(140)), SequentialSampler(range(140))], ids=["any", "all"]
+)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("row", [511, 512, 513, 520, 3 * 32 * 32, 3 * 224 * 224, 3 * 224 * 224 + 1])
-def test_long_rows(row, parts):
+def test_long_rows(row, parts, sampler):
     """Batches of up to 19 MB: copied line by line, and past the caches where they are aligned."""
     data = [torch.randint(256, (140, row), dtype=torch.uint8) for _ in range(parts)]
-    loader = DataLoader(ConcatDataset(list(map(TensorDataset, data))), 128, sampler=SubsetRandomSampler(range(140)))
+    loader = DataLoader(ConcatDataset(list(map(TensorDataset, data))), 128, sampler=sampler)
     torch.manual_seed(0)
     theirs = list(loader)
     torch.manual_seed(0)
@@ -397,6 +402,26 @@ def test_two_iterators_at_once():
     for one, two, their in zip(ours, ours, loader, strict=True):
         assert_same(one, their)
         assert_same(two, their)
+
+
+def test_epochs_of_two_threads_are_two():
+    loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(8)), 4))
+    orders, interval = [], sys.getswitchinterval()
+
+    def begin() -> None:
+        for _ in range(2000):
+            orders.append(loader.progress.begin(8))
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(map(id, orders))) == 8000
 
 
 def test_ends_like_an_iterator():

@@ -19,7 +19,6 @@ from flatout import _host
 from flatout.data.batch import to_device
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import set_epoch
-from flatout.data.openmp import serial
 from flatout.data.order import Foreign, Order, Span, as_indices, why_not_ordered
 from flatout.data.progress import Progress
 
@@ -332,8 +331,7 @@ class _InMemoryIterator:
         indices, rows, first = span.indices, self._loader._rows, span.first
         if rows is not None:
             samples = span.count * span.batches
-            with serial():
-                indices = rows[first : first + samples] if indices is None else rows.index_select(0, indices)
+            indices = rows[first : first + samples] if indices is None else rows.index_select(0, indices)
         return self._gather.start(indices, first, span.count, span.batches, ahead)
 
     def _fetch(self, batch: Foreign) -> Any:

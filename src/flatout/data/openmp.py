@@ -24,7 +24,7 @@ def serial() -> Iterator[None]:
     if not _HAS_OPENMP:
         yield
         return
-    threads = _torch.omp_get_max_threads()
+    threads = torch.get_num_threads()  # which, in a thread where nothing has asked before, tells OpenMP torch's number
     _torch.omp_set_num_threads(1)
     try:
         yield

@@ -144,8 +144,7 @@ class Blocks:
         before = None
         if self._generator is not None and (self.drawn == 0 or self._length is None or self._length >= wanted):
             before = self._generator.get_state()
-        with serial():
-            block = self._draw(self.drawn, self._generator)
+        block = self._draw(self.drawn, self._generator)
         if block is not None:
             self.before_first = before if self.drawn == 0 else self.before_first
             self.drawn, self.before = self.drawn + 1, before
@@ -240,7 +239,8 @@ class Replayed:
     def next_span(self, *, asked: bool) -> Span | None:
         end = self._taken + self._size
         if self._drawn < end and (asked or (self._drawn and not self._is_seen)):
-            self._draw(end)
+            with serial():
+                self._draw(end)
         count = min(self._size, self._drawn - self._taken)
         if count < self._size and (not asked or self._drop_last or count == 0):
             return None

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from flatout.data.asked import Asked
 from flatout.data.generators import RandomState, generators_in
 from flatout.data.loaders import TORCHS_SAMPLERS
+from flatout.data.openmp import serial
 from flatout.data.order import Foreign, Order, Position, Replayed, Span, blocks_of
 
 _VERSION = 1
@@ -53,16 +54,18 @@ class Progress:
         loaded = self._loaded
         start = loaded and loaded["position"]
         batch_sampler = _batch_sampler(self._loader)
-        blocks = blocks_of(batch_sampler.sampler, samples) if type(batch_sampler) is BatchSampler else None
-        if blocks is not None:
-            self._order = Replayed(batch_sampler, blocks, start)
-        else:
+        order: Order | None = None
+        if type(batch_sampler) is BatchSampler:
+            with serial():
+                blocks = blocks_of(batch_sampler.sampler, samples)
+                order = None if blocks is None else Replayed(batch_sampler, blocks, start)
+        if order is None:
             held = self._samplers_generators
-            self._order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
+            order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
         if loaded is not None:
             self._held_generators().write(loaded["generators"])
-        self._position, self._reached = self._order.position(), None
-        return self._order
+        self._order, self._position, self._reached = order, order.position(), None
+        return order  # not self._order: by now it may be that of another thread
 
     @property
     def goes_on(self) -> bool:
