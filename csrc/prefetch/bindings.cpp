@@ -45,10 +45,10 @@ class Columns {
   Columns(const std::vector<Spec>& specs, py::object owner) : owner_(std::move(owner)) {
     auto columns = std::make_shared<std::vector<Column>>();
     for (const auto& [parts, row_bytes, code, bits, row_shape] : specs) {
-      Column column{{}, row_bytes};
+      std::vector<Part> column;
       for (const auto& [address, rows, stride] : parts)
-        column.parts.push_back({source_pointer(address), rows, stride});
-      columns->push_back(std::move(column));
+        column.push_back({source_pointer(address), rows, stride});
+      columns->emplace_back(std::move(column), row_bytes);
       layouts_.push_back({{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1}, row_shape});
     }
     columns_ = std::move(columns);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace flatout::prefetch {
 namespace {
@@ -42,15 +43,8 @@ void gather_short(const Column& column, const std::int64_t* indices, std::size_t
   }
 }
 
-// The first row of each part; behind them the number of all rows.
-std::vector<std::int64_t> first_rows(const Column& column) {
-  std::vector<std::int64_t> first{0};
-  for (const Part& part : column.parts) first.push_back(first.back() + part.rows);
-  return first;
-}
-
 std::vector<const std::byte*> locate(const Column& column, const std::int64_t* indices, std::size_t count) {
-  const std::vector<std::int64_t> first = first_rows(column);
+  const std::vector<std::int64_t>& first = column.first_rows;
   std::vector<const std::byte*> rows(count);
   for (std::size_t i = 0; i < count; ++i) {
     if (indices[i] < 0 || indices[i] >= first.back()) out_of_range(indices[i], first.back());
@@ -116,6 +110,11 @@ void copy_from(const Part& part, std::size_t row_bytes, std::int64_t first, std:
 
 }  // namespace
 
+Column::Column(std::vector<Part> column_parts, std::size_t bytes)
+    : parts(std::move(column_parts)), first_rows{0}, row_bytes(bytes) {
+  for (const Part& part : parts) first_rows.push_back(first_rows.back() + part.rows);
+}
+
 void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out,
                  Writes writes) {
   const std::size_t row_bytes = column.row_bytes;
@@ -145,7 +144,7 @@ void gather_rows(const Column& column, const std::int64_t* indices, std::size_t 
 }
 
 void copy_rows(const Column& column, std::int64_t first, std::size_t count, std::byte* out) {
-  const std::int64_t end = first + static_cast<std::int64_t>(count), rows = first_rows(column).back();
+  const std::int64_t end = first + static_cast<std::int64_t>(count), rows = column.first_rows.back();
   if (first < 0 || end > rows) out_of_range(first < 0 ? first : end - 1, rows);
   std::int64_t begin = 0;  // of the part
   for (const Part& part : column.parts) {

@@ -16,7 +16,10 @@ struct Part {
 
 // Rows of `row_bytes` bytes, numbered through all parts.
 struct Column {
-  std::vector<Part> parts;  // at least one
+  Column(std::vector<Part> column_parts, std::size_t bytes);
+
+  std::vector<Part> parts;               // at least one
+  std::vector<std::int64_t> first_rows;  // of each part; behind them the number of all rows
   std::size_t row_bytes;
 };
 

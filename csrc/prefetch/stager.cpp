@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <system_error>
 #include <utility>
 
 namespace flatout::prefetch {
@@ -13,8 +14,8 @@ namespace {
 // lines.
 constexpr std::size_t staging_alignment = 256;
 
-// Gathered at a time by one thread: long enough that handing it out costs nothing, short enough that neither
-// who closes nor who waits for the last part waits long.
+// Gathered at a time by one thread, if a row is not longer: long enough that handing it out costs nothing,
+// short enough that neither who closes nor who waits for the last part waits long.
 constexpr std::size_t part_bytes = std::size_t{128} * 1024;
 // A smaller batch is gathered in less time than a thread takes to start: who takes only one, like
 // next(iter(loader)), needs none.
@@ -74,7 +75,17 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
 
 void Stager::wait(Gathered& batch) {
   const bool on_host = ring_->device() == host_device;
-  if (has_waited_.exchange(true) || batch.bytes >= worth_a_thread || !on_host) worker_.start();
+  if (has_waited_.exchange(true) || batch.bytes >= worth_a_thread || !on_host) {
+    try {
+      worker_.start();
+    } catch (const std::system_error&) {
+      if (!on_host) {
+        worker_.close();  // the caller will let go of what the jobs read
+        throw;
+      }
+      // This thread gathers alone.
+    }
+  }
   if (on_host) {
     worker_.help(*batch.ticket);
   } else {

@@ -6,6 +6,7 @@
 
 #include <deque>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -154,7 +155,14 @@ void Worker::start() {
   const std::lock_guard lock(state_->mutex);
   if (state_->closing || !state_->threads.empty()) return;
   const SignalsBlocked scope;
-  for (int i = 0; i < size_; ++i) state_->threads.emplace_back([state = state_.get()] { state->run(); });
+  for (int i = 0; i < size_; ++i) {
+    try {
+      state_->threads.emplace_back([state = state_.get()] { state->run(); });
+    } catch (const std::system_error&) {
+      if (i == 0) throw;
+      return;  // fewer do as well
+    }
+  }
 }
 
 std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts) {

@@ -37,7 +37,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Makes the threads; until then jobs wait in line for a helper. Idempotent.
+  // Makes the threads, as many as can be had; until then jobs wait in line for a helper. Idempotent. Throws
+  // std::system_error where not even one can be had.
   void start();
   // `job` is called once for each part, on several threads at a time; it ends with the last of them.
   std::shared_ptr<Ticket> submit(Job job, std::size_t parts = 1);

@@ -306,6 +306,32 @@ def test_interpreter_exit_in_mid_epoch():
     assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")
 
 
+def test_where_no_thread_can_be_had_the_waiting_one_gathers():
+    program = """
+        import resource, torch
+        from pathlib import Path
+        from torch.utils.data import DataLoader, TensorDataset
+        from flatout.data import InMemoryLoader
+
+        torch.set_num_threads(1)
+        loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(1000)), 8))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        room = pages * resource.getpagesize() + 6 * 2**20  # less than a thread's stack
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        batches = list(loader)
+        assert torch.equal(torch.cat([batch for (batch,) in batches]), torch.arange(1000))
+        print(len(list(Path("/proc/self/task").iterdir())))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 @pytest.mark.parametrize("kind", ["memory", "copied memory", "copied"])
 def test_closed_by_another_thread(kind):
     """Whoever iterates meanwhile gets an end or a clear error."""

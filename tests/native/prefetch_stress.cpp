@@ -39,16 +39,17 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
     for (auto& index : indices) index = static_cast<std::int64_t>(random() % static_cast<unsigned>(rows));
     Stager stager(ring, 1 + static_cast<int>(random() % 3), host_device, 2);
     std::vector<std::shared_ptr<Gathered>> pending;
-    for (int batch = 0; batch < 8; ++batch) pending.push_back(stager.gather(columns, indices.data(), 0, 64));
+    for (int batch = 0; batch < 8; ++batch)  // every other one of consecutive rows
+      pending.push_back(stager.gather(columns, batch % 2 == 0 ? indices.data() : nullptr, 10 * batch, 64));
     std::vector<Slot> held;
     for (int batch = 0; batch < 4; ++batch) {  // the other half is dropped under way
       stager.wait(*pending[batch]);
       const auto* wide = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[0]->data());
       const auto* longest = reinterpret_cast<const std::int64_t*>(pending[batch]->slots[2]->data());
       for (std::size_t i = 0; i < 64; ++i) {
-        require(wide[4 * i] == 4 * indices[i], "gathered row");
-        require(longest[500 * i] == 4 * indices[i] && longest[500 * i + 499] == 4 * indices[i] + 499,
-                "gathered long row");
+        const std::int64_t row = batch % 2 == 0 ? indices[i] : 10 * batch + static_cast<std::int64_t>(i);
+        require(wide[4 * i] == 4 * row, "gathered row");
+        require(longest[500 * i] == 4 * row && longest[500 * i + 499] == 4 * row + 499, "gathered long row");
       }
       held.push_back(pending[batch]->slots[1]);
     }
@@ -71,14 +72,24 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
       thrown = true;
     }
     require(thrown, "out_of_range");
-    if (round % 4 == 0) {  // somebody closes while another waits
-      std::thread closing([&stager] { stager.close(); });
-      try {
-        stager.wait(*pending.back());
-      } catch (const std::runtime_error&) {
-        // closed: not all of it had begun
+    if (round % 4 == 0) {  // somebody closes while others wait
+      std::vector<std::shared_ptr<Gathered>> wanted(3);
+      for (auto& batch : wanted) batch = stager.gather(columns, indices.data(), 0, 64);
+      std::vector<std::thread> waiters;
+      for (const auto& batch : wanted) {
+        waiters.emplace_back([&stager, batch] {
+          try {
+            stager.wait(*batch);
+          } catch (const std::runtime_error&) {
+            // closed: not all of it had begun
+          }
+        });
       }
-      closing.join();
+      stager.close();
+      for (auto& index : indices) index = 0;  // nobody reads them any more
+      for (const auto& batch : wanted)
+        require(batch->ticket->done(), "every ticket of a closed stager is done");
+      for (auto& waiter : waiters) waiter.join();
     }
     if (round % 2 == 0) stager.close();
     if (round % 16 == 0) ring->clear();
