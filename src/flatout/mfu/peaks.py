@@ -1,0 +1,293 @@
+"""What a device could reach: from its data sheet, at the clock it runs at, and as measured here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Precision = torch.dtype | Literal["tf32"]
+"""What products are computed in: a dtype, or ``"tf32"`` for float32 operands on tensor cores."""
+
+_TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A row of the table.
+
+    Attributes:
+        name: what it is called.
+        pattern: matches all of the name that the driver gives, without ``NVIDIA`` or ``Tesla`` before it.
+        sms: streaming multiprocessors of the whole device.
+        teraflops: peak by precision, dense (a data sheet's second figure counts zeros of 2:4 sparsity), 16-bit products
+            summed in float32.
+        per_cycle: FLOPs of one SM in one cycle, of bfloat16 (float16 where there is no bfloat16) and of float32.
+        source: where the figures are printed.
+    """
+
+    name: str
+    pattern: str
+    sms: int
+    teraflops: Mapping[Precision, float]
+    per_cycle: tuple[int, int]
+    source: str
+
+
+def _peaks(
+    fp32: float,
+    fp16: float,
+    *,
+    bf16: bool = True,
+    tf32: float | None = None,
+    fp8: float | None = None,
+    int8: float | None = None,
+    fp64: float | None = None,
+) -> dict[Precision, float]:
+    known: dict[Precision, float | None] = {
+        torch.float32: fp32,
+        torch.float16: fp16,
+        torch.bfloat16: fp16 if bf16 else None,
+        "tf32": tf32,
+        torch.float8_e4m3fn: fp8,
+        torch.float8_e5m2: fp8,
+        torch.int8: int8,
+        torch.float64: fp64,
+    }
+    return {precision: peak for precision, peak in known.items() if peak is not None}
+
+
+_HOPPER_SXM = _peaks(66.9, 989.4, tf32=494.7, fp8=1978.9, int8=1978.9, fp64=66.9)
+
+GPUS: tuple[Gpu, ...] = (
+    Gpu("V100 SXM", r"V100-SXM[23]-(16|32)GB", 80, _peaks(15.7, 125, bf16=False, fp64=7.8), (1024, 128),
+        "NVIDIA Tesla V100 data sheet (2018)"),
+    Gpu("V100 PCIe", r"V100-PCIE-(16|32)GB", 80, _peaks(14, 112, bf16=False, fp64=7), (1024, 128),
+        "NVIDIA Tesla V100 data sheet (2018)"),
+    Gpu("V100S PCIe", r"V100S-PCIE-32GB", 80, _peaks(16.4, 130, bf16=False, fp64=8.2), (1024, 128),
+        "NVIDIA V100 data sheet (2020)"),
+    Gpu("T4", r"T4", 40, _peaks(8.1, 65, bf16=False, int8=130), (1024, 128), "NVIDIA T4 data sheet (2019)"),
+    Gpu("A100", r"A100-(SXM4-(40|80)GB|PCIE-40GB)|A100 80GB PCIe|A100-SXM-(40|80)GB", 108,
+        _peaks(19.5, 312, tf32=156, int8=624, fp64=19.5), (2048, 128), "NVIDIA A100 data sheet (2021)"),
+    Gpu("A10", r"A10", 72, _peaks(31.2, 125, tf32=62.5, int8=250), (1024, 256), "NVIDIA A10 data sheet (2021)"),
+    Gpu("A10G", r"A10G", 80, _peaks(35, 70, tf32=35, int8=140), (512, 256),
+        "NVIDIA A10G data sheet for Amazon EC2 G5 (2021)"),
+    Gpu("L4", r"L4", 58, _peaks(30.3, 121, tf32=60, fp8=242.5, int8=242.5), (1024, 256),
+        "NVIDIA L4 data sheet (2023), halved where it counts sparsity"),
+    Gpu("L40", r"L40", 142, _peaks(90.5, 181.05, tf32=90.5, fp8=362, int8=362), (512, 256),
+        "NVIDIA L40 data sheet (2023)"),
+    Gpu("L40S", r"L40S", 142, _peaks(91.6, 362.05, tf32=183, fp8=733, int8=733), (1024, 256),
+        "NVIDIA L40S data sheet (2023)"),
+    Gpu("RTX 3090", r"GeForce RTX 3090", 82, _peaks(35.6, 71.2, tf32=35.6, int8=284.7), (512, 256),
+        "NVIDIA GA102 white paper (2021), appendix A"),
+    Gpu("RTX 4090", r"GeForce RTX 4090", 128, _peaks(82.6, 165.2, tf32=82.6, fp8=330.3, int8=660.6), (512, 256),
+        "NVIDIA Ada white paper (2022), appendix A"),
+    Gpu("RTX 5090", r"GeForce RTX 5090", 170, _peaks(104.8, 209.5, tf32=104.8, fp8=419, int8=838), (512, 256),
+        "NVIDIA RTX Blackwell white paper (2025), appendix A"),
+    Gpu("H100 SXM", r"H100 80GB HBM3|H100 SXM5 80GB", 132, _HOPPER_SXM, (4096, 256),
+        "NVIDIA Hopper white paper (2022), table 2; data sheet (2024)"),
+    Gpu("H100 PCIe", r"H100 PCIe", 114, _peaks(51.2, 756, tf32=378, fp8=1513, int8=1513, fp64=51.2), (4096, 256),
+        "NVIDIA Hopper white paper (2022), table 2"),
+    Gpu("H100 NVL", r"H100 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1671, int8=1671, fp64=60), (4096, 256),
+        "NVIDIA H100 data sheet (2024), halved where it counts sparsity"),
+    Gpu("H200 SXM", r"H200", 132, _HOPPER_SXM, (4096, 256), "NVIDIA H200 data sheet (2024), halved for sparsity"),
+    Gpu("GH200", r"GH200 (96GB HBM3|120GB|144G HBM3e|480GB)", 132, _HOPPER_SXM, (4096, 256),
+        "NVIDIA GH200 data sheet (2024), halved for sparsity"),
+    Gpu("H200 NVL", r"H200 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1670.5, int8=1670.5, fp64=60), (4096, 256),
+        "NVIDIA H200 data sheet (2024), halved where it counts sparsity"),
+    Gpu("B200", r"B200", 148, _peaks(75, 2250, tf32=1125, fp8=4500, int8=4500, fp64=37), (8192, 256),
+        "NVIDIA HGX B200 data sheet (2025), an eighth of it"),
+    Gpu("GB200", r"GB200", 152, _peaks(80, 2500, tf32=1250, fp8=5000, int8=5000, fp64=40), (8192, 256),
+        "NVIDIA GB200 NVL72 data sheet (2025), per GPU"),
+)  # fmt: skip
+"""The table of peaks."""
+
+_warned: set[tuple[str, Precision]] = set()
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """The row of the GPU that ``nvidia-smi`` and torch call ``name``; ``None`` if the table has none.
+
+    Look-alikes have no row of each other: a laptop's RTX 4090, say, has none.
+    """
+    bare = re.sub(r"^(NVIDIA |Tesla )+", "", name.strip())
+    return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare)), None)
+
+
+def peak_flops(device: torch.device | str | int | None = None, dtype: Precision = torch.float32) -> float | None:
+    """Peak of a GPU in FLOP/s by its data sheet: dense, and products of 16 bits summed in float32.
+
+    Args:
+        device: a CUDA device, default the current one; or the name of a GPU as ``nvidia-smi`` prints it.
+        dtype: of the products. float32 means CUDA cores; with TF32 allowed, ask for ``"tf32"``.
+
+    Returns:
+        FLOP/s; of a MIG slice, its share of SMs. ``None``, with one warning, where the table does not know; for a CPU
+        see :func:`measured_peak_flops`.
+    """
+    name, share = _named(device)
+    gpu = None if name is None else gpu_of(name)
+    peak = None if gpu is None else gpu.teraflops.get(dtype)
+    if peak is None or gpu is None:
+        _warn_unknown(name or "the CPU", dtype)
+        return None
+    return peak * 1e12 * (share / gpu.sms if share else 1.0)
+
+
+def clock_peak_flops(
+    device: torch.device | str | int | None = None, dtype: Precision = torch.float32, *, clock_mhz: float | None = None
+) -> float | None:
+    """Peak of a GPU in FLOP/s at the clock that it runs at, which power and heat may hold below the data sheet's.
+
+    SMs x FLOPs of an SM in a cycle x clock.
+
+    Args:
+        device: as for :func:`peak_flops`.
+        dtype: as for :func:`peak_flops`.
+        clock_mhz: of the SMs; default: what it is now, which an idle device keeps low (needs ``nvidia-ml-py``).
+
+    Returns:
+        FLOP/s; ``None``, with one warning, where the table does not know.
+    """
+    name, share = _named(device)
+    gpu = None if name is None else gpu_of(name)
+    if gpu is None or dtype not in gpu.teraflops:
+        _warn_unknown(name or "the CPU", dtype)
+        return None
+    # The precisions of one kind of core are in proportion; the two kinds are rated at clocks of their own.
+    per_cycle, rated = (
+        (gpu.per_cycle[0], torch.float16) if dtype in _TENSOR_CORES else (gpu.per_cycle[1], torch.float32)
+    )
+    clock = torch.cuda.clock_rate(_place(device)) if clock_mhz is None else clock_mhz
+    return (share or gpu.sms) * per_cycle * gpu.teraflops[dtype] / gpu.teraflops[rated] * clock * 1e6
+
+
+def measured_peak_flops(
+    device: torch.device | str | int | None = None, dtype: torch.dtype = torch.float32, *, refresh: bool = False
+) -> float | None:
+    """The most that a product of square matrices has reached on this machine, in FLOP/s.
+
+    Takes a second or two once per device, dtype, number of threads and release of torch; then it is read from
+    ``$XDG_CACHE_HOME/flatout/peaks.json`` (``~/.cache`` by default). float32 is measured with the user's own TF32
+    setting.
+
+    Args:
+        device: default: the current CUDA device if there is one, else the CPU.
+        dtype: of the matrices.
+        refresh: measure again.
+
+    Returns:
+        FLOP/s; ``None`` where torch cannot multiply such matrices there.
+    """
+    place = _place(device)
+    tf32 = place.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    what = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    key = " | ".join([what, "tf32" if tf32 else str(dtype).removeprefix("torch."), f"torch {torch.__version__}"])
+    known = _read_cache()
+    if refresh or key not in known:
+        measured = _sweep(place, dtype)
+        if measured is None:
+            return None
+        known = _read_cache() | {key: measured}
+        _write_cache(known)
+    return known[key]
+
+
+_SWEEP_SECONDS = 0.2
+"""Seconds for each size of matrix."""
+_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
+
+
+def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
+    """The best median over sizes."""
+    try:
+        return max(_rate(place, dtype, size) for size in _SIZES[place.type])
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def _rate(place: torch.device, dtype: torch.dtype, size: int) -> float:
+    a, b = (torch.randn(size, size, device=place).to(dtype) for _ in range(2))
+    out = torch.matmul(a, b)
+    taken: list[float] = []
+    end = time.perf_counter() + _SWEEP_SECONDS
+    while len(taken) < 3 or time.perf_counter() < end:
+        taken.append(_seconds(place, a, b, out))
+    return 2 * size**3 / statistics.median(taken)
+
+
+def _seconds(place: torch.device, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
+    if place.type != "cuda":
+        begin = time.perf_counter()
+        torch.matmul(a, b, out=out)
+        return time.perf_counter() - begin
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(place)
+    first.record(stream)
+    torch.matmul(a, b, out=out)
+    last.record(stream)
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout" / "peaks.json"
+
+
+def _read_cache() -> dict[str, float]:
+    try:
+        read = json.loads(_cache().read_text())
+        return {str(key): float(value) for key, value in read.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}  # none yet, or not ours: it is written anew
+
+
+def _write_cache(known: Mapping[str, float]) -> None:
+    path = _cache()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read meanwhile: it sees the old file or the new one.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(known, file, indent=1)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a home that cannot be written to: it is measured again next time
+
+
+def _place(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _named(device: torch.device | str | int | None) -> tuple[str | None, int]:
+    """A GPU's name, ``None`` for a CPU; and the SMs of a MIG slice, 0 for a whole device."""
+    if isinstance(device, str) and not re.fullmatch(r"(cuda|cpu|meta|mps|xpu)(:\d+)?", device):
+        return device, 0
+    place = _place(device)
+    if place.type != "cuda":
+        return None, 0
+    properties = torch.cuda.get_device_properties(place)
+    whole, is_slice, _ = properties.name.partition(" MIG ")
+    return whole, properties.multi_processor_count if is_slice else 0
+
+
+def _warn_unknown(name: str, dtype: Precision) -> None:
+    if (name, dtype) not in _warned:
+        _warned.add((name, dtype))
+        warnings.warn(
+            f"the peak of {name} in {dtype} is not known to flatout, so there is no MFU against it: give peak_flops "
+            "yourself, or use flatout.mfu.measured_peak_flops()",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,190 @@
+"""Peaks: every row by value, real device names and their look-alikes, the clock, and what is measured here."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+
+from flatout.mfu import clock_peak_flops, measured_peak_flops, peak_flops, peaks
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+# Typed a second time: dense TFLOPS, and the boost clock (MHz) of tensor cores where NVIDIA prints one.
+SHEETS = {
+    # name as nvidia-smi prints it: (fp16, bf16, tf32, fp32, fp8, clock)
+    "Tesla V100-SXM2-16GB": (125, None, None, 15.7, None, 1530),
+    "Tesla V100-PCIE-32GB": (112, None, None, 14, None, 1370),
+    "Tesla V100S-PCIE-32GB": (130, None, None, 16.4, None, 1597),
+    "Tesla T4": (65, None, None, 8.1, None, 1590),
+    "NVIDIA A100-SXM4-40GB": (312, 312, 156, 19.5, None, 1410),
+    "NVIDIA A10": (125, 125, 62.5, 31.2, None, 1695),
+    "NVIDIA A10G": (70, 70, 35, 35, None, 1710),
+    "NVIDIA L4": (121, 121, 60, 30.3, 242.5, 2040),
+    "NVIDIA L40": (181.05, 181.05, 90.5, 90.5, 362, 2490),
+    "NVIDIA L40S": (362.05, 362.05, 183, 91.6, 733, 2490),
+    "NVIDIA GeForce RTX 3090": (71.2, 71.2, 35.6, 35.6, None, 1695),
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6, 330.3, 2520),
+    "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8, 104.8, 419, 2407),
+    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
+    "NVIDIA H100 PCIe": (756, 756, 378, 51.2, 1513, 1620),
+    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60, 1671, None),
+    "NVIDIA H200": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
+    "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
+    "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None),
+    "NVIDIA B200": (2250, 2250, 1125, 75, 4500, None),
+    "NVIDIA GB200": (2500, 2500, 1250, 80, 5000, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(peaks, "_warned", set())
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_row_by_value(name):
+    *sheet, _ = SHEETS[name]
+    for dtype, teraflops in zip((FP16, BF16, "tf32", FP32, FP8), sheet, strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = peak_flops(name, dtype)
+        assert (found is None) == (teraflops is None) == bool(caught), dtype
+        assert found is None or found == pytest.approx(teraflops * 1e12)
+
+
+def test_every_row_is_in_this_table():
+    assert [peaks.gpu_of(name) for name in SHEETS] == list(peaks.GPUS)
+
+
+@pytest.mark.parametrize("name", [name for name, sheet in SHEETS.items() if sheet[-1]])
+def test_rows_agree_with_their_own_clocks(name):
+    """SMs x FLOPs a cycle x rated clock is the printed peak: a figure that counts sparsity would be twice as much."""
+    clock = SHEETS[name][-1]
+    assert clock_peak_flops(name, FP16, clock_mhz=clock) == pytest.approx(peak_flops(name, FP16), rel=0.01)
+    # CUDA cores are rated at a clock of their own, up to a sixth away.
+    assert clock_peak_flops(name, FP32, clock_mhz=clock) == pytest.approx(peak_flops(name, FP32), rel=0.16)
+    assert clock_peak_flops(name, FP16, clock_mhz=clock / 2) == pytest.approx(
+        clock_peak_flops(name, FP16, clock_mhz=clock) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("Tesla V100-SXM3-32GB", "V100 SXM"),
+        ("A100-SXM4-40GB", "A100"),  # drivers before 470 have no NVIDIA
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GH200 120GB", "GH200"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+    ],
+)
+def test_names_as_drivers_print_them(name, row):
+    assert peaks.gpu_of(name).name == row
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A40",
+        "NVIDIA A10M",
+        "NVIDIA L20",
+        "NVIDIA H20",
+        "NVIDIA B300 SXM6 AC",
+        "NVIDIA T400",
+        "AMD Instinct MI300X",
+        "",
+    ],
+)
+def test_look_alikes_are_not_guessed(name):
+    with pytest.warns(RuntimeWarning, match="is not known to flatout"):
+        assert peak_flops(name, BF16) is None
+
+
+def test_what_is_not_known_is_told_once():
+    with pytest.warns(RuntimeWarning, match="NVIDIA A40 in torch.bfloat16"):
+        peak_flops("NVIDIA A40", BF16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert peak_flops("NVIDIA A40", BF16) is None
+    with pytest.warns(RuntimeWarning, match="the CPU in torch.float32"):
+        assert peak_flops("cpu") is None
+    with pytest.warns(RuntimeWarning, match="A40"):
+        assert clock_peak_flops("NVIDIA A40", FP16, clock_mhz=1000) is None
+
+
+class Properties:
+    def __init__(self, name: str, sms: int) -> None:
+        self.name = name
+        self.multi_processor_count = sms
+
+
+def test_a_slice_has_its_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties("NVIDIA H100 80GB HBM3", 132))
+    assert peak_flops("cuda:0", BF16) == pytest.approx(989.4e12)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: Properties("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16)
+    )
+    assert peak_flops(0, BF16) == pytest.approx(989.4e12 * 16 / 132)
+    assert clock_peak_flops("cuda", BF16, clock_mhz=1000) == pytest.approx(16 * 4096 * 1e9)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(peaks, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setitem(peaks._SIZES, "cpu", (64, 128))
+    return tmp_path / "flatout" / "peaks.json"
+
+
+def test_measured_once_per_machine(cache):
+    first = measured_peak_flops("cpu")
+    assert 1e7 < first < 1e15
+    (key,) = json.loads(cache.read_text())
+    assert f"{torch.get_num_threads()} threads | float32 | torch {torch.__version__}" in key
+    cache.write_text(json.dumps({key: 42.0}))
+    assert measured_peak_flops("cpu") == 42.0
+    assert measured_peak_flops("cpu", refresh=True) != 42.0
+    assert measured_peak_flops("cpu", torch.float64) > 0
+    assert len(json.loads(cache.read_text())) == 2
+    assert [path.name for path in cache.parent.iterdir()] == ["peaks.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "b"}', "null"])
+def test_a_cache_that_is_not_ours_is_written_anew(cache, text):
+    cache.parent.mkdir()
+    cache.write_text(text)
+    assert math.isfinite(measured_peak_flops("cpu"))
+    assert len(json.loads(cache.read_text())) == 1
+
+
+def test_without_a_place_for_a_cache(cache):
+    cache.parent.write_text("a file where the folder would be")
+    assert measured_peak_flops("cpu") > 0
+
+
+def test_what_cannot_be_multiplied_has_no_peak(cache):
+    assert measured_peak_flops("cpu", torch.bool) is None
+    assert not cache.exists()
