@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import demo
+from flatout.cli import demo, doctor
 from flatout.cli.command import Command, CommandError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND,)
+COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,86 @@
+"""``flatout doctor``: one page on the machine and the install."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flatout.cli.command import Command
+from flatout.doctor import Finding, Verdict, as_dicts, examine
+
+DESCRIPTION = """\
+Looks at the machine and the install for what keeps training from running
+fast: GPU, driver, torch, cuDNN and its flags, TF32, cores and a container's
+share of them, memory, /dev/shm, limits, settings left on from debugging.
+Each with a verdict, and what to do. Changes nothing."""
+
+EPILOG = "The exit status is 1 where something is broken, else 0."
+
+_LOOKS: dict[Verdict, tuple[str, str, str]] = {
+    # verdict: (mark, style, how it is counted)
+    "broken": ("✗", "bold red", "broken"),
+    "slow": ("!", "bold yellow", "slow"),
+    "note": ("→", "cyan", "worth knowing"),
+    "good": ("✓", "green", "good"),
+}
+_ASCII = str.maketrans({"✓": "+", "→": ">", "✗": "x"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``flatout doctor``."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks, and shows what was found."""
+    findings = examine()
+    if args.json:
+        print(json.dumps(as_dicts(findings), indent=2))
+    else:
+        show(findings, Console(highlight=False))
+    return int(any(finding.verdict == "broken" for finding in findings))
+
+
+def show(findings: Iterable[Finding], console: Console) -> None:
+    """Print the page on ``console``."""
+    findings = tuple(findings)
+    plain = console.options.ascii_only
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, expand=False)
+    for heading in ("", "topic", "what", "found"):
+        table.add_column(heading, no_wrap=heading != "found", overflow="fold")
+    topic = ""
+    for finding in findings:
+        mark, style, _ = _LOOKS[finding.verdict]
+        found = Text(finding.found)
+        if finding.fix:
+            found.append(f"\n{'>' if plain else '→'} {finding.fix}", style=style)
+        table.add_row(
+            Text(mark.translate(_ASCII) if plain else mark, style=style),
+            Text("" if finding.topic == topic else finding.topic, style="bold"),
+            Text(finding.name),
+            found,
+        )
+        topic = finding.topic
+    console.print(table)
+    console.print()
+    told = []
+    for verdict, (_, style, word) in _LOOKS.items():
+        if count := sum(finding.verdict == verdict for finding in findings):
+            told.append(Text(f"{count} {word}", style=style))
+    console.print(Text(", ").join(told))
+
+
+COMMAND = Command(
+    name="doctor",
+    help="what keeps training on this machine from running fast",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    add_arguments=add_arguments,
+    run=run,
+)
