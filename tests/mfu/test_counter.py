@@ -118,6 +118,15 @@ def test_mfu_above_one_warns_once() -> None:
         assert counter.mfu == 2.0
 
 
+def test_what_is_known_is_told_in_one_line() -> None:
+    counter = fed(10, [(0.0123, None, 0.0002, 64, 1e9)] * 2, peak_flops=1e12)
+    told = "2 steps, 12.3 ms a step, 5,120 samples/s, 0.08 TFLOP/s, MFU 8.0 %, stall 1.6 %"
+    assert repr(counter) == f"MfuCounter(cpu: {told})"
+    assert str(counter.total) == told
+    assert repr(fed(10, [])) == "MfuCounter(cpu: 0 steps)"
+    assert repr(fed(10, [(0.5, None, 0.0, 0, None)])) == "MfuCounter(cpu: 1 step, 500 ms a step, stall 0.0 %)"
+
+
 def test_steps_are_timed_by_the_host_clock() -> None:
     counter = MfuCounter(flops_per_step=5.0, peak_flops=1e30, device="cpu")
     for batch in (32, 32, 7):
