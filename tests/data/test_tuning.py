@@ -283,7 +283,7 @@ def write(root, files):
 @pytest.fixture
 def made_up(monkeypatch, tmp_path):
     """A machine whose files are written by a test: 8 hardware threads, two to a core."""
-    for name in ("_CGROUP", "_CPUS", "_PROC", "_SHARED_MEMORY"):
+    for name in ("_CGROUP", "_CPUS", "_PROC", "SHARED_MEMORY"):
         monkeypatch.setattr(f"flatout.data.machine.{name}", tmp_path / name)
     monkeypatch.setattr("flatout.data.machine.os.sched_getaffinity", lambda _: range(8))
     write(
@@ -358,7 +358,7 @@ def test_memory_of_a_process_is_what_it_has_for_itself(made_up):
 
 def test_shared_memory_without_a_limit(made_up):
     assert machine.free_shared_memory() == math.inf
-    (made_up / "_SHARED_MEMORY").mkdir()
+    (made_up / "SHARED_MEMORY").mkdir()
     assert 0 < machine.free_shared_memory() < math.inf
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import demo, doctor
+from flatout.cli import demo, doctor, monitor
 from flatout.cli.command import Command, CommandError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND)
+COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND)
 
 
 def build_parser() -> argparse.ArgumentParser:

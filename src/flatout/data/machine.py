@@ -11,34 +11,34 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
 _PROC = Path("/proc")
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def usable_cores() -> int:
     """Physical cores that this process may keep busy: its affinity, and the CPU quota of its container, respected."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, math.ceil(min([len(cores), *map(_quota, _control_groups("cpu"))])))
+    return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
 def _siblings(cpu: int) -> str:
     """What two hardware threads of one core have in common."""
-    return _text(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+    return text_of(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
-def _quota(group: Path) -> float:
+def quota_of(group: Path) -> float:
     """Cores' worth of time that a control group may use, of either version of control groups."""
-    quota, _, period = _text(group / "cpu.max").partition(" ")
-    quota = quota or _text(group / "cpu.cfs_quota_us")
-    period = period or _text(group / "cpu.cfs_period_us")
+    quota, _, period = text_of(group / "cpu.max").partition(" ")
+    quota = quota or text_of(group / "cpu.cfs_quota_us")
+    period = period or text_of(group / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
 
 
-def _control_groups(controller: str) -> Iterator[Path]:
+def control_groups(controller: str) -> Iterator[Path]:
     """Directories of the control group of this process and of all that contain it: each of them may set a limit."""
     root = _CGROUP / controller if (_CGROUP / controller).is_dir() else _CGROUP
     paths: dict[str, str] = {}
-    for line in _text(_PROC / "self/cgroup").splitlines():
+    for line in text_of(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= {name: path.lstrip("/") for name in controllers.split(",")}
     own = root / (paths.get(controller) or paths.get("", ""))
@@ -47,13 +47,13 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 def wanted_core_seconds() -> float:
     """Seconds for which this thread has had a core or waited for one that others had: all but sleep and waits."""
-    ran_and_waited = _text(_PROC / "thread-self/schedstat").split()[:2]
+    ran_and_waited = text_of(_PROC / "thread-self/schedstat").split()[:2]
     return sum(map(int, ran_and_waited)) / 1e9 if ran_and_waited else time.thread_time()
 
 
 def available_memory() -> int:
     """Bytes that a process can still take without swapping, a container's limit included."""
-    return min([_meminfo_available(), *map(_left_of_limit, _control_groups("memory"))])
+    return min([_meminfo_available(), *map(_left_of_limit, control_groups("memory"))])
 
 
 def _left_of_limit(group: Path) -> int:
@@ -63,42 +63,42 @@ def _left_of_limit(group: Path) -> int:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     )
     for limit, usage, inactive in versions:
-        limit, usage = _text(group / limit), _text(group / usage)
+        limit, usage = text_of(group / limit), text_of(group / usage)
         if limit.isdigit() and usage.isdigit():
-            return max(0, int(limit) - max(0, int(usage) - _field(group / "memory.stat", inactive)))
+            return max(0, int(limit) - max(0, int(usage) - field_of(group / "memory.stat", inactive)))
     return 2**63
 
 
 def _meminfo_available() -> int:
-    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")  # written as "kB"
+    kibibytes = field_of(_PROC / "meminfo", "MemAvailable:")  # written as "kB"
     return kibibytes * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory(pid: int) -> int:
     """Bytes that a process shares with no other; 0 where that cannot be known."""
     smaps = _PROC / f"{pid}/smaps_rollup"
-    return 1024 * (_field(smaps, "Private_Clean:") + _field(smaps, "Private_Dirty:"))
+    return 1024 * (field_of(smaps, "Private_Clean:") + field_of(smaps, "Private_Dirty:"))
 
 
 def free_shared_memory() -> float:
     """Bytes left in /dev/shm, through which worker processes send tensors; infinite where there is none."""
     try:
-        found = os.statvfs(_SHARED_MEMORY)
+        found = os.statvfs(SHARED_MEMORY)
     except OSError:
         return math.inf
     return found.f_bavail * found.f_frsize
 
 
-def _field(file: Path, name: str) -> int:
+def field_of(file: Path, name: str) -> int:
     """The number behind a name in a file of one such pair a line; 0 without it."""
-    for line in _text(file).splitlines():
+    for line in text_of(file).splitlines():
         words = line.split()
         if words[:1] == [name]:
             return int(words[1])
     return 0
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
     """What a small file says; nothing where it is not to be had."""
     try:
         return file.read_text().strip()

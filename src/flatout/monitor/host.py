@@ -1,0 +1,231 @@
+"""CPU, memory, disks and processes: through psutil, and without it what the system tells easily."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from flatout.data import machine
+from flatout.monitor.reasons import reason
+from flatout.monitor.sample import HostSample, ProcessSample
+
+try:
+    import psutil
+except ImportError:
+    psutil = None
+
+NOT_INSTALLED = "psutil is not installed: pip install 'flatout[monitor]'"
+BUSIEST = 12
+"""Processes shown of a whole machine."""
+
+_USS_SHARE = 0.01  # of the time: the system walks all pages of a process to tell what only it has
+
+
+class Rates:
+    """Counters that only rise, as what they rose by per second since the last look."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def per_second(self, name: str, counter: float, now: float) -> float | None:
+        """None in the first look, after a counter began anew, and where no time has passed."""
+        before, self._last[name] = self._last.get(name), (counter, now)
+        if before is None or now <= before[1] or counter < before[0]:
+            return None
+        return (counter - before[0]) / (now - before[1])
+
+
+class Host:
+    """CPU, memory, swap, shared memory, disks and network."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+
+    def sample(self) -> HostSample:
+        """One look; raises nothing."""
+        missing: dict[str, str] = {}
+        found: dict[str, Any] = {}
+        now = time.monotonic()
+
+        def read(query: Callable[[], dict[str, Any]], *fields: str) -> None:
+            try:
+                found.update(query())
+            except Exception as error:  # no such file, no permission, no such counter on this system
+                missing.update(dict.fromkeys(fields, reason(error)))
+
+        read(_memory, "ram_used_bytes", "ram_available_bytes", "ram_total_bytes")
+        read(_shared_memory, "shm_used_bytes", "shm_total_bytes")
+        read(lambda: {"load": os.getloadavg()[0]}, "load")
+        read(lambda: self._cpu(now), "cpu_percent", "per_cpu_percent")
+        read(lambda: {"swap_used_bytes": _psutil().swap_memory().used}, "swap_used_bytes")
+        read(lambda: self._disks(now), "disk_read_bytes_per_second", "disk_write_bytes_per_second")
+        read(lambda: self._network(now), "network_received_bytes_per_second", "network_sent_bytes_per_second")
+        return HostSample(cores=machine.usable_cores(), **found, missing=missing)
+
+    def _cpu(self, now: float) -> dict[str, Any]:
+        """Of the logical CPUs that may be used; where a container's quota is less, of that."""
+        group, quota = _quota()
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        percents = []
+        for cpu, times in enumerate(_psutil().cpu_times(percpu=True)):
+            idle = times.idle + getattr(times, "iowait", 0.0)
+            busy = self._rates.per_second(f"cpu {cpu}", sum(times[:8]) - idle, now)  # past the 8th: counted twice
+            if cpu in allowed and busy is not None:
+                percents.append(min(100.0, 100 * busy))
+        total = sum(percents) / len(percents) if percents else None
+        if group is not None and quota < len(allowed):
+            used = self._rates.per_second("quota", _used_seconds(group), now)
+            total = None if used is None else min(100.0, 100 * used / quota)
+        return {"cpu_percent": total, "per_cpu_percent": tuple(percents) or None}
+
+    def _disks(self, now: float) -> dict[str, Any]:
+        counters = _psutil().disk_io_counters()
+        if counters is None:
+            raise OSError("the system shows no disks")
+        return {
+            "disk_read_bytes_per_second": self._rates.per_second("read", counters.read_bytes, now),
+            "disk_write_bytes_per_second": self._rates.per_second("written", counters.write_bytes, now),
+        }
+
+    def _network(self, now: float) -> dict[str, Any]:
+        counters = _psutil().net_io_counters()
+        return {
+            "network_received_bytes_per_second": self._rates.per_second("received", counters.bytes_recv, now),
+            "network_sent_bytes_per_second": self._rates.per_second("sent", counters.bytes_sent, now),
+        }
+
+
+class Processes:
+    """A process and its descendants, or the machine's busiest."""
+
+    def __init__(self, pid: int | None) -> None:
+        """Begins to watch.
+
+        Args:
+            pid: the process at the root; None watches the machine.
+        """
+        self._pid = pid
+        self._known: dict[int, Any] = {}
+        self._uss: dict[int, int | None] = {}
+        self._next_uss = -math.inf
+        self._rates = Rates()
+        self._root = None
+        self._ended = False
+        if psutil is not None and pid is not None:
+            with suppress(psutil.Error):
+                self._root = psutil.Process(pid)
+
+    def sample(self) -> tuple[tuple[ProcessSample, ...], bool]:
+        """The processes, the root first and the others by CPU, and whether the root has ended. Raises nothing."""
+        if psutil is None or self._ended:
+            return (), self._ended or not _exists(self._pid)
+        if self._pid is not None and not self._alive():
+            self._ended = True
+            return (), True
+        now = time.monotonic()
+        found = [sample for process in self._members() if (sample := self._one(process, now)) is not None]
+        found.sort(key=lambda one: (one.pid != self._pid, -(one.cpu_percent or 0.0), one.pid))
+        return tuple(found if self._pid is not None else found[:BUSIEST]), False
+
+    def _alive(self) -> bool:
+        try:
+            return bool(self._root and self._root.is_running() and self._root.status() != psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return False
+
+    def _members(self) -> list[Any]:
+        if self._root is None:
+            return list(psutil.process_iter())
+        try:
+            members = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:
+            members = [self._root]
+        self._look_up_one_uss([process.pid for process in members])
+        return members
+
+    def _look_up_one_uss(self, pids: list[int]) -> None:
+        """Of the process whose turn it is, unless the last look-up is too recent for its cost."""
+        self._uss = {pid: uss for pid, uss in self._uss.items() if pid in pids}
+        begun = time.monotonic()
+        if begun < self._next_uss:
+            return
+        pid = next((pid for pid in pids if pid not in self._uss), next(iter(self._uss), pids[0]))
+        self._uss.pop(pid, None)  # to the end of the queue
+        self._uss[pid] = machine.private_memory(pid) or None
+        self._next_uss = begun + (time.monotonic() - begun) / _USS_SHARE
+
+    def _one(self, process: Any, now: float) -> ProcessSample | None:
+        try:
+            with process.oneshot():
+                times = process.cpu_times()
+                seconds = self._rates.per_second(
+                    f"{process.pid} {process.create_time()}", times.user + times.system, now
+                )
+                return ProcessSample(
+                    pid=process.pid,
+                    parent_pid=process.ppid(),
+                    name=process.name(),
+                    cpu_percent=None if seconds is None else 100 * seconds,
+                    rss_bytes=process.memory_info().rss,
+                    uss_bytes=self._uss.get(process.pid),
+                )
+        except psutil.Error:  # it ended meanwhile, or is another user's
+            return None
+
+
+def _psutil() -> Any:
+    if psutil is None:
+        raise ImportError(NOT_INSTALLED)
+    return psutil
+
+
+def _exists(pid: int | None) -> bool:
+    if pid is None:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it exists, and is another user's
+        return True
+    return True
+
+
+def _memory() -> dict[str, int]:
+    total = min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_memory_limits()])
+    available = min(total, machine.available_memory())
+    return {"ram_total_bytes": total, "ram_available_bytes": available, "ram_used_bytes": total - available}
+
+
+def _memory_limits() -> Iterator[int]:
+    for group in machine.control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = machine.text_of(group / name)
+            if limit.isdigit():
+                yield int(limit)
+
+
+def _shared_memory() -> dict[str, int]:
+    found = os.statvfs(machine.SHARED_MEMORY)
+    total = found.f_blocks * found.f_frsize
+    return {"shm_total_bytes": total, "shm_used_bytes": total - found.f_bfree * found.f_frsize}
+
+
+def _quota() -> tuple[Any, float]:
+    """The control group with the tightest CPU quota, and that quota in cores; infinite without one."""
+    groups = [(machine.quota_of(group), group) for group in machine.control_groups("cpu")]
+    quota, group = min(groups, key=lambda found: found[0], default=(math.inf, None))
+    return (group, quota) if math.isfinite(quota) else (None, math.inf)
+
+
+def _used_seconds(group: Any) -> float:
+    """CPU seconds that a control group has used, of either version of control groups."""
+    micro = machine.field_of(group / "cpu.stat", "usage_usec")
+    nano = machine.text_of(group / "cpuacct.usage")
+    if not micro and not nano.isdigit():
+        raise OSError("the container does not tell its CPU time")
+    return micro / 1e6 if micro else int(nano) / 1e9

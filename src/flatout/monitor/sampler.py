@@ -1,0 +1,129 @@
+"""Taking samples, one by one or in the background."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from flatout.monitor.host import Host, Processes
+from flatout.monitor.nvml import Gpus
+from flatout.monitor.reasons import reason
+from flatout.monitor.sample import Sample
+
+Writer = Callable[[Sample], object]
+
+KEPT = 60
+"""Samples that ``Sampler.recent`` holds."""
+
+_PATIENCE = 10.0  # seconds that close() waits for a query that hangs in the driver
+
+
+class Sampler:
+    """Takes a ``Sample`` every ``interval`` seconds, in a thread of its own, from ``start()`` to ``close()``.
+
+    ``with Sampler(write=...)`` does both. A process forked meanwhile has no such thread, and there ``close()`` does
+    nothing.
+    """
+
+    def __init__(
+        self,
+        write: Writer | Sequence[Writer] = (),
+        *,
+        interval: float = 1.0,
+        pid: int | Literal["all"] | None = None,
+    ) -> None:
+        """Prepares; nothing is sampled yet.
+
+        Args:
+            write: called with every sample, in the sampler's thread; or several such. One that raises is reported by a
+                warning and not called again.
+            interval: seconds from sample to sample.
+            pid: the process to watch, with all that descend from it; None is this one, ``"all"`` the whole machine.
+
+        Raises:
+            ValueError: ``interval`` is not a positive, finite number.
+        """
+        if not 0 < interval < math.inf:
+            raise ValueError(f"interval must be a positive number of seconds, got {interval}")
+        self.recent: deque[Sample] = deque(maxlen=KEPT)
+        self._writers = [write] if callable(write) else list(write)
+        self._interval = interval
+        self._pid = None if pid == "all" else os.getpid() if pid is None else pid
+        self._gpus = Gpus(interval)
+        self._host = Host()
+        self._processes = Processes(self._pid)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    def take(self) -> Sample:
+        """Takes one sample and gives it to the writers. Rates are None in the first. Not for use while started."""
+        processes, ended = self._processes.sample()
+        gpus, no_gpu = self._gpus.sample(_environment(self._pid))
+        sample = Sample(time.time(), gpus, no_gpu, self._host.sample(), self._pid, ended, processes)
+        self.recent.append(sample)
+        for write in list(self._writers):
+            try:
+                write(sample)
+            except Exception as error:  # the writer's fault must end neither the training nor the sampling
+                self._writers.remove(write)
+                warnings.warn(f"flatout's monitor stops a writer that failed: {reason(error)}", stacklevel=2)
+        return sample
+
+    def start(self) -> None:
+        """Begins sampling in the background.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a Sampler can be started once")
+        self._thread = threading.Thread(target=self._run, name="flatout-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and gives NVML back; a second call does nothing."""
+        if os.getpid() != self._owner or self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():  # NVML stays open: the thread is inside it
+                warnings.warn("flatout's monitor hangs in the driver and is left behind", stacklevel=2)
+                return
+        self._gpus.close()
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            self.take()
+            due = max(due + self._interval, time.monotonic())  # a sample that took too long is not made up for
+            self._stop.wait(due - time.monotonic())
+
+
+def _environment(pid: int | None) -> Mapping[str, str]:
+    """What the watched process was started with; our own where it is ourselves or may not be read."""
+    if pid is None or pid == os.getpid():
+        return os.environ
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return os.environ
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,0 +1,68 @@
+"""Which of NVML's GPUs the watched process may use, and by which numbers torch knows them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A device to sample.
+
+    Attributes:
+        index: NVML's number of the GPU; None for a MIG device, which is found by its UUID.
+        cuda_index: torch's number; None where it cannot be known.
+        mig_uuid: UUID of a MIG device.
+    """
+
+    index: int | None
+    cuda_index: int | None
+    mig_uuid: str | None = None
+
+
+UNKNOWN_ORDER = "the GPUs differ and CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+
+
+def visible_devices(
+    environment: Mapping[str, str], uuids: Sequence[str | None], names: Sequence[str | None]
+) -> tuple[Wanted, ...]:
+    """Reads ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
+
+    NVML counts by PCI bus, CUDA from the fastest GPU unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: on a machine whose GPUs
+    differ, a number then stands for a GPU that cannot be told from here. All are sampled in that case, without
+    ``cuda_index``.
+
+    Args:
+        environment: of the watched process.
+        uuids: of NVML's GPUs, in order; None where it could not be read.
+        names: of the same; None where it could not be read.
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    ordered = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({*names} - {None}) <= 1
+    everything = tuple(Wanted(index, index if ordered else None) for index in range(len(uuids)))
+    if listed is None:
+        return everything
+    entries = [entry.strip() for entry in listed.split(",")]
+    if not ordered and entries and entries[0].isdigit():
+        return everything
+    found: list[Wanted] = []
+    for entry in entries:
+        wanted = _one(entry, len(found), uuids)
+        if wanted is None:
+            break
+        if any((wanted.index, wanted.mig_uuid) == (other.index, other.mig_uuid) for other in found):
+            return ()  # CUDA shows no GPU at all where one is named twice
+        found.append(wanted)
+    return tuple(found)
+
+
+def _one(entry: str, cuda_index: int, uuids: Sequence[str | None]) -> Wanted | None:
+    if entry.startswith("MIG-"):
+        return Wanted(None, cuda_index, entry)
+    if entry.isdigit():
+        return Wanted(int(entry), cuda_index) if int(entry) < len(uuids) else None
+    if not entry.startswith("GPU-"):
+        return None
+    matches = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
+    return Wanted(matches[0], cuda_index) if len(matches) == 1 else None

@@ -1,0 +1,272 @@
+"""GPUs through NVML: what is read, by which names, and what any failure leaves."""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.monitor import GpuSample, nvml
+from flatout.monitor.dcgm import NOT_IMPORTABLE
+from flatout.monitor.visible import UNKNOWN_ORDER
+from tests.monitor.fake_nvml import A100, ERRORS, FUNCTIONS, H100, MIG, T4, FakeNvml
+
+
+def second(fake: FakeNvml, environment: dict[str, str] | None = None) -> tuple[tuple[GpuSample, ...], str | None]:
+    """The second sample: GPM needs two."""
+    gpus = nvml.Gpus(1.0)
+    gpus.sample(environment or {})
+    found = gpus.sample(environment or {})
+    gpus.close()
+    assert (fake.open, fake.gpm_samples) == (0, set())
+    return found
+
+
+def test_everything_of_an_h100(install) -> None:
+    (gpu,), no_gpu = second(install())
+    assert no_gpu is None
+    assert gpu == GpuSample(
+        index=0,
+        cuda_index=0,
+        name="NVIDIA H100 80GB HBM3",
+        uuid=H100.uuid,
+        mig=False,
+        util_percent=98.0,
+        memory_util_percent=54.0,
+        memory_used_bytes=61_203_283_968,
+        memory_total_bytes=85_520_809_984,
+        power_watts=648.312,
+        power_limit_watts=700.0,
+        sm_clock_mhz=1755,
+        sm_clock_max_mhz=1980,
+        memory_clock_mhz=2619,
+        memory_clock_max_mhz=2619,
+        temperature_celsius=63,
+        throttle=("power limit",),
+        pcie_rx_bytes_per_second=1210.25 * 2**20,
+        pcie_tx_bytes_per_second=310.5 * 2**20,
+        sm_active_percent=93.1,
+        sm_occupancy_percent=31.4,
+        tensor_active_percent=47.8,
+        dram_active_percent=52.9,
+        gpm="NVML GPM",
+    )
+
+
+def test_the_first_sample_says_that_activity_needs_two(install) -> None:
+    fake = install()
+    gpus = nvml.Gpus(1.0)
+    ((gpu,), _) = gpus.sample({})
+    assert (gpu.gpm, gpu.tensor_active_percent, gpu.util_percent) == (nvml.FIRST_SAMPLE, None, 98.0)
+    assert len(fake.gpm_samples) == 2
+    gpus.close()
+
+
+def test_what_older_gpus_lack_has_a_reason(install) -> None:
+    (a100, t4), _ = second(install(boards=(A100, T4), memory_v2=False))
+    assert a100.gpm == t4.gpm == NOT_IMPORTABLE
+    assert "power_limit_watts" not in a100.missing
+    assert t4.missing["power_limit_watts"] == t4.missing["mig"] == "not supported by this GPU or its driver"
+    assert (a100.pcie_rx_bytes_per_second, a100.pcie_tx_bytes_per_second) == (1200 * 1024.0, 300 * 1024.0)
+    assert a100.memory_used_bytes == A100.memory_used + 500_000_000
+    assert (a100.throttle, t4.throttle) == ((), ("idle", "heat (driver)"))
+
+
+class Reader:
+    """DCGM's own reader, as far as it is used."""
+
+    def __init__(self, **options: object) -> None:
+        assert options["updateFrequency"] == 1_000_000  # microseconds
+        self.m_gpuIdToUUId: dict[int, bytes] = {}
+        self.down = False
+
+    def Init(self) -> None:
+        self.m_gpuIdToUUId = {5: A100.uuid.encode()}
+
+    def GetLatestGpuValuesAsFieldIdDict(self) -> dict[int, dict[int, float]]:
+        return {4: {1004: 0.9}, 5: {1002: 0.75, 1004: 0.5}}
+
+    def Shutdown(self) -> None:
+        self.down = True
+
+
+def test_dcgm_tells_activity_before_hopper(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = ModuleType("DcgmReader")
+    bindings.DcgmReader = Reader  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "DcgmReader", bindings)
+    ((a100, t4), _) = second(install(boards=(A100, T4)))
+    assert (a100.gpm, a100.tensor_active_percent, a100.sm_active_percent) == ("DCGM", 50.0, 75.0)
+    assert a100.dram_active_percent is None
+    assert (t4.gpm, t4.tensor_active_percent) == ("DCGM does not know this GPU", None)
+
+
+def test_a_broken_dcgm_is_asked_once(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Broken(Reader):
+        def Init(self) -> None:
+            asked.append(1)
+            raise RuntimeError("no host engine")
+
+    bindings = ModuleType("DcgmReader")
+    bindings.DcgmReader = Broken  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "DcgmReader", bindings)
+    ((gpu,), _) = second(install(boards=(A100,)))
+    assert gpu.gpm.endswith("DCGM, which failed: no host engine")
+    assert asked == [1]
+
+
+def test_without_the_package_the_library_or_the_driver_there_is_a_sentence(install, monkeypatch) -> None:
+    for error, said in (
+        ("LibraryNotFound", "no NVIDIA driver library"),
+        ("DriverNotLoaded", "the NVIDIA driver is not loaded"),
+        ("LibRmVersionMismatch", "differ in version"),
+    ):
+        gpus, no_gpu = second(install(failures={"nvmlInit": error}))
+        assert gpus == ()
+        assert said in no_gpu
+    assert second(install(boards=())) == ((), "NVML finds no GPU")
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    assert nvml.Gpus(1.0).sample({}) == ((), nvml.NOT_INSTALLED)
+
+
+def test_a_lost_gpu_leaves_the_others(install) -> None:
+    fake = install(boards=(A100, A100))
+    calls = iter([False, True] * 99)
+    fake.before = lambda name: (
+        fake.failures.update({name: "GpuIsLost"})
+        if name == "nvmlDeviceGetHandleByIndex" and next(calls)
+        else fake.failures.clear()
+    )
+    (first, lost), _ = second(fake)
+    assert first.util_percent == 91.0
+    assert lost == GpuSample(1, 1, gpm="the GPU cannot be reached", missing={"handle": lost.missing["handle"]})
+    assert "fallen off the bus" in lost.missing["handle"]
+
+
+def test_nvml_is_opened_again_after_another_library_shut_it_down(install) -> None:
+    fake = install()
+    gpus = nvml.Gpus(1.0)
+    gpus.sample({})
+    fake.open = 0
+    assert "opened again" in gpus.sample({})[1]
+    assert gpus.sample({})[0][0].util_percent == 98.0
+    gpus.close()
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetCurrentClocksEventReasons"])
+def test_an_old_driver_knows_throttle_reasons_by_their_old_name(install, function: str) -> None:
+    (gpu,), _ = second(install(failures={function: "FunctionNotFound"}))
+    assert gpu.throttle == ("power limit",)
+    assert nvml.throttle_words(0x8000_0000_0000_0001) == ("idle", "reason 0x8000000000000000")
+
+
+@given(failures=st.dictionaries(st.sampled_from(FUNCTIONS), st.sampled_from(sorted(ERRORS.values()))))
+def test_any_functions_may_fail_with_any_error(failures: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fake = FakeNvml(boards=(H100, A100, T4, MIG), failures=failures)
+        patch.setitem(__import__("sys").modules, "pynvml", fake)
+        gpus = nvml.Gpus(1.0)
+        for _ in range(3):
+            found, no_gpu = gpus.sample(
+                {"CUDA_VISIBLE_DEVICES": ",".join(map(str, (0, *MIG.mig_devices)))} if len(failures) % 2 else {}
+            )
+            assert bool(found) == (no_gpu is None)
+            for gpu in found:
+                unread = {
+                    field.name
+                    for field in dataclasses.fields(gpu)
+                    if getattr(gpu, field.name) is None
+                    and not field.name.endswith(("active_percent", "occupancy_percent"))
+                }
+                assert unread <= set(gpu.missing) or "handle" in gpu.missing
+                assert gpu.gpm
+        gpus.close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "indices"),
+    [
+        (None, None, [(0, 0), (1, 1)]),
+        ("1,0", None, [(1, 0), (0, 1)]),
+        ("1, 7, 0", None, [(1, 0)]),
+        (A100.uuid[:12], None, [(0, 0)]),
+        ("GPU-", None, None),
+        ("-1", None, None),
+        ("", None, None),
+        ("0,0", None, None),
+        (MIG.mig_devices[0], None, [(1, 0)]),
+        ("1", "PCI_BUS_ID", [(1, 0)]),
+    ],
+)
+def test_cuda_visible_devices(install, visible: str | None, order: str | None, indices: list | None) -> None:
+    one = dataclasses.replace(MIG, name=A100.name)
+    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
+    environment |= {"CUDA_DEVICE_ORDER": order} if order else {}
+    gpus, no_gpu = second(install(boards=(A100, one)), environment)
+    if indices is None:
+        assert (gpus, no_gpu) == ((), f"CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU")
+    else:
+        assert [(gpu.index, gpu.cuda_index) for gpu in gpus] == indices
+
+
+def test_numbers_of_unlike_gpus_are_not_guessed(install) -> None:
+    gpus, _ = second(install(boards=(T4, A100)), {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [(gpu.index, gpu.cuda_index, gpu.missing["cuda_index"]) for gpu in gpus] == [
+        (0, None, UNKNOWN_ORDER),
+        (1, None, UNKNOWN_ORDER),
+    ]
+    gpus, _ = second(install(boards=(T4, A100)), {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert [(gpu.name, gpu.cuda_index) for gpu in gpus] == [(A100.name, 0)]
+
+
+def test_a_mig_device_has_its_own_memory_and_its_gpus_power(install) -> None:
+    (gpu,), _ = second(install(boards=(MIG,)), {"CUDA_VISIBLE_DEVICES": MIG.mig_devices[0]})
+    assert (gpu.uuid, gpu.mig, gpu.index, gpu.power_watts) == (MIG.mig_devices[0], True, 0, 648.312)
+    assert gpu.util_percent is None
+    assert gpu.tensor_active_percent == 47.8
+
+
+def test_every_name_of_nvml_is_in_the_real_module() -> None:
+    real = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
+    tree = ast.parse(Path(nvml.__file__).read_text(encoding="utf-8"))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith(("nvml", "NVML", "c_nvml"))
+    } - {"nvmlReturn"}  # a field of a metric
+    assert len(used) > 25
+    assert not [name for name in used if not hasattr(FakeNvml(), name)]
+    if real is None:
+        pytest.skip("nvidia-ml-py is not installed")
+    assert not [name for name in used if not hasattr(real, name)]
+    assert not [name for name in ERRORS.values() if not hasattr(real, f"NVMLError_{name}")]
+    fields = {name for name, *_ in real.c_nvmlGpmMetricsGet_t._fields_}
+    assert (
+        fields
+        == {"version", "numMetrics", "sample1", "sample2", "metrics"}
+        == set(vars(FakeNvml().c_nvmlGpmMetricsGet_t()))
+    )
+    assert {"metricId", "nvmlReturn", "value"} <= {name for name, *_ in real.c_nvmlGpmMetric_t._fields_}
+    constants = [name for name in vars(FakeNvml) if name.startswith("NVML") or name == "nvmlMemory_v2"]
+    assert {name: getattr(FakeNvml, name) for name in constants} == {name: getattr(real, name) for name in constants}
+
+
+def test_a_forked_child_opens_nvml_for_itself(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install()
+    gpus = nvml.Gpus(1.0)
+    gpus.sample({})
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert gpus.sample({})[0][0].gpm == nvml.FIRST_SAMPLE
+    assert fake.open == 2
+
+
+def test_a_metric_that_the_gpu_does_not_have_is_left_out(install) -> None:
+    ((gpu,), _) = second(install(boards=(dataclasses.replace(H100, gpm={5: 47.8}),)))
+    assert (gpu.tensor_active_percent, gpu.dram_active_percent, gpu.sm_active_percent) == (47.8, None, None)
+    assert gpu.pcie_rx_bytes_per_second == 1200 * 1024.0  # from the older counter

@@ -1,0 +1,277 @@
+"""Samples as JSON lines, the sampler and its thread, host and processes."""
+
+import dataclasses
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.data import machine
+from flatout.monitor import GpuSample, HostSample, JsonLines, ProcessSample, Sample, Sampler, host, read_samples
+from tests.monitor.fake_nvml import A100, H100
+
+SAFETY = 30  # seconds, never reached where things work
+
+
+@given(st.data())
+def test_json_lines_give_equal_samples_back(data: st.DataObject) -> None:
+    number = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+    missing = st.dictionaries(st.text(), st.text())
+    gpu = st.builds(
+        GpuSample, st.integers(), name=st.none() | st.text(), power_watts=number,
+        throttle=st.none() | st.lists(st.text()).map(tuple), missing=missing,
+    )  # fmt: skip
+    whole = st.builds(
+        HostSample, st.integers(), number, st.none() | st.lists(st.floats(0, 100)).map(tuple), missing=missing
+    )
+    process = st.builds(
+        ProcessSample, st.integers(), st.none() | st.integers(), st.text(), number, st.none(), st.integers()
+    )
+    samples = data.draw(
+        st.lists(
+            st.builds(
+                Sample, st.floats(0, 2e9), st.lists(gpu, max_size=2).map(tuple), st.none() | st.text(), whole,
+                st.none() | st.integers(), st.booleans(), st.lists(process, max_size=2).map(tuple),
+            ),
+            max_size=3,
+        )
+    )  # fmt: skip
+    stream = io.StringIO()
+    write = JsonLines(stream)
+    for sample in samples:
+        write(sample)
+    assert stream.getvalue().count("\n") == len(samples)
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"samples-{os.getpid()}.jsonl"
+    path.write_text(stream.getvalue(), encoding="utf-8")
+    try:
+        assert list(read_samples(path)) == samples
+    finally:
+        path.unlink()
+
+
+def test_a_file_is_continued_and_a_real_sample_comes_back(install, tmp_path: Path) -> None:
+    install(boards=(H100, A100))
+    path = tmp_path / "run.jsonl"
+    taken = []
+    for _ in range(2):
+        with JsonLines(path) as write:
+            sampler = Sampler([write, taken.append])
+            sampler.take()
+            sampler.take()
+            sampler.close()
+    assert list(read_samples(path)) == taken
+    assert len(taken) == 4
+    path.write_text('{"time": 1}\n')
+    with pytest.raises(ValueError, match=r"run\.jsonl, line 1 is no sample: 'host'"):
+        list(read_samples(path))
+
+
+def test_nan_is_refused_and_every_number_says_its_unit() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        JsonLines(io.StringIO())(Sample(float("nan"), (), None, HostSample(1)))
+    units = ("percent", "bytes", "bytes_per_second", "watts", "mhz", "celsius")
+    plain = {
+        "index",
+        "cuda_index",
+        "name",
+        "uuid",
+        "mig",
+        "throttle",
+        "gpm",
+        "missing",
+        "cores",
+        "load",
+        "pid",
+        "parent_pid",
+    }
+    for kind in (GpuSample, HostSample, ProcessSample):
+        for field in dataclasses.fields(kind):
+            assert field.name in plain or field.name.endswith(units)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_writer_that_fails_is_reported_once_and_the_others_go_on(install) -> None:
+    install()
+    got: list[Sample] = []
+
+    def broken(sample: Sample) -> None:
+        raise OSError("disk full")
+
+    sampler = Sampler([broken, got.append])
+    with pytest.warns(UserWarning, match="stops a writer that failed: disk full"):
+        sampler.take()
+    sampler.take()  # a second warning would be an error
+    sampler.take()
+    assert got == list(sampler.recent)
+    assert len(got) == 3
+
+
+def test_the_thread_samples_until_closed(install) -> None:
+    fake = install()
+    enough = threading.Event()
+    got: list[Sample] = []
+
+    def write(sample: Sample) -> None:
+        got.append(sample)
+        if len(got) == 3:
+            enough.set()
+
+    with Sampler(write, interval=0.001) as sampler:
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "flatout-monitor")
+        assert thread.daemon
+        assert enough.wait(SAFETY)
+        with pytest.raises(RuntimeError, match="once"):
+            sampler.start()
+    assert not thread.is_alive()
+    assert fake.open == 0
+    sampler.close()
+    assert fake.open == 0
+
+
+def test_closing_waits_for_a_driver_that_hangs_for_a_while(install) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    def hang(name: str) -> None:
+        if name == "nvmlDeviceGetPowerUsage":
+            inside.set()
+            let_go.wait(SAFETY)
+
+    fake = install(before=hang)
+    sampler = Sampler()
+    sampler.start()
+    assert inside.wait(SAFETY)
+    closing = threading.Thread(target=sampler.close)
+    closing.start()
+    let_go.set()
+    closing.join(SAFETY)
+    assert not closing.is_alive()
+    assert (fake.open, len(sampler.recent)) == (0, 1)
+
+
+def _in_child(sampler: Sampler, results) -> None:  # type: ignore[no-untyped-def]
+    alive = [thread.name for thread in threading.enumerate()]
+    sampler.close()
+    own = Sampler()
+    sample = own.take()
+    own.close()
+    results.put((alive.count("flatout-monitor"), sample.pid == os.getpid(), sample.gpus[0].name))
+
+
+def test_a_forked_child_has_no_thread_and_may_sample_for_itself(install) -> None:
+    install()
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    with Sampler(interval=0.01) as sampler:
+        child = context.Process(target=_in_child, args=(sampler, results))
+        child.start()
+        child.join(SAFETY)
+    assert child.exitcode == 0
+    assert results.get() == (0, True, H100.name)
+
+
+@pytest.mark.parametrize("interval", [0, -1.0, float("nan"), float("inf")])
+def test_an_interval_must_be_positive(interval: float) -> None:
+    with pytest.raises(ValueError, match="interval must be a positive number"):
+        Sampler(interval=interval)
+
+
+def test_the_watched_process_its_workers_and_its_end() -> None:
+    pytest.importorskip("psutil")
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        sampler = Sampler(pid=process.pid)
+        first, second = sampler.take(), sampler.take()
+        process.communicate(b"\n", timeout=SAFETY)
+        last = sampler.take()
+    parent, worker = first.processes
+    assert (parent.pid, worker.parent_pid) == (process.pid, process.pid)
+    assert parent.rss_bytes > 0
+    assert parent.cpu_percent is None
+    assert second.processes[0].cpu_percent is not None
+    assert second.processes[0].cpu_percent >= 0
+    assert (first.pid_ended, last.pid_ended, last.processes) == (False, True, ())
+
+
+def test_cuda_visible_devices_is_the_watched_process_s(install) -> None:
+    install(boards=(A100, A100))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as process:
+        (gpu,) = Sampler(pid=process.pid).take().gpus
+        process.communicate(b"\n", timeout=SAFETY)
+    assert (gpu.index, gpu.cuda_index) == (1, 0)
+
+
+def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "psutil", None)
+    sampler = Sampler()
+    sampler.take()
+    sample = sampler.take()
+    assert sample.host.ram_used_bytes + sample.host.ram_available_bytes == sample.host.ram_total_bytes
+    assert sample.host.missing["cpu_percent"] == sample.host.missing["swap_used_bytes"] == host.NOT_INSTALLED
+    assert (sample.processes, sample.pid_ended) == ((), False)
+
+
+class Group:
+    """A folder of control groups, v2."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "control_groups", lambda controller: iter([root]))
+        self._root = root
+
+    def write(self, **files: str) -> None:
+        for name, text in files.items():
+            (self._root / name.replace("_", ".")).write_text(text)
+
+
+def test_a_containers_limits_are_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psutil")
+    group = Group(tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    group.write(memory_max=str(2**20), memory_current=str(2**19), cpu_max="50000 100000", cpu_stat="usage_usec 1000000")
+    looker = host.Host()
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
+    looker.sample()
+    group.write(cpu_stat="usage_usec 1600000")
+    found = looker.sample()
+    assert found.ram_total_bytes == 2**20
+    assert found.ram_available_bytes == found.ram_used_bytes == 2**19
+    assert found.cpu_percent == pytest.approx(60.0)  # 0.6 s in 2 s of half a core
+    assert found.cores == 1
+
+
+def test_rates_survive_counters_that_begin_anew() -> None:
+    rates = host.Rates()
+    looks = [(100.0, 1.0), (300.0, 3.0), (50.0, 4.0), (50.0, 4.0), (60.0, 5.0)]
+    assert [rates.per_second("x", *look) for look in looks] == [None, 100.0, None, None, 10.0]
+
+
+def test_the_private_memory_of_one_process_is_looked_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psutil")
+    asked: list[int] = []
+    clock = [0.0]
+
+    def costly(pid: int) -> int:
+        asked.append(pid)
+        clock[0] += 1.0  # a second each
+        return 1
+
+    monkeypatch.setattr(machine, "private_memory", costly)
+    monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
+    processes = host.Processes(os.getpid())
+    for pids in ([1, 2], [1, 2]):
+        processes._look_up_one_uss(pids)
+    assert asked == [1]
+    for _ in range(3):
+        clock[0] += 100.0
+        processes._look_up_one_uss([1, 2])
+    assert asked == [1, 2, 1, 2]
