@@ -1,7 +1,20 @@
 """How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
 
 from flatout.mfu.counter import MfuCounter, Reading
+from flatout.mfu.flops import FlopCount, FlopNode, count_flops
+from flatout.mfu.formulas import register_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
 from flatout.mfu.ranges import range
 
-__all__ = ["MfuCounter", "Reading", "clock_peak_flops", "measured_peak_flops", "peak_flops", "range"]
+__all__ = [
+    "FlopCount",
+    "FlopNode",
+    "MfuCounter",
+    "Reading",
+    "clock_peak_flops",
+    "count_flops",
+    "measured_peak_flops",
+    "peak_flops",
+    "range",
+    "register_flops",
+]
