@@ -275,3 +275,15 @@ def test_the_private_memory_of_one_process_is_looked_up_at_a_time(monkeypatch: p
         clock[0] += 100.0
         processes._look_up_one_uss([1, 2])
     assert asked == [1, 2, 1, 2]
+
+
+def test_the_kernels_own_threads_are_left_out() -> None:
+    processes, ended = host.Processes(None).sample()
+    assert not ended
+    assert processes
+    assert all(one.rss_bytes for one in processes)
+
+
+@pytest.mark.parametrize(("pid", "there"), [(os.getpid(), True), (1, True), (0, False), (-1, False), (2**40, False)])
+def test_processes_exist_or_do_not(pid: int, there: bool) -> None:
+    assert host.exists(pid) == there

@@ -14,6 +14,7 @@ from rich.live import Live
 
 from flatout.cli.command import Command, CommandError
 from flatout.monitor import JsonLines, Sample, Sampler
+from flatout.monitor.host import exists
 from flatout.monitor.view import View
 
 DESCRIPTION = """\
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout monitor``."""
-    if args.pid is not None and not _exists(args.pid):
+    if args.pid is not None and not exists(args.pid):
         raise CommandError(f"--pid must be a process that runs; there is none with number {args.pid}")
     arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
     try:
@@ -117,18 +118,6 @@ def _open(file: str) -> JsonLines:
         fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise CommandError(f"--json must be a file that can be written; {path} {fault}")
     return JsonLines(path)
-
-
-def _exists(pid: int) -> bool:
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
 
 
 def _seconds(text: str) -> float:

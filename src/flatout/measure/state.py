@@ -55,7 +55,7 @@ def _load(saved: Any) -> Any:
     return saved.restore() if isinstance(saved, _SavedTensor) else copy.deepcopy(saved)
 
 
-class _ModuleSlots:
+class ModuleSlots:
     """Which parameter and buffer objects a module tree holds, and its modes; not their bits."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -183,7 +183,7 @@ class State:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
             parts.append(_OptimizerState(optimizer))
         parts.append(_Tensors(tensors))
-        parts += [_ModuleSlots(module) for module in modules]
+        parts += [ModuleSlots(module) for module in modules]
         return cls(parts)
 
     def restore(self) -> None:

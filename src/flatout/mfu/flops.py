@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data.generators import RandomState
+from flatout.measure.state import ModuleSlots
 from flatout.mfu.formulas import (
     Cost,
     causal_pairs,
@@ -241,9 +242,7 @@ def _backward(result: Any) -> None:
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and modes back, and keeps the hooks of finished gradients from stepping an optimizer."""
-    from flatout.measure.state import _ModuleSlots  # imports this package
-
-    slots = _ModuleSlots(module)
+    slots = ModuleSlots(module)
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     gradients = [(p, p.grad) for p in module.parameters()]
     hooks = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks))

@@ -135,13 +135,8 @@ def peak_flops(device: torch.device | str | int | None = None, dtype: Precision 
         FLOP/s; of a MIG slice, its share of SMs. ``None``, with one warning, where the table does not know; for a CPU
         see :func:`measured_peak_flops`.
     """
-    name, share = _named(device)
-    gpu = None if name is None else gpu_of(name)
-    peak = None if gpu is None else gpu.teraflops.get(dtype)
-    if peak is None or gpu is None:
-        _warn_unknown(name or "the CPU", dtype)
-        return None
-    return peak * 1e12 * (share / gpu.sms if share else 1.0)
+    gpu, sms = _looked_up(device, dtype)
+    return None if gpu is None else gpu.teraflops[dtype] * 1e12 * sms / gpu.sms
 
 
 def clock_peak_flops(
@@ -159,17 +154,15 @@ def clock_peak_flops(
     Returns:
         FLOP/s; ``None``, with one warning, where the table does not know.
     """
-    name, share = _named(device)
-    gpu = None if name is None else gpu_of(name)
-    if gpu is None or dtype not in gpu.teraflops:
-        _warn_unknown(name or "the CPU", dtype)
+    gpu, sms = _looked_up(device, dtype)
+    if gpu is None:
         return None
     # The precisions of one kind of core are in proportion; the two kinds are rated at clocks of their own.
     per_cycle, rated = (
         (gpu.per_cycle[0], torch.float16) if dtype in _TENSOR_CORES else (gpu.per_cycle[1], torch.float32)
     )
     clock = torch.cuda.clock_rate(_place(device)) if clock_mhz is None else clock_mhz
-    return (share or gpu.sms) * per_cycle * gpu.teraflops[dtype] / gpu.teraflops[rated] * clock * 1e6
+    return sms * per_cycle * gpu.teraflops[dtype] / gpu.teraflops[rated] * clock * 1e6
 
 
 def measured_peak_flops(
@@ -270,19 +263,12 @@ def _place(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _named(device: torch.device | str | int | None) -> tuple[str | None, int]:
-    """A GPU's name, ``None`` for a CPU; and the SMs of a MIG slice, 0 for a whole device."""
-    if isinstance(device, str) and not re.fullmatch(r"(cuda|cpu|meta|mps|xpu)(:\d+)?", device):
-        return device, 0
-    place = _place(device)
-    if place.type != "cuda":
-        return None, 0
-    properties = torch.cuda.get_device_properties(place)
-    whole, is_slice, _ = properties.name.partition(" MIG ")
-    return whole, properties.multi_processor_count if is_slice else 0
-
-
-def _warn_unknown(name: str, dtype: Precision) -> None:
+def _looked_up(device: torch.device | str | int | None, dtype: Precision) -> tuple[Gpu | None, int]:
+    """A GPU's row and its SMs, those of a MIG slice if it is one; no row, and a warning, if it has no such peak."""
+    name, sms = _named(device)
+    gpu = gpu_of(name)
+    if gpu is not None and dtype in gpu.teraflops:
+        return gpu, sms or gpu.sms
     if (name, dtype) not in _warned:
         _warned.add((name, dtype))
         warnings.warn(
@@ -291,3 +277,16 @@ def _warn_unknown(name: str, dtype: Precision) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+    return None, 0
+
+
+def _named(device: torch.device | str | int | None) -> tuple[str, int]:
+    """What a device is called, and the SMs of a MIG slice, 0 for a whole device."""
+    if isinstance(device, str) and not re.fullmatch(r"(cuda|cpu|meta|mps|xpu)(:\d+)?", device):
+        return device, 0
+    place = _place(device)
+    if place.type != "cuda":
+        return f"the {place.type.upper()}", 0
+    properties = torch.cuda.get_device_properties(place)
+    whole, is_slice, _ = properties.name.partition(" MIG ")
+    return whole, properties.multi_processor_count if is_slice else 0

@@ -109,7 +109,6 @@ class Processes:
             pid: the process at the root; None watches the machine.
         """
         self._pid = pid
-        self._known: dict[int, Any] = {}
         self._uss: dict[int, int | None] = {}
         self._next_uss = -math.inf
         self._rates = Rates()
@@ -122,14 +121,16 @@ class Processes:
     def sample(self) -> tuple[tuple[ProcessSample, ...], bool]:
         """The processes, the root first and the others by CPU, and whether the root has ended. Raises nothing."""
         if psutil is None or self._ended:
-            return (), self._ended or not _exists(self._pid)
+            return (), self._ended or not (self._pid is None or exists(self._pid))
         if self._pid is not None and not self._alive():
             self._ended = True
             return (), True
         now = time.monotonic()
         found = [sample for process in self._members() if (sample := self._one(process, now)) is not None]
         found.sort(key=lambda one: (one.pid != self._pid, -(one.cpu_percent or 0.0), one.pid))
-        return tuple(found if self._pid is not None else found[:BUSIEST]), False
+        if self._pid is None:
+            found = [one for one in found if one.rss_bytes][:BUSIEST]  # the kernel's own threads have no memory
+        return tuple(found), False
 
     def _alive(self) -> bool:
         try:
@@ -183,14 +184,15 @@ def _psutil() -> Any:
     return psutil
 
 
-def _exists(pid: int | None) -> bool:
-    if pid is None:
-        return True
+def exists(pid: int) -> bool:
+    """Whether there is a process of that number, of whatever user."""
+    if pid <= 0:  # stands for groups of processes
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it exists, and is another user's
+    except OSError:  # it is another user's
         return True
     return True
 
