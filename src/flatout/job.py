@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout import mfu
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
 from flatout.optim import update
@@ -106,8 +107,10 @@ class Job:
         """
         if self._pending == 0:
             self._zero_grad()
-        loss = self.loss(batch)
-        (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
+        with mfu.range("flatout.forward"):
+            loss = self.loss(batch)
+        with mfu.range("flatout.backward"):
+            (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
         self._pending += 1
         if self._pending == self.accumulate:
             self.flush()
@@ -127,6 +130,12 @@ class Job:
         batches, self._pending = self._pending, 0
         if batches == 0 or self.optimizer is None:
             return False
+        with mfu.range("flatout.update"):
+            self._update(batches)
+        return True
+
+    def _update(self, batches: int) -> None:
+        assert self.optimizer is not None
         if self.scaler is not None:
             if batches < self.accumulate:  # an epoch's leftover: these few share the whole weight
                 grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -136,7 +145,6 @@ class Job:
         else:
             inv_scale = None if batches == 1 else 1.0 / batches
             update(self.optimizer, inv_scale=inv_scale, max_grad_norm=self.max_grad_norm)
-        return True
 
     def reset(self) -> None:
         """Forget batches that were accumulated but not updated with, and what the loss scaler has learnt."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from flatout import mfu
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.machine import usable_cores
 from flatout.data.replay import Replayed
@@ -180,10 +181,13 @@ def optimize(
     )
 
 
-def _saying(what: str) -> contextlib.AbstractContextManager[Any]:
-    """Tell a person at a terminal what takes so long; start no thread for anybody else."""
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Tell profilers, and a person at a terminal, what takes so long; start no thread for anybody else."""
     console = Console(stderr=True)
-    return console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
+    said = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
+    with mfu.range(f"flatout: {what}"), said:
+        yield
 
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout import mfu
 from flatout.data import Prefetcher, batch_size_of, to_device
 from flatout.data.replay import Replayed
 from flatout.job import Job
@@ -69,7 +70,8 @@ class TrainingLoader:
         while True:
             start = time.perf_counter()
             try:
-                batch = next(batches)
+                with mfu.range("flatout.loader_wait"):
+                    batch = next(batches)
             except StopIteration:
                 break
             self._counter.waited(time.perf_counter() - start)
@@ -157,7 +159,8 @@ class Run:
         """
         if self.optimizer is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
-        batch = to_device(batch, self._job.device)
+        with mfu.range("flatout.h2d"):
+            batch = to_device(batch, self._job.device)
         with self._counter.step(samples=batch_size_of(batch)):
             loss = self._job.step(batch)
             if not self._job.pending:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+from torch.autograd.profiler import record_function
+
 from flatout import _host
 
 
 class range:
-    """An NVTX range for Nsight Systems and the like: ``with flatout.mfu.range("augment"): ...``.
+    """A range for profilers: ``with flatout.mfu.range("augment"): ...``.
 
-    Without a profiler attached it costs less than a microsecond; a build without CUDA has no NVTX and does
-    nothing.
+    Nsight Systems and the like see it as an NVTX range (a build without CUDA has none), ``torch.profiler`` as a user
+    annotation. With neither listening it costs less than a microsecond.
     """
 
-    __slots__ = ("_name",)
+    __slots__ = ("_annotation", "_name")
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __enter__(self) -> None:
         _host.range_push(self._name)
+        self._annotation = record_function(self._name) if torch.autograd._profiler_enabled() else None
+        if self._annotation is not None:
+            self._annotation.__enter__()
 
     def __exit__(self, *exception: object) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
         _host.range_pop()
