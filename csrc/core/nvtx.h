@@ -23,6 +23,17 @@ inline void pop() {
 #endif
 }
 
+// Whether a tool is attached; that does not change while the process lives.
+inline bool listens() {
+#if FLATOUT_HAS_NVTX
+  const bool tracked = nvtxRangePushA("flatout") != NVTX_NO_PUSH_POP_TRACKING;
+  if (tracked) pop();
+  return tracked;
+#else
+  return false;
+#endif
+}
+
 class Range {
  public:
   explicit Range(const char* name) { push(name); }

@@ -17,12 +17,20 @@ namespace flatout {
 namespace {
 
 using mfu::Counter;
+using mfu::Phase;
+using mfu::PhaseSeconds;
 using mfu::Reading;
 using mfu::StepTimer;
+using mfu::Work;
 
 // None in Python where the number is not known.
 std::optional<double> known(double value) {
   return value == value ? std::optional<double>(value) : std::nullopt;
+}
+
+Work work(std::int64_t samples, std::int64_t tokens, std::optional<double> flops,
+          std::optional<double> hardware_flops) {
+  return {samples, tokens, flops.value_or(mfu::kUnknown), hardware_flops.value_or(mfu::kUnknown)};
 }
 
 // A counter with its timer. The timer is optional: without one, steps arrive through add().
@@ -33,27 +41,25 @@ class StepCounter {
   void use_host_clock() { timer_ = mfu::make_host_timer(counter_); }
   void use_events(int device) { timer_ = mfu::make_event_timer(counter_, device); }
 
-  StepTimer::Token begin(std::uintptr_t stream) {
-    const StepTimer::Token token = timer_->begin(stream);
-    nvtx::push("flatout.step");
-    return token;
+  StepTimer& timer() { return *timer_; }
+
+  void mark(StepTimer::Token token, int phase, std::uintptr_t stream) {
+    timer_->mark(token, static_cast<Phase>(phase), stream);
   }
 
-  void end(StepTimer::Token token, std::int64_t samples, std::optional<double> flops, std::uintptr_t stream) {
-    nvtx::pop();
-    timer_->end(token, stream, samples, flops.value_or(mfu::kUnknown));
+  void finish(StepTimer::Token token, std::int64_t samples, std::int64_t tokens, std::optional<double> flops,
+              std::optional<double> hardware_flops) {
+    timer_->finish(token, work(samples, tokens, flops, hardware_flops));
   }
-
-  void drop(StepTimer::Token token) {
-    nvtx::pop();
-    timer_->drop(token);
-  }
-
-  void waited(double seconds) { timer_->waited(seconds); }
 
   void add(double seconds, std::optional<double> gap, double waited, std::int64_t samples,
-           std::optional<double> flops) {
-    counter_.add(seconds, gap.value_or(mfu::kUnknown), waited, samples, flops.value_or(mfu::kUnknown));
+           std::int64_t tokens, std::optional<double> flops, std::optional<double> hardware_flops,
+           std::optional<PhaseSeconds> phases) {
+    counter_.add({.work = work(samples, tokens, flops, hardware_flops),
+                  .seconds = seconds,
+                  .gap = gap.value_or(mfu::kUnknown),
+                  .waited = waited,
+                  .phases = phases});
   }
 
   void reset() {
@@ -82,31 +88,58 @@ void bind_mfu(py::module_& m) {
   py::class_<Reading>(m, "StepReading")
       .def_readonly("steps", &Reading::steps)
       .def_readonly("samples", &Reading::samples)
+      .def_readonly("tokens", &Reading::tokens)
       .def_readonly("seconds", &Reading::seconds)
       .def_property_readonly("step_seconds", [](const Reading& r) { return known(r.step_seconds); })
       .def_property_readonly("samples_per_second",
                              [](const Reading& r) { return known(r.samples_per_second); })
+      .def_property_readonly("tokens_per_second", [](const Reading& r) { return known(r.tokens_per_second); })
       .def_property_readonly("flops_per_second", [](const Reading& r) { return known(r.flops_per_second); })
-      .def_property_readonly("stall_fraction", [](const Reading& r) { return known(r.stall_fraction); });
+      .def_property_readonly("hardware_flops_per_second",
+                             [](const Reading& r) { return known(r.hardware_flops_per_second); })
+      .def_property_readonly("stall_fraction", [](const Reading& r) { return known(r.stall_fraction); })
+      .def_readonly("phase_steps", &Reading::phase_steps)
+      .def_readonly("phases", &Reading::phases);
 
   // Every call is a few hundred nanoseconds and waits for nothing: the GIL stays held.
   py::class_<StepCounter>(m, "StepCounter")
       .def(py::init<std::size_t>(), py::arg("window"))
       .def("use_host_clock", &StepCounter::use_host_clock)
       .def("use_events", &StepCounter::use_events, py::arg("device"))
-      .def("begin", &StepCounter::begin, py::arg("stream") = 0)
-      .def("end", &StepCounter::end, py::arg("token"), py::arg("samples"), py::arg("flops"),
-           py::arg("stream") = 0)
-      .def("drop", &StepCounter::drop, py::arg("token"))
-      .def("waited", &StepCounter::waited, py::arg("seconds"))
-      .def("add", &StepCounter::add, py::arg("seconds"), py::arg("gap"), py::arg("waited"),
-           py::arg("samples"), py::arg("flops"))
+      .def(
+          "begin", [](StepCounter& c, std::uintptr_t stream) { return c.timer().begin(stream); },
+          py::arg("stream") = 0)
+      .def(
+          "measure_phases_every",
+          [](StepCounter& c, std::int64_t steps) { c.timer().measure_phases_every(steps); }, py::arg("steps"))
+      .def(
+          "measures_phases",
+          [](StepCounter& c, StepTimer::Token token) { return c.timer().measures_phases(token); },
+          py::arg("token"))
+      .def("mark", &StepCounter::mark, py::arg("token"), py::arg("phase"), py::arg("stream") = 0)
+      .def(
+          "touch",
+          [](StepCounter& c, StepTimer::Token token, std::uintptr_t stream) {
+            c.timer().touch(token, stream);
+          },
+          py::arg("token"), py::arg("stream") = 0)
+      .def("finish", &StepCounter::finish, py::arg("token"), py::arg("samples"), py::arg("tokens"),
+           py::arg("flops"), py::arg("hardware_flops"))
+      .def(
+          "drop", [](StepCounter& c, StepTimer::Token token) { c.timer().drop(token); }, py::arg("token"))
+      .def(
+          "waited", [](StepCounter& c, double seconds) { c.timer().waited(seconds); }, py::arg("seconds"))
+      .def("pause", [](StepCounter& c) { c.timer().pause(); })
+      .def("add", &StepCounter::add, py::arg("seconds"), py::arg("gap") = py::none(), py::arg("waited") = 0.0,
+           py::arg("samples") = 0, py::arg("tokens") = 0, py::arg("flops") = py::none(),
+           py::arg("hardware_flops") = py::none(), py::arg("phases") = py::none())
       .def("reset", &StepCounter::reset)
       .def("window", &StepCounter::window)
       .def("total", &StepCounter::total);
 
   m.def("range_push", &nvtx::push, py::arg("name"));
   m.def("range_pop", &nvtx::pop);
+  m.def("nvtx_listens", &nvtx::listens);
 }
 
 }  // namespace flatout

@@ -14,26 +14,62 @@ double median(std::vector<double>& values) {
   return (*middle + *std::max_element(values.begin(), middle)) / 2;
 }
 
-Reading rates(std::int64_t steps, std::int64_t samples, double step_sum, double stall_sum, double flops) {
+double rate(std::int64_t count, double seconds) { return static_cast<double>(count) / seconds; }
+
+}  // namespace
+
+void Sums::Known::add(double more, double period) {
+  if (std::isnan(more)) return;
+  flops += more;
+  seconds += period;
+}
+
+void Sums::add(const Step& step) {
+  // A wait stalls the device only as far as it shows in the gap: what a busy device did not notice costs
+  // nothing.
+  const bool alone = std::isnan(step.gap);
+  const double gap = alone ? step.waited : step.gap;
+  const double period = step.seconds + gap;
+  ++steps_;
+  samples_ += step.work.samples;
+  tokens_ += step.work.tokens;
+  seconds_ += period;
+  step_seconds_ += step.seconds;
+  stall_ += std::min(gap, step.waited);
+  model_.add(step.work.flops, period);
+  hardware_.add(step.work.hardware_flops, period);
+  if (step.phases) {
+    ++phase_steps_;
+    for (std::size_t i = 0; i < kPhases; ++i) phases_[i] += (*step.phases)[i];
+  }
+}
+
+Reading Sums::reading() const {
   Reading reading;
-  reading.steps = steps;
-  reading.samples = samples;
-  reading.seconds = step_sum + stall_sum;
-  if (reading.seconds > 0) {
-    reading.samples_per_second = static_cast<double>(samples) / reading.seconds;
-    reading.flops_per_second = flops / reading.seconds;
-    reading.stall_fraction = stall_sum / reading.seconds;
+  reading.steps = steps_;
+  reading.samples = samples_;
+  reading.tokens = tokens_;
+  reading.seconds = seconds_;
+  if (seconds_ > 0) {
+    reading.samples_per_second = rate(samples_, seconds_);
+    reading.tokens_per_second = rate(tokens_, seconds_);
+    reading.stall_fraction = stall_ / seconds_;
+  }
+  reading.flops_per_second = model_.rate();
+  reading.hardware_flops_per_second = hardware_.rate();
+  reading.phase_steps = phase_steps_;
+  if (phase_steps_ > 0) {
+    for (std::size_t i = 0; i < kPhases; ++i) {
+      reading.phases[i] = phases_[i] / static_cast<double>(phase_steps_);
+    }
   }
   return reading;
 }
 
-}  // namespace
-
-void Counter::add(double seconds, double gap, double waited, std::int64_t samples, double flops) {
-  // Two streams or a stepped clock can put an end before a beginning by a hair.
-  seconds = std::max(seconds, 0.0);
-  const double stall = std::isnan(gap) ? waited : std::clamp(gap, 0.0, waited);
-  const Step step{.seconds = seconds, .stall = stall, .flops = flops, .samples = samples};
+void Counter::add(Step step) {
+  // Two streams or two threads can put an end before a beginning.
+  step.seconds = std::max(step.seconds, 0.0);
+  if (step.gap < 0) step.gap = 0;
 
   const std::scoped_lock lock(mutex_);
   if (ring_.size() < capacity_) {
@@ -42,45 +78,36 @@ void Counter::add(double seconds, double gap, double waited, std::int64_t sample
     ring_[oldest_] = step;
     oldest_ = (oldest_ + 1) % capacity_;
   }
-  ++steps_;
-  samples_ += samples;
-  seconds_ += seconds;
-  stall_ += stall;
-  flops_ += flops;
+  total_.add(step);
 }
 
 void Counter::reset() {
   const std::scoped_lock lock(mutex_);
   ring_.clear();
   oldest_ = 0;
-  steps_ = samples_ = 0;
-  seconds_ = stall_ = flops_ = 0;
+  total_ = {};
 }
 
 Reading Counter::window() const {
+  Sums sums;
   std::vector<double> durations;
-  std::int64_t samples = 0;
-  double step_sum = 0, stall_sum = 0, flops = 0;
   {
     const std::scoped_lock lock(mutex_);
     durations.reserve(ring_.size());
     for (const Step& step : ring_) {
       durations.push_back(step.seconds);
-      samples += step.samples;
-      step_sum += step.seconds;
-      stall_sum += step.stall;
-      flops += step.flops;
+      sums.add(step);
     }
   }
-  Reading reading = rates(static_cast<std::int64_t>(durations.size()), samples, step_sum, stall_sum, flops);
+  Reading reading = sums.reading();
   if (!durations.empty()) reading.step_seconds = median(durations);
   return reading;
 }
 
 Reading Counter::total() const {
   const std::scoped_lock lock(mutex_);
-  Reading reading = rates(steps_, samples_, seconds_, stall_, flops_);
-  if (steps_ > 0) reading.step_seconds = seconds_ / static_cast<double>(steps_);
+  Reading reading = total_.reading();
+  if (reading.steps > 0) reading.step_seconds = total_.step_seconds() / static_cast<double>(reading.steps);
   return reading;
 }
 

@@ -17,14 +17,10 @@ std::unique_ptr<StepTimer> make_event_timer(Counter&, int) {
 
 #include <cuda_runtime_api.h>
 
-#include <deque>
-#include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
+
+#include "mfu/clock_timer.h"
 
 namespace flatout::mfu {
 namespace {
@@ -60,132 +56,36 @@ class DeviceGuard {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
-class EventTimer final : public StepTimer {
+// A pool of events; it grows to as many as the host ever was ahead of the device.
+class EventClock {
  public:
-  EventTimer(Counter& counter, int device) : counter_(counter), device_(device) {
+  using Instant = cudaEvent_t;
+
+  explicit EventClock(int device) : device_(device) {
     const DeviceGuard guard(device_);
     spare_.push_back(create());  // fails here, not in the first step, where the driver is too old
   }
 
-  ~EventTimer() override {
+  ~EventClock() {
     // At the interpreter's end the context may be gone already: nothing to tell anybody then.
     for (cudaEvent_t event : all_) static_cast<void>(cudaEventDestroy(event));
   }
 
-  EventTimer(const EventTimer&) = delete;
-  EventTimer& operator=(const EventTimer&) = delete;
+  EventClock(const EventClock&) = delete;
+  EventClock& operator=(const EventClock&) = delete;
 
-  Token begin(std::uintptr_t stream) override {
-    const DeviceGuard guard(device_);
-    const std::scoped_lock lock(mutex_);
-    poll_finished();
-    const auto handle = reinterpret_cast<cudaStream_t>(stream);
-    if (is_capturing(handle)) return kCaptured;
-    cudaEvent_t begun = take();
-    open_.emplace(++last_token_, begun);
-    check(cudaEventRecord(begun, handle), "cudaEventRecord");
-    return last_token_;
-  }
+  DeviceGuard enter() const { return DeviceGuard(device_); }
 
-  void end(Token token, std::uintptr_t stream, std::int64_t samples, double flops) override {
-    if (token == kCaptured) return;  // recorded into a graph, not run
-    const DeviceGuard guard(device_);
-    const std::scoped_lock lock(mutex_);
-    const auto begun = open_.find(token);
-    if (begun == open_.end()) return;  // reset() came in between
-    const Pending step{.begin = begun->second,
-                       .end = take(),
-                       .samples = samples,
-                       .flops = flops,
-                       .waited = std::exchange(waited_, 0.0)};
-    open_.erase(begun);
-    check(cudaEventRecord(step.end, reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
-    pending_.push_back(step);
-  }
-
-  void drop(Token token) override {
-    const std::scoped_lock lock(mutex_);
-    const auto begun = open_.find(token);
-    if (begun == open_.end()) return;
-    give_back(begun->second);
-    open_.erase(begun);
-  }
-
-  void waited(double seconds) override {
-    const std::scoped_lock lock(mutex_);
-    waited_ += seconds;
-  }
-
-  void poll() override {
-    const DeviceGuard guard(device_);
-    const std::scoped_lock lock(mutex_);
-    poll_finished();
-  }
-
-  void reset() override {
-    const std::scoped_lock lock(mutex_);
-    for (auto& [token, event] : open_) give_back(event);
-    open_.clear();
-    for (Pending& step : pending_) {
-      give_back(step.begin);
-      give_back(step.end);
-    }
-    pending_.clear();
-    give_back(last_end_);
-    waited_ = 0;
-  }
-
- private:
-  struct Pending {
-    cudaEvent_t begin, end;
-    std::int64_t samples;
-    double flops, waited;
-  };
-
-  static constexpr Token kCaptured = -1;
-
-  cudaEvent_t create() {
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
-    all_.push_back(event);
-    return event;
-  }
-
-  // The ring grows to as many steps as the host ever was ahead of the device.
-  cudaEvent_t take() {
-    if (spare_.empty()) return create();
+  Instant now(std::uintptr_t stream) {
+    if (spare_.empty()) spare_.push_back(create());
     cudaEvent_t event = spare_.back();
+    check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
     spare_.pop_back();
     return event;
   }
 
-  void give_back(cudaEvent_t& event) {
-    if (event != nullptr) spare_.push_back(std::exchange(event, nullptr));
-  }
-
-  void poll_finished() {
-    while (!pending_.empty()) {
-      Pending step = pending_.front();
-      const std::optional<double> duration = seconds_between(step.begin, step.end);
-      const std::optional<double> gap =
-          last_end_ == nullptr ? kUnknown : seconds_between(last_end_, step.begin);
-      if (!duration || !gap) return;
-      pending_.pop_front();
-      counter_.add(*duration, *gap, step.waited, step.samples, step.flops);
-      give_back(last_end_);
-      last_end_ = step.end;
-      give_back(step.begin);
-    }
-  }
-
   // Nothing while the device has not reached both; on different streams the later one may come first.
-  static std::optional<double> seconds_between(cudaEvent_t from, cudaEvent_t to) {
+  std::optional<double> seconds(Instant from, Instant to) const {
     float milliseconds = 0;
     const cudaError_t status = cudaEventElapsedTime(&milliseconds, from, to);
     if (status == cudaErrorNotReady) {
@@ -196,21 +96,30 @@ class EventTimer final : public StepTimer {
     return milliseconds * 1e-3;
   }
 
-  Counter& counter_;
+  void recycle(Instant event) { spare_.push_back(event); }
+
+  bool is_recording(std::uintptr_t stream) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+ private:
+  cudaEvent_t create() {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
+    all_.push_back(event);
+    return event;
+  }
+
   const int device_;
-  std::mutex mutex_;
   std::vector<cudaEvent_t> all_, spare_;
-  std::unordered_map<Token, cudaEvent_t> open_;
-  Token last_token_ = 0;
-  std::deque<Pending> pending_;
-  cudaEvent_t last_end_ = nullptr;
-  double waited_ = 0;
 };
 
 }  // namespace
 
 std::unique_ptr<StepTimer> make_event_timer(Counter& counter, int device) {
-  return std::make_unique<EventTimer>(counter, device);
+  return std::make_unique<ClockTimer<EventClock> >(counter, device);
 }
 
 }  // namespace flatout::mfu

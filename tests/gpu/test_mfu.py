@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatout.mfu import MfuCounter
-from flatout.mfu.counter import _TorchEventTimer
+from flatout.mfu.timers import TorchEventTimer
 
 MILLISECOND_CYCLES = 1_000_000  # of the device's clock: half a millisecond to a millisecond
 
@@ -17,7 +17,7 @@ MILLISECOND_CYCLES = 1_000_000  # of the device's clock: half a millisecond to a
 def counter(request: pytest.FixtureRequest) -> MfuCounter:
     counter = MfuCounter(flops_per_step=1e6, device="cuda")
     if request.param == "torch":
-        counter._timer = _TorchEventTimer(counter._core, counter.device)
+        counter._timer = TorchEventTimer(counter._core, counter.device)
     return counter
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import flatout.mfu
 from flatout._host import StepCounter
-from flatout.mfu import MfuCounter
+from flatout.mfu import FlopCount, FlopNode, MfuCounter
 
 seconds = st.floats(0, 1e4, allow_subnormal=False)
 steps = st.lists(
@@ -25,7 +25,9 @@ steps = st.lists(
         st.none() | seconds,  # gap
         seconds,  # waited
         st.integers(0, 10**6),  # samples
+        st.integers(0, 10**9),  # tokens
         st.none() | st.floats(0, 1e18),  # flops
+        st.none() | st.floats(0, 1e18),  # hardware flops
     ),
     max_size=30,
 )
@@ -36,6 +38,11 @@ def fed(window: int, fed_steps: Sequence[tuple[Any, ...]], **kwargs: float | Non
     for step in fed_steps:
         counter._core.add(*step)
     return counter
+
+
+def period_of(step: tuple[Any, ...]) -> float:
+    duration, gap, waited, *_ = step
+    return duration + (waited if gap is None else gap)
 
 
 def stall_of(gap: float | None, waited: float) -> float:
@@ -50,26 +57,31 @@ def test_readings_equal_the_plain_python_ones(fed_steps: list[tuple[Any, ...]], 
         (counter.window, fed_steps[-window:], statistics.median),
         (counter.total, fed_steps, statistics.fmean),
     ):
-        busy = sum(step[0] for step in covered)
+        period = sum(map(period_of, covered))
         stall = sum(stall_of(step[1], step[2]) for step in covered)
         assert reading.steps == len(covered)
         assert reading.samples == sum(step[3] for step in covered)
-        assert reading.seconds == pytest.approx(busy + stall)
+        assert reading.tokens == sum(step[4] for step in covered)
+        assert reading.seconds == pytest.approx(period)
         if not covered:
             assert reading.step_seconds is None
             continue
         assert reading.step_seconds == pytest.approx(middle([step[0] for step in covered]))
-        if busy + stall == 0:
+        if period == 0:
             assert reading.samples_per_second is reading.mfu is reading.stall_fraction is None
             continue
-        assert reading.samples_per_second == pytest.approx(reading.samples / (busy + stall))
-        assert reading.stall_fraction == pytest.approx(stall / (busy + stall))
-        if any(step[4] is None for step in covered):
-            assert reading.flops_per_second is reading.mfu is None
-        elif busy + stall > 1e-100:  # below, the rate overflows
-            rate = sum(step[4] for step in covered) / (busy + stall)
-            assert reading.flops_per_second == pytest.approx(rate)
-            assert reading.mfu == pytest.approx(rate / 1e19)
+        if reading.samples:
+            assert reading.samples_per_second == pytest.approx(reading.samples / period)
+        if reading.tokens:
+            assert reading.tokens_per_second == pytest.approx(reading.tokens / period)
+        assert reading.stall_fraction == pytest.approx(stall / period)
+        for column, share in ((5, reading.mfu), (6, reading.hfu)):
+            known = [step for step in covered if step[column] is not None]
+            known_period = sum(map(period_of, known))
+            if known_period == 0:
+                assert share is None
+            elif known_period > 1e-100:  # below, the rate overflows
+                assert share == pytest.approx(sum(step[column] for step in known) / known_period / 1e19)
 
 
 @given(steps)
@@ -80,38 +92,51 @@ def test_fractions_stay_within_bounds(fed_steps: list[tuple[Any, ...]]) -> None:
 
 
 def test_a_wait_that_a_busy_device_did_not_notice_is_no_stall() -> None:
-    counter = fed(10, [(1.0, None, 0.0, 8, None), (1.0, 0.25, 3.0, 8, None)])
+    counter = fed(10, [(1.0, None, 0.0), (1.0, 0.25, 3.0)])
     assert counter.stall_fraction == pytest.approx(0.25 / 2.25)
 
 
-def test_an_idle_device_that_did_not_wait_is_no_stall() -> None:
-    counter = fed(10, [(1.0, None, 0.0, 8, None), (1.0, 60.0, 0.0, 8, None)])  # evaluation in between
+def test_time_between_steps_counts_but_is_a_stall_only_where_the_loader_was_waited_for() -> None:
+    counter = fed(10, [(1.0, None, 0.0, 8), (1.0, 2.0, 0.0, 8)])
     assert counter.stall_fraction == 0
-    assert counter.samples_per_second == pytest.approx(8)
+    assert counter.samples_per_second == pytest.approx(4)
 
 
 def test_an_end_before_its_beginning_counts_as_nothing() -> None:
-    counter = fed(10, [(-1e-6, -1e-6, 1.0, 8, 1.0)])
+    counter = fed(10, [(-1e-6, -1e-6, 1.0, 8)])
     assert counter.window.seconds == 0
 
 
 def test_mfu_is_unknown_without_flops_or_peak() -> None:
-    step = (2.0, None, 0.0, 4, 6.0)
+    step = (2.0, None, 0.0, 4, 0, 6.0)
     assert fed(10, [step]).mfu is None
-    assert fed(10, [(*step[:4], None)], peak_flops=6.0).mfu is None
+    assert fed(10, [(*step[:5], None)], peak_flops=6.0).mfu is None
     assert fed(10, [step], peak_flops=6.0).mfu == 0.5
 
 
-def test_unknown_flops_leave_the_window_but_not_the_total() -> None:
-    known, unknown = (1.0, None, 0.0, 1, 3.0), (1.0, None, 0.0, 1, None)
-    counter = fed(2, [unknown, known, known])
-    assert counter.window.flops_per_second == 3.0
-    assert counter.total.flops_per_second is None
+def test_steps_of_unknown_flops_do_not_dilute_the_others() -> None:
+    known, unknown = (1.0, None, 0.0, 1, 0, 3.0), (5.0, None, 0.0, 1, 0, None)
+    counter = fed(10, [unknown, known, known])
+    assert counter.flops_per_second == 3.0
+    assert counter.total.flops_per_second == 3.0
+
+
+def test_hfu_counts_what_is_computed_again() -> None:
+    count = FlopCount(2, 4, 3, 6, FlopNode("", 2, 4, 3, ()), {}, {})
+    counter = MfuCounter(count, peak_flops=1e30, device="cpu")
+    for flops in (None, count, None):
+        with counter.step(flops=flops):
+            pass
+    assert counter.total.hfu == pytest.approx(counter.total.mfu * 9 / 6)
+    assert "HFU" in str(counter.total)
+    with counter.step(flops=6.0):  # hardware's not known: not in HFU
+        pass
+    assert counter.hfu is not None
 
 
 def test_mfu_above_one_warns_once() -> None:
-    counter = fed(10, [(1.0, None, 0.0, 1, 2.0)], peak_flops=1.0)
-    with pytest.warns(RuntimeWarning, match=r"MFU is 2\.00, more than the device can do"):
+    counter = fed(10, [(1.0, None, 0.0, 1, 0, 2.0)], peak_flops=1.0)
+    with pytest.warns(RuntimeWarning, match=r"MFU is 2\.00, .* is peak_flops \(1 FLOP/s\) that of another"):
         assert counter.mfu == 2.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -119,12 +144,12 @@ def test_mfu_above_one_warns_once() -> None:
 
 
 def test_what_is_known_is_told_in_one_line() -> None:
-    counter = fed(10, [(0.0123, None, 0.0002, 64, 1e9)] * 2, peak_flops=1e12)
-    told = "2 steps, 12.3 ms a step, 5,120 samples/s, 0.08 TFLOP/s, MFU 8.0 %, stall 1.6 %"
+    counter = fed(10, [(0.0123, None, 0.0002, 64, 640, 1e9)] * 2, peak_flops=1e12)
+    told = "2 steps, 12.3 ms a step, 5,120 samples/s, 51,200 tokens/s, 0.08 TFLOP/s, MFU 8.0 %, stall 1.6 %"
     assert repr(counter) == f"MfuCounter(cpu: {told})"
     assert str(counter.total) == told
     assert repr(fed(10, [])) == "MfuCounter(cpu: 0 steps)"
-    assert repr(fed(10, [(0.5, None, 0.0, 0, None)])) == "MfuCounter(cpu: 1 step, 500 ms a step, stall 0.0 %)"
+    assert repr(fed(10, [(0.5, None, 0.0)])) == "MfuCounter(cpu: 1 step, 500 ms a step, stall 0.0 %)"
 
 
 def test_steps_are_timed_by_the_host_clock() -> None:
@@ -158,7 +183,7 @@ def test_a_failed_step_is_not_counted() -> None:
 
 
 def test_reset_forgets_everything() -> None:
-    counter = fed(10, [(1.0, None, 0.0, 8, 1.0)])
+    counter = fed(10, [(1.0, None, 0.0, 8, 0, 1.0)])
     counter.waited(1e6)
     counter.reset()
     assert counter.total.steps == 0
@@ -174,6 +199,7 @@ def test_reset_forgets_everything() -> None:
         ({"flops_per_step": math.nan}, "flops_per_step must be >= 0 and finite, or None, got nan"),
         ({"peak_flops": 0.0}, "peak_flops must be > 0 and finite, or None, got 0.0"),
         ({"window": 0}, "window must be >= 1, got 0"),
+        ({"phases_every": -1}, "phases_every must be >= 0, got -1"),
     ],
 )
 def test_bad_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
@@ -185,6 +211,8 @@ def test_bad_step_arguments_are_named() -> None:
     counter = MfuCounter(device="cpu")
     with pytest.raises(ValueError, match="samples must be >= 0, got -1"):
         counter.step(samples=-1)
+    with pytest.raises(ValueError, match="tokens must be >= 0, got -2"):
+        counter.step(tokens=-2)
     with pytest.raises(ValueError, match="flops must be >= 0 and finite, or None, got inf"):
         counter.step(flops=math.inf)
     with pytest.raises(ValueError, match="seconds must be >= 0 and finite, got -1"):
@@ -196,7 +224,7 @@ def test_many_threads_lose_no_step() -> None:
 
     def run() -> None:
         for _ in range(each):
-            core.add(0.5, None, 0.5, 3, 1.0)
+            core.add(0.5, None, 0.5, 3, 0, 1.0)
             core.window()
 
     workers = [threading.Thread(target=run) for _ in range(threads)]

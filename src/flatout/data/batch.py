@@ -125,6 +125,14 @@ def batch_size_of(batch: Any) -> int:
     raise ValueError(f"batch must hold at least one tensor, got {type(batch).__name__} without any")
 
 
+def tokens_of(batch: Any) -> int:
+    """Number of tokens in ``batch``: the elements of its first tensor if that is of 32- or 64-bit integers in two
+    dimensions, as token ids are; else 0."""
+    for tensor in _tensors(batch):
+        return tensor.numel() if tensor.dim() == 2 and tensor.dtype in (torch.int32, torch.int64) else 0
+    return 0
+
+
 def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
     """Move every tensor of ``batch`` to ``device``, and every object that has a ``to`` method of its own.
 

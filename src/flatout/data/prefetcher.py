@@ -51,6 +51,7 @@ class Prefetcher:
         transform: called with each batch when it is on the device, and on a CUDA device with the copies' stream
             current, beside the running step; what it returns is handed out. Its exceptions are raised when the
             batch is due, and the epoch can go on behind it.
+        copying: called on a CUDA device when a batch is there and the current stream is about to wait for its copy.
 
     Attributes:
         loader: the wrapped loader.
@@ -65,6 +66,7 @@ class Prefetcher:
         depth: int = 2,
         *,
         transform: Callable[[Any], Any] | None = None,
+        copying: Callable[[], object] | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
@@ -74,6 +76,7 @@ class Prefetcher:
         self.device = torch.device(device)
         self.depth = depth
         self.transform = transform
+        self._copying = copying
         self.reset_stall()
         self._source = source_of(loader)
         self._handed_out: _Place | None = None
@@ -306,6 +309,8 @@ class _Ahead(_PassThrough):
 
     def _taken(self, entry: _Entry) -> Any:
         assert entry.copy is not None
+        if self._prefetcher._copying is not None:
+            self._prefetcher._copying()
         if entry.transformed is None:
             return self._rebuilt(entry.batch, entry.copy.tensors())
         batch, done = entry.transformed

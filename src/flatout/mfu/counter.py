@@ -1,62 +1,34 @@
-"""``MfuCounter``: step times, throughput, loader stalls and MFU of a training loop, without a host sync."""
+"""``MfuCounter``: step and phase times, throughput, stalls, MFU and HFU of a training loop, without a host sync."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
-from collections import deque
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from flatout import _native
 from flatout._host import StepCounter, StepReading
+from flatout.mfu.flops import FlopCount
+from flatout.mfu.ranges import profiler_listens, range
+from flatout.mfu.reading import PHASES, Phases, Reading
+from flatout.mfu.timers import Timer, make_timer
+from flatout.mfu.wrapped import Calls, count_calls, model_and_hardware
+
+Batch = TypeVar("Batch")
+Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Rates over a number of steps; None where something is not known.
-
-    The time that counts is that of the steps and of the stalls before them. What a loop does besides
-    (evaluation, checkpoints) is charged to neither.
-
-    Attributes:
-        steps: number of steps.
-        samples: their samples.
-        seconds: steps and stalls together.
-        step_seconds: one step: the median over a window, the mean over a total.
-        samples_per_second: samples / seconds.
-        flops_per_second: FLOPs / seconds; None when the FLOPs of any of the steps are not known.
-        mfu: flops_per_second / peak_flops, after Chowdhery et al., "PaLM" (2022), appendix B.
-        stall_fraction: share of ``seconds`` in which the device had nothing to do but wait for the loader.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    step_seconds: float | None
-    samples_per_second: float | None
-    flops_per_second: float | None
-    mfu: float | None
-    stall_fraction: float | None
-
-    def __str__(self) -> str:
-        """What is known, in one line: ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``."""
-        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)}"]
-        if self.step_seconds is not None:
-            parts.append(f"{1e3 * self.step_seconds:.3g} ms a step")
-        if self.samples_per_second:
-            parts.append(f"{self.samples_per_second:,.5g} samples/s")
-        if self.flops_per_second is not None:
-            parts.append(f"{1e-12 * self.flops_per_second:.3g} TFLOP/s")
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%}".replace("%", " %"))
-        if self.stall_fraction is not None:
-            parts.append(f"stall {self.stall_fraction:.1%}".replace("%", " %"))
-        return ", ".join(parts)
+_NUMBER = {name: number for number, name in enumerate(PHASES)}
+_HOST_IDLE = _NUMBER["host_idle"]
+_NEXT_STEP = 0
+"""The native core's token for the step that begins next."""
 
 
 class MfuCounter:
@@ -68,29 +40,39 @@ class MfuCounter:
 
     Example:
         >>> counter = MfuCounter(flops_per_step=6e9, peak_flops=1e12)
-        >>> with counter.step(samples=32):
-        ...     pass  # forward, backward, update
+        >>> for x in counter.batches([torch.ones(32, 8)]):
+        ...     with counter.step(samples=len(x)) as step:
+        ...         with step.phase("forward"):
+        ...             loss = x.sum()
+        ...         with step.phase("backward"):
+        ...             pass
         >>> counter.steps, counter.samples
         (1, 32)
 
+    Or, without touching the loop: ``model = counter.wrap(model)``.
+
     Args:
-        flops_per_step: floating-point operations that the model needs for a step (not what recomputation
-            adds); None when not known, or given to each ``step``.
+        flops_per_step: floating-point operations of a step: the model's alone (for MFU), or what ``count_flops`` found
+            (for HFU too); None when not known, or given to each ``step``.
         peak_flops: FLOP/s that the device could reach in the precision used; None when not known.
         device: where the steps run; default: the current CUDA device if there is one, else the CPU.
         window: number of steps that the rolling figures cover.
+        phases_every: phases are measured on every so many steps, 0 for never. On a GPU that this build of flatout has
+            no CUDA code for they are not.
 
     Raises:
-        ValueError: for a negative ``flops_per_step``, a ``peak_flops`` or ``window`` that is not positive.
+        ValueError: for a negative ``flops_per_step`` or ``phases_every``, a ``peak_flops`` or ``window`` that is not
+            positive.
     """
 
     def __init__(
         self,
-        flops_per_step: float | None = None,
+        flops_per_step: float | FlopCount | None = None,
         peak_flops: float | None = None,
         *,
         device: torch.device | str | None = None,
         window: int = 100,
+        phases_every: int = 10,
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be >= 1, got {window}")
@@ -100,30 +82,73 @@ class MfuCounter:
         self.peak_flops = peak_flops
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._core = StepCounter(window)
-        self._timer = _timer(self._core, self.device)
+        self._timer = make_timer(self._core, self.device)
+        self.phases_every = phases_every
+        self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()
         self._warned = False
 
-    def step(self, samples: int = 0, flops: float | None = None) -> _Step:
+    @property
+    def phases_every(self) -> int:
+        """Phases are measured on every so many steps, beginning with the second; 0: on none."""
+        return self._phases_every
+
+    @phases_every.setter
+    def phases_every(self, steps: int) -> None:
+        if steps < 0:
+            raise ValueError(f"phases_every must be >= 0, got {steps}")
+        self._phases_every = steps
+        self._timer.measure_phases_every(steps)
+
+    def step(self, samples: int = 0, tokens: int = 0, flops: float | FlopCount | None = None) -> Step:
         """Times one training step: ``with counter.step(samples=len(x)): ...``.
 
         A step that ends in an exception is not counted.
 
         Args:
             samples: samples that the step trains on.
+            tokens: tokens that it trains on.
             flops: FLOPs of this step, where they differ from ``flops_per_step`` (a shorter last batch).
 
         Raises:
-            ValueError: for negative ``samples`` or ``flops``.
+            ValueError: for negative ``samples``, ``tokens`` or ``flops``.
         """
-        if samples < 0:
-            raise ValueError(f"samples must be >= 0, got {samples}")
-        flops = self.flops_per_step if flops is None else _checked_flops("flops", flops)
-        return _Step(self._timer, samples, flops)
+        if samples < 0 or tokens < 0:
+            name, value = ("samples", samples) if samples < 0 else ("tokens", tokens)
+            raise ValueError(f"{name} must be >= 0, got {value}")
+        return Step(
+            self._timer, samples, tokens, self.flops_per_step if flops is None else _checked_flops("flops", flops)
+        )
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches; the waits for them are timed.
+
+        What happens before the first and behind the last batch does not count as training.
+        """
+        self.pause()
+        iterator = None
+        try:
+            while True:
+                begun = time.perf_counter()
+                with _Phase(self._timer, _NEXT_STEP, "loader_wait"):
+                    if iterator is None:
+                        iterator = iter(loader)
+                    try:
+                        batch = next(iterator)
+                    except StopIteration:
+                        return
+                self._timer.waited(time.perf_counter() - begun)
+                yield batch
+        finally:
+            self.pause()
+
+    def copying(self) -> None:
+        """Tells that the next batch is there, and from here to its step it is being copied to the device."""
+        self._timer.mark(_NEXT_STEP, _NUMBER["h2d"])
 
     def waited(self, seconds: float) -> None:
         """Tells that the loop waited ``seconds`` for its loader before the next step.
 
-        It counts as a stall only as far as the device was idle meanwhile.
+        It counts as a stall only as far as the device was idle meanwhile. :meth:`batches` does it by itself.
 
         Raises:
             ValueError: for negative ``seconds``.
@@ -131,6 +156,32 @@ class MfuCounter:
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must be >= 0 and finite, got {seconds}")
         self._timer.waited(seconds)
+
+    def pause(self) -> None:
+        """The time since the last step was not training (an evaluation, a checkpoint): it counts for nothing."""
+        self._timer.pause()
+
+    def wrap(self, model: Model) -> Model:
+        """Counts a model's training steps from now on, in whatever loop it is trained.
+
+        A step is a forward in train mode with gradients enabled, its backward, and the optimizer's step if one follows;
+        with gradient accumulation each forward and backward is a step. Samples are counted by the first dimension of
+        the first tensor that the model gets, tokens by its elements where they are token ids (32- or 64-bit integers
+        in two dimensions). Where the counter has no ``flops_per_step``, the FLOPs of each signature of inputs are
+        counted once, in an eager forward and backward before its first step.
+
+        Give it what the loop calls: ``counter.wrap(torch.compile(model))``. ``state_dict``, copies and pickles are as
+        before.
+
+        Returns:
+            The same object.
+
+        Raises:
+            TypeError: for a ``ScriptModule``, whose calls cannot be seen.
+            ValueError: the model is wrapped already.
+        """
+        self._calls.add(count_calls(self, model))
+        return model
 
     def reset(self) -> None:
         """Forgets everything counted so far; the next step is the first again."""
@@ -140,13 +191,13 @@ class MfuCounter:
     @property
     def window(self) -> Reading:
         """The last steps: as many as ``window`` said."""
-        self._timer.poll()
+        self._settle()
         return self._reading(self._core.window())
 
     @property
     def total(self) -> Reading:
         """Every step since the beginning or ``reset``."""
-        self._timer.poll()
+        self._settle()
         return self._reading(self._core.total())
 
     @property
@@ -166,18 +217,33 @@ class MfuCounter:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Throughput of the window, loader stalls included."""
+        """Throughput of the window."""
         return self.window.samples_per_second
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Token throughput of the window."""
+        return self.window.tokens_per_second
+
+    @property
     def flops_per_second(self) -> float | None:
-        """FLOP/s of the window, loader stalls included."""
+        """FLOP/s of the window."""
         return self.window.flops_per_second
 
     @property
     def mfu(self) -> float | None:
         """MFU of the window: 0..1, or None when FLOPs or peak are not known."""
         return self.window.mfu
+
+    @property
+    def hfu(self) -> float | None:
+        """HFU of the window: 0..1, or None when hardware FLOPs or peak are not known."""
+        return self.window.hfu
+
+    @property
+    def phases(self) -> Phases | None:
+        """What a step's time went to, in the window."""
+        return self.window.phases
 
     @property
     def stall_fraction(self) -> float | None:
@@ -187,149 +253,81 @@ class MfuCounter:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.device}: {self.window})"
 
+    def _settle(self) -> None:
+        for calls in list(self._calls):
+            calls.settle()
+        self._timer.poll()
+
     def _reading(self, core: StepReading) -> Reading:
-        rate, peak = core.flops_per_second, self.peak_flops
-        mfu = None if rate is None or peak is None else rate / peak
+        mfu, hfu = self._share(core.flops_per_second), self._share(core.hardware_flops_per_second)
         if mfu is not None and mfu > 1 and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"MFU is {mfu:.2f}, more than the device can do: flops_per_step is too high or peak_flops "
-                f"({peak:.4g} FLOP/s) too low for the precision in use",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            warnings.warn(f"MFU is {mfu:.2f}, more than the device can do: {_suspect(mfu, self.peak_flops)}",
+                          RuntimeWarning, stacklevel=3)  # fmt: skip
         return Reading(
             steps=core.steps,
             samples=core.samples,
+            tokens=core.tokens,
             seconds=core.seconds,
             step_seconds=core.step_seconds,
-            samples_per_second=core.samples_per_second,
-            flops_per_second=rate,
+            samples_per_second=core.samples_per_second if core.samples else None,
+            tokens_per_second=core.tokens_per_second if core.tokens else None,
+            flops_per_second=core.flops_per_second,
             mfu=mfu,
+            hfu=hfu,
             stall_fraction=core.stall_fraction,
+            phases=Phases(*core.phases) if core.phase_steps else None,
         )
 
+    def _share(self, flops_per_second: float | None) -> float | None:
+        return None if flops_per_second is None or self.peak_flops is None else flops_per_second / self.peak_flops
 
-def _checked_flops(name: str, flops: float | None) -> float | None:
-    if flops is not None and not 0 <= flops < math.inf:
+
+def _suspect(mfu: float, peak: float | None) -> str:
+    if mfu < 1.5:
+        return f"peak_flops ({peak:.4g} FLOP/s) is too low: measured while the machine was busy, or at a lower clock?"
+    return (
+        f"is peak_flops ({peak:.4g} FLOP/s) that of another device, or of a slower precision than the one in use? "
+        "Or are flops_per_step those of several steps?"
+    )
+
+
+def _checked_flops(name: str, flops: float | FlopCount | None) -> float | FlopCount | None:
+    if isinstance(flops, (int, float)) and not 0 <= flops < math.inf:
         raise ValueError(f"{name} must be >= 0 and finite, or None, got {flops}")
     return flops
 
 
-class _Timer(Protocol):
-    """Times steps and hands them to a ``StepCounter``; ``begin`` returns what ``end`` or ``drop`` gets."""
+class Step:
+    """One step under way: what ``with counter.step(...) as step`` gives."""
 
-    def begin(self) -> Any: ...
-    def end(self, token: Any, samples: int, flops: float | None) -> None: ...
-    def drop(self, token: Any) -> None: ...
-    def waited(self, seconds: float) -> None: ...
-    def poll(self) -> None: ...
-    def reset(self) -> None: ...
+    __slots__ = ("_flops", "_heard", "_range", "_samples", "_timer", "_token", "_tokens")
 
-
-def _timer(core: StepCounter, device: torch.device) -> _Timer:
-    if device.type != "cuda":
-        return _HostTimer(core)
-    if _native.has_cuda_kernels(device.index):
-        # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
-        with contextlib.suppress(RuntimeError):
-            return _EventTimer(core, device)
-    return _TorchEventTimer(core, device)
-
-
-class _HostTimer:
-    """The core's host clock."""
-
-    def __init__(self, core: StepCounter) -> None:
-        core.use_host_clock()
-        self.begin = core.begin
-        self.end = core.end
-        self.drop = core.drop
-        self.waited = core.waited
-
-    def poll(self) -> None:
-        """The core polls by itself."""
-
-    def reset(self) -> None:
-        """The core resets its own timer."""
-
-
-class _EventTimer:
-    """The core's CUDA events, on whatever stream is current."""
-
-    def __init__(self, core: StepCounter, device: torch.device) -> None:
-        self._core = core
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        core.use_events(self._index)
-        self.drop = core.drop
-        self.waited = core.waited
-
-    def begin(self) -> int:
-        return self._core.begin(torch._C._cuda_getCurrentRawStream(self._index))
-
-    def end(self, token: int, samples: int, flops: float | None) -> None:
-        self._core.end(token, samples, flops, torch._C._cuda_getCurrentRawStream(self._index))
-
-    def poll(self) -> None:
-        """The core polls by itself."""
-
-    def reset(self) -> None:
-        """The core resets its own timer."""
-
-
-class _TorchEventTimer:
-    """torch's events, for a GPU that this build has no CUDA code for."""
-
-    def __init__(self, core: StepCounter, device: torch.device) -> None:
-        self._core = core
-        self._device = device
-        self._waited = 0.0
-        self._last_end: torch.cuda.Event | None = None
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, float, int, float | None]] = deque()
-
-    def begin(self) -> torch.cuda.Event:
-        self.poll()
-        return self._now()
-
-    def end(self, token: torch.cuda.Event, samples: int, flops: float | None) -> None:
-        waited, self._waited = self._waited, 0.0
-        self._pending.append((token, self._now(), waited, samples, flops))
-
-    def drop(self, token: torch.cuda.Event) -> None:
-        """Nothing was kept."""
-
-    def waited(self, seconds: float) -> None:
-        self._waited += seconds
-
-    def poll(self) -> None:
-        while self._pending and self._pending[0][1].query():
-            begin, end, waited, samples, flops = self._pending.popleft()
-            gap = None if self._last_end is None else self._last_end.elapsed_time(begin) * 1e-3
-            self._core.add(begin.elapsed_time(end) * 1e-3, gap, waited, samples, flops)
-            self._last_end = end
-
-    def reset(self) -> None:
-        self._pending.clear()
-        self._last_end, self._waited = None, 0.0
-
-    def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-class _Step:
-    """One step under way."""
-
-    __slots__ = ("_flops", "_samples", "_timer", "_token")
-
-    def __init__(self, timer: _Timer, samples: int, flops: float | None) -> None:
+    def __init__(self, timer: Timer, samples: int, tokens: int, flops: float | FlopCount | None) -> None:
         self._timer = timer
         self._samples = samples
+        self._tokens = tokens
         self._flops = flops
 
-    def __enter__(self) -> None:
-        self._token = self._timer.begin()
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Tells what the step does inside the block: a name of :class:`Phases`, such as ``"forward"``.
+
+        It is a range for profilers too. A phase does not nest in another.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        if name not in _NUMBER:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
+        return _Phase(self._timer, self._token, name) if self._heard else _UNHEARD
+
+    def __enter__(self) -> Step:
+        listens = profiler_listens()
+        self._range = range("flatout.step") if listens else _UNHEARD
+        self._range.__enter__()
+        token = self._token = self._timer.begin()
+        self._heard = listens or self._timer.measures_phases(token)
+        return self
 
     def __exit__(
         self,
@@ -338,6 +336,32 @@ class _Step:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None:
-            self._timer.end(self._token, self._samples, self._flops)
+            self._timer.touch(self._token)
+            self._timer.finish(self._token, self._samples, self._tokens, *model_and_hardware(self._flops))
         else:
             self._timer.drop(self._token)
+        self._range.__exit__(None, None, None)
+
+
+_UNHEARD = contextlib.nullcontext()
+"""A phase that nobody measures or listens to."""
+
+
+class _Phase(range):
+    """A phase of a step: a range for profilers, and its time for the counter."""
+
+    __slots__ = ("_number", "_timer", "_token")
+
+    def __init__(self, timer: Timer, token: Any, name: str) -> None:
+        super().__init__(f"flatout.{name}")
+        self._timer = timer
+        self._token = token
+        self._number = _NUMBER[name]
+
+    def __enter__(self) -> None:
+        self._timer.mark(self._token, self._number)
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__()
+        self._timer.mark(self._token, _HOST_IDLE)

@@ -166,7 +166,11 @@ def clock_peak_flops(
 
 
 def measured_peak_flops(
-    device: torch.device | str | int | None = None, dtype: torch.dtype = torch.float32, *, refresh: bool = False
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    measure: bool = True,
+    refresh: bool = False,
 ) -> float | None:
     """The most that a product of square matrices has reached on this machine, in FLOP/s.
 
@@ -177,23 +181,24 @@ def measured_peak_flops(
     Args:
         device: default: the current CUDA device if there is one, else the CPU.
         dtype: of the matrices.
-        refresh: measure again.
+        measure: whether to measure what is not known yet.
+        refresh: measure again what is.
 
     Returns:
-        FLOP/s; ``None`` where torch cannot multiply such matrices there.
+        FLOP/s; ``None`` where it is not known, or torch cannot multiply such matrices there.
     """
     place = _place(device)
     tf32 = place.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     what = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     key = " | ".join([what, "tf32" if tf32 else str(dtype).removeprefix("torch."), f"torch {torch.__version__}"])
     known = _read_cache()
-    if refresh or key not in known:
+    if refresh or (measure and key not in known):
         measured = _sweep(place, dtype)
         if measured is None:
             return None
         known = _read_cache() | {key: measured}
         _write_cache(known)
-    return known[key]
+    return known.get(key)
 
 
 _SWEEP_SECONDS = 0.2

@@ -7,6 +7,13 @@ from torch.autograd.profiler import record_function
 
 from flatout import _host
 
+_NVTX_TOOL = _host.nvtx_listens()
+
+
+def profiler_listens() -> bool:
+    """Whether anybody would see a range now."""
+    return _NVTX_TOOL or torch.autograd._profiler_enabled()
+
 
 class range:
     """A range for profilers: ``with flatout.mfu.range("augment"): ...``.

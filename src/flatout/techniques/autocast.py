@@ -1,18 +1,14 @@
-"""Mixed precision that lives inside a model and leaves with it: autocast by a per-instance subclass.
-
-Replacing ``forward`` on the instance would make copies run the original's weights, and paired hooks break under
-``torch.compile``. A subclass made for the one instance has neither fault: isinstance, hooks, ``state_dict`` and
-compilation see the same module, and a copy or pickle of it is a plain model of the user's own class.
-"""
+"""Mixed precision that lives inside a model and leaves with it: autocast by a class of the model's own."""
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from flatout._subclass import instance_class
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
@@ -25,27 +21,14 @@ def autocast_class(base: type[nn.Module], device_type: str, dtype: torch.dtype) 
     An autocast of the user's own around the call wins. Pickles and copies are of class ``base``.
     """
 
-    class Autocast(base):  # type: ignore[valid-type, misc]
-        flatout_autocast_dtype = dtype
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(device_type):
+            return base.forward(self, *args, **kwargs)
+        with torch.autocast(device_type, dtype):
+            output = base.forward(self, *args, **kwargs)
+        return pytree.tree_map_only(Tensor, _to_float32, output)
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_autocast_enabled(device_type):
-                return base.forward(self, *args, **kwargs)
-            with torch.autocast(device_type, dtype):
-                output = base.forward(self, *args, **kwargs)
-            return pytree.tree_map_only(Tensor, _to_float32, output)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            reduced: Any = base.__reduce_ex__(self, protocol)
-            make, args, *rest = reduced
-            if make is copyreg.__newobj__ and args == (Autocast,):  # type: ignore[attr-defined]
-                # Picklers insist that __newobj__ makes the object's own class; this one makes any.
-                return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
-            return (make, tuple(base if arg is Autocast else arg for arg in args), *rest)
-
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Autocast, name, getattr(base, name))
-    return Autocast
+    return instance_class(base, forward=forward, flatout_autocast_dtype=dtype)
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:

@@ -1,0 +1,229 @@
+// clock_timer.h: the step timer on any clock whose instants may become known later.
+#pragma once
+
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "mfu/step_timer.h"
+
+namespace flatout::mfu {
+
+// A Clock has:
+//   Instant                        copyable, a value or a handle
+//   Instant now(stream)            the moment at which the work queued so far will be done
+//   optional<double> seconds(a, b) from a to b; nothing while not known
+//   void recycle(Instant)          it is not asked for any more
+//   bool is_recording(stream)      what is queued is recorded into a graph, not run
+//   enter()                        what must hold during any of these, for as long as the result lives
+template <class Clock>
+class ClockTimer final : public StepTimer {
+  using Instant = typename Clock::Instant;
+
+ public:
+  template <class... Args>
+  explicit ClockTimer(Counter& counter, Args&&... args)
+      : counter_(counter), clock_(std::forward<Args>(args)...) {}
+
+  Token begin(std::uintptr_t stream) override {
+    [[maybe_unused]] const auto scope = clock_.enter();
+    const std::scoped_lock lock(mutex_);
+    if (clock_.is_recording(stream)) return kRecorded;
+    Span step{
+        .begun = clock_.now(stream), .alone = std::exchange(alone_, false), .measured = measures_next()};
+    step.before = std::exchange(ahead_, {});
+    step.waited = std::exchange(waited_, 0.0);
+    ++begun_;
+    open_.emplace(++last_token_, std::move(step));
+    return last_token_;
+  }
+
+  void measure_phases_every(std::int64_t steps) override {
+    const std::scoped_lock lock(mutex_);
+    phases_every_ = steps;
+  }
+
+  bool measures_phases(Token token) override {
+    const std::scoped_lock lock(mutex_);
+    const auto step = open_.find(token);
+    return step != open_.end() && step->second.measured;
+  }
+
+  void mark(Token token, Phase phase, std::uintptr_t stream) override {
+    const std::scoped_lock lock(mutex_);
+    std::vector<Mark>* marks = nullptr;
+    if (token == kNext) {
+      if (measures_next() && ahead_.size() < kMostAhead) marks = &ahead_;
+    } else if (const auto step = open_.find(token); step != open_.end() && step->second.measured) {
+      marks = &step->second.within;
+    }
+    if (marks == nullptr) return;
+    [[maybe_unused]] const auto scope = clock_.enter();
+    if (!clock_.is_recording(stream)) marks->push_back({phase, clock_.now(stream)});
+  }
+
+  void touch(Token token, std::uintptr_t stream) override {
+    const std::scoped_lock lock(mutex_);
+    const auto step = open_.find(token);
+    if (step == open_.end()) return;  // recorded into a graph, or reset() came in between
+    [[maybe_unused]] const auto scope = clock_.enter();
+    if (step->second.ended) clock_.recycle(*step->second.ended);
+    step->second.ended = clock_.now(stream);
+  }
+
+  void finish(Token token, const Work& work) override {
+    [[maybe_unused]] const auto scope = clock_.enter();
+    const std::scoped_lock lock(mutex_);
+    const auto step = open_.find(token);
+    if (step == open_.end() || !step->second.ended) return;
+    step->second.work = work;
+    pending_.push_back(std::move(step->second));
+    open_.erase(step);
+    settle();
+  }
+
+  void drop(Token token) override {
+    const std::scoped_lock lock(mutex_);
+    const auto step = open_.find(token);
+    if (step == open_.end()) return;
+    recycle(step->second);
+    open_.erase(step);
+    forget_gap();
+  }
+
+  void waited(double seconds) override {
+    const std::scoped_lock lock(mutex_);
+    waited_ += seconds;
+  }
+
+  void pause() override {
+    const std::scoped_lock lock(mutex_);
+    forget_gap();
+  }
+
+  void poll() override {
+    [[maybe_unused]] const auto scope = clock_.enter();
+    const std::scoped_lock lock(mutex_);
+    settle();
+  }
+
+  void reset() override {
+    const std::scoped_lock lock(mutex_);
+    for (auto& [token, step] : open_) recycle(step);
+    open_.clear();
+    for (Span& step : pending_) recycle(step);
+    pending_.clear();
+    forget_gap();
+    if (last_end_) clock_.recycle(*std::exchange(last_end_, std::nullopt));
+    begun_ = 0;
+  }
+
+ private:
+  struct Mark {
+    Phase phase;
+    Instant at;
+  };
+  struct Span {
+    Instant begun;
+    bool alone;     // the time before it is not training
+    bool measured;  // its phases are
+    std::optional<Instant> ended{};
+    std::vector<Mark> before{}, within{};  // marks before and behind `begun`
+    Work work{};
+    double waited = 0;
+  };
+
+  static constexpr Token kRecorded = -1;
+  // A loop that only reads its loader marks without ever beginning a step.
+  static constexpr std::size_t kMostAhead = 16;
+
+  bool measures_next() const {
+    // The first step of a job warms everything up.
+    return phases_every_ > 0 && begun_ % phases_every_ == (phases_every_ > 1 ? 1 : 0);
+  }
+
+  // Hands over what is known, in the order in which steps finished.
+  void settle() {
+    while (!pending_.empty()) {
+      Span& step = pending_.front();
+      if (step.alone && last_end_) clock_.recycle(*std::exchange(last_end_, std::nullopt));
+      const std::optional<Step> finished = finished_step(step);
+      if (!finished) return;
+      counter_.add(*finished);
+      if (last_end_) clock_.recycle(*last_end_);
+      last_end_ = std::exchange(step.ended, std::nullopt);
+      recycle(step);
+      pending_.pop_front();
+    }
+  }
+
+  std::optional<Step> finished_step(const Span& span) const {
+    const std::optional<double> duration = clock_.seconds(span.begun, *span.ended);
+    const std::optional<double> gap = last_end_ ? clock_.seconds(*last_end_, span.begun) : kUnknown;
+    if (!duration || !gap) return std::nullopt;
+    Step step{.work = span.work, .seconds = *duration, .gap = *gap, .waited = span.waited, .phases = {}};
+    if (!span.within.empty() && !add_phases(span, step)) return std::nullopt;
+    return step;
+  }
+
+  // The stretches between the marks, from the end of the step before to the end of this one.
+  bool add_phases(const Span& span, Step& step) const {
+    step.phases.emplace();
+    Phase phase = Phase::kHostIdle;
+    std::optional<Instant> since = last_end_;
+    const auto reach = [&](Instant at, Phase next) {
+      if (since) {
+        const std::optional<double> stretch = clock_.seconds(*since, at);
+        if (!stretch) return false;
+        (*step.phases)[static_cast<std::size_t>(phase)] += *stretch > 0 ? *stretch : 0;
+      }
+      since = at;
+      phase = next;
+      return true;
+    };
+    for (const Mark& mark : span.before) {
+      if (!reach(mark.at, mark.phase)) return false;
+    }
+    if (!reach(span.begun, Phase::kHostIdle)) return false;
+    for (const Mark& mark : span.within) {
+      if (!reach(mark.at, mark.phase)) return false;
+    }
+    return reach(*span.ended, Phase::kHostIdle);
+  }
+
+  void recycle(Span& step) {
+    clock_.recycle(step.begun);
+    if (step.ended) clock_.recycle(*step.ended);
+    recycle(step.before);
+    recycle(step.within);
+  }
+
+  void recycle(std::vector<Mark>& marks) {
+    for (const Mark& mark : marks) clock_.recycle(mark.at);
+    marks.clear();
+  }
+
+  void forget_gap() {
+    recycle(ahead_);
+    waited_ = 0;
+    alone_ = true;
+  }
+
+  Counter& counter_;
+  std::int64_t phases_every_ = 0;
+  Clock clock_;
+  std::mutex mutex_;
+  std::unordered_map<Token, Span> open_;
+  Token last_token_ = kNext;
+  std::int64_t begun_ = 0;
+  std::vector<Mark> ahead_;  // of the step that begins next
+  std::deque<Span> pending_;
+  std::optional<Instant> last_end_;
+  double waited_ = 0;
+  bool alone_ = true;
+};
+
+}  // namespace flatout::mfu

@@ -1,0 +1,30 @@
+"""A class for one instance: how a module's methods change, and change back, without anybody else noticing.
+
+Replacing a method on the instance would make copies run the original's weights, and paired hooks break under
+``torch.compile``. A subclass made for the one instance has neither fault: isinstance, hooks, ``state_dict`` and
+compilation see the same module, and a copy or pickle of it is a plain object of the user's own class.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+from torch import nn
+
+
+def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
+    """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        make, args, *rest = reduced
+        if make is copyreg.__newobj__ and args == (subclass,):  # type: ignore[attr-defined]
+            # Picklers insist that __newobj__ makes the object's own class; this one makes any.
+            return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
+        return (base if make is subclass else make, tuple(base if arg is subclass else arg for arg in args), *rest)
+
+    names: dict[str, Any] = {name: getattr(base, name) for name in ("__qualname__", "__module__", "__doc__")}
+    make_class: Any = type(base)  # a metaclass of the user's own
+    subclass: type[nn.Module] = make_class(base.__name__, (base,), names | members | {"__reduce_ex__": __reduce_ex__})
+    return subclass

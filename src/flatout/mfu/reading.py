@@ -1,0 +1,99 @@
+"""What a counter tells: rates over a number of steps, and what their time went to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What the time of a step goes to: seconds, means over the steps whose phases were measured.
+
+    They add up to the time from the end of the step before to the end of the step. On a CUDA device it is the
+    device's time: a wait or a copy behind which it still had work to do takes none.
+
+    Attributes:
+        loader_wait: the next batch was not there yet.
+        h2d: the batch was being copied to the device.
+        forward: forward pass and loss.
+        backward: backward pass.
+        update: gradient scaling, clipping, the optimizer's step.
+        host_idle: the rest: between these the host ran the loop's own code (logging, ``.item()``, Python).
+    """
+
+    loader_wait: float
+    h2d: float
+    forward: float
+    backward: float
+    update: float
+    host_idle: float
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return sum(getattr(self, name) for name in PHASES)
+
+    def __str__(self) -> str:
+        """Share and time of each: ``loader wait 10.0 % 1.2 ms, ...``."""
+        whole = self.total or 1.0
+        shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
+        return ", ".join(f"{name} {100 * value / whole:.1f} % {1e3 * value:.3g} ms" for name, value in shown)
+
+
+PHASES = tuple(field.name for field in fields(Phases))
+"""Names of the phases, in the order in which the native core numbers them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rates over a number of steps; None where something is not known.
+
+    The time that counts runs from the end of the step before to the end of the step: what the loop does in between
+    slows training down. :meth:`MfuCounter.pause` takes out what is not training.
+
+    Attributes:
+        steps: number of steps.
+        samples: their samples.
+        tokens: their tokens.
+        seconds: steps and the time before each.
+        step_seconds: one step from its beginning to its end: the median over a window, the mean over a total.
+        samples_per_second: samples / seconds; None when no samples were told.
+        tokens_per_second: tokens / seconds; None when no tokens were told.
+        flops_per_second: FLOPs / seconds, over the steps whose FLOPs are known.
+        mfu: flops_per_second / peak_flops, after Chowdhery et al., "PaLM" (2022), appendix B.
+        hfu: the same of all that the hardware computed, what activation checkpointing computes again included.
+        stall_fraction: share of ``seconds`` in which the device had nothing to do but wait for the loader.
+        phases: what the time of a step went to; None when no phase was named.
+    """
+
+    steps: int
+    samples: int
+    tokens: int
+    seconds: float
+    step_seconds: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    flops_per_second: float | None
+    mfu: float | None
+    hfu: float | None
+    stall_fraction: float | None
+    phases: Phases | None
+
+    def __str__(self) -> str:
+        """What is known, in one line: ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``."""
+        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)}"]
+        if self.step_seconds is not None:
+            parts.append(f"{1e3 * self.step_seconds:.3g} ms a step")
+        if self.samples_per_second is not None:
+            parts.append(f"{self.samples_per_second:,.5g} samples/s")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.5g} tokens/s")
+        if self.flops_per_second is not None:
+            parts.append(f"{1e-12 * self.flops_per_second:.3g} TFLOP/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {100 * self.mfu:.1f} %")
+        if self.hfu is not None and self.hfu != self.mfu:
+            parts.append(f"HFU {100 * self.hfu:.1f} %")
+        if self.stall_fraction is not None:
+            parts.append(f"stall {100 * self.stall_fraction:.1f} %")
+        return ", ".join(parts)
