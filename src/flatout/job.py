@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatout import mfu
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
+from flatout.mfu.flops import FlopCount, count_flops
+from flatout.mfu.peaks import measured_peak_flops, peak_flops
+from flatout.mfu.ranges import range
+from flatout.mfu.signatures import CountedFlops
 from flatout.optim import update
 from flatout.techniques.autocast import autocast_dtype
+
+PhaseOf = Callable[[str], AbstractContextManager[Any]]
+"""``with phase("forward"): ...``: tells whoever listens what the step is doing."""
+
+
+def _as_range(phase: str) -> range:
+    return range(f"flatout.{phase}")
 
 
 @dataclass(eq=False)
@@ -32,6 +43,7 @@ class Job:
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
         expected_steps: steps that the training is going to take, for break-even decisions.
+        flops: ``flops(batch)``: FLOPs of forward, loss and backward of a batch that is on the device.
     """
 
     model: nn.Module
@@ -45,8 +57,12 @@ class Job:
     max_grad_norm: float | None = None
     deterministic: bool = False
     expected_steps: int = 0
+    flops: CountedFlops = field(init=False)
     _pending: int = field(default=0, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.flops = CountedFlops(self._count_flops)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -99,21 +115,25 @@ class Job:
             f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
         )
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Any, phase: PhaseOf = _as_range) -> Tensor:
         """Forward, backward and, after ``accumulate`` batches, the update.
+
+        Args:
+            batch: on the device.
+            phase: entered for the forward, the backward and the update.
 
         Returns:
             The loss, 0-dim, detached, on the device, not synchronised.
         """
         if self._pending == 0:
             self._zero_grad()
-        with mfu.range("flatout.forward"):
+        with phase("forward"):
             loss = self.loss(batch)
-        with mfu.range("flatout.backward"):
+        with phase("backward"):
             (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
         self._pending += 1
         if self._pending == self.accumulate:
-            self.flush()
+            self.flush(phase)
         return loss.detach()
 
     @property
@@ -121,8 +141,11 @@ class Job:
         """Batches whose gradients wait for the next update."""
         return self._pending
 
-    def flush(self) -> bool:
+    def flush(self, phase: PhaseOf = _as_range) -> bool:
         """Update with the gradients of the batches since the last update, averaged over just these.
+
+        Args:
+            phase: entered for the update.
 
         Returns:
             Whether there was anything to update with.
@@ -130,7 +153,7 @@ class Job:
         batches, self._pending = self._pending, 0
         if batches == 0 or self.optimizer is None:
             return False
-        with mfu.range("flatout.update"):
+        with phase("update"):
             self._update(batches)
         return True
 
@@ -151,8 +174,50 @@ class Job:
         self._pending = 0
         self._scaler = None
 
+    def peak_flops(self, *, measure: bool) -> tuple[float | None, str]:
+        """The peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and what it is.
+
+        Args:
+            measure: whether it may be measured now (a second or two) where no data sheet tells it.
+        """
+        dtype = autocast_dtype(self.model) or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        if self.device.type != "cuda":
+            return measured_peak_flops(
+                self.device, dtype, measure=measure
+            ), f"the fastest matrix product here in {_short(dtype)}"
+        tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        peak = peak_flops(self.device, "tf32" if tf32 else dtype)
+        return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
+
+    def _count_flops(self, batch: Any) -> FlopCount:
+        held = [] if self.optimizer is None else [p for g in self.optimizer.param_groups for p in g["params"]]
+        gradients = [(p, p.grad) for p in held]  # some may be of modules that the loss function keeps to itself
+        for parameter in held:
+            parameter.grad = None
+        try:
+            return count_flops(_Loss(self), batch)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
     def _zero_grad(self) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self.model.zero_grad(set_to_none=True)
+
+
+class _Loss(nn.Module):
+    """A job's loss as a module, over everything that has parameters or buffers."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+        self.parts = nn.ModuleList(job.modules)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._job.loss(batch)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype)[6:])

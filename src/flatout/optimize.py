@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatout import mfu
-from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data import batch_size_of, clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.machine import usable_cores
 from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.measure.bench import Bench
 from flatout.measure.budget import Budget
+from flatout.measure.judge import judged
 from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
 from flatout.plan import Plan, fingerprint
 from flatout.report import Report
-from flatout.report.model import Row, Summary
+from flatout.report.model import Pace, Row, Summary
 from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.determinism import seed_all
@@ -136,6 +137,9 @@ def optimize(
             bench.state = State.capture(job.modules, optimizer, loader)
         bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
         _check_loss(job, bench.batches[0])
+        with _saying("counting FLOPs"):
+            job.flops(bench.batches[0])
+        peak_before, _ = job.peak_flops(measure=budget > 0)
         here = fingerprint(model, bench.batches[0], job.device)
         if plan is not None:
             plan.check(here)
@@ -151,6 +155,13 @@ def optimize(
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
                     rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
+        peak, _ = job.peak_flops(measure=budget > 0)
+        before, after = _with_mfu(tuner.before, job, bench, peak_before), _with_mfu(tuner.after, job, bench, peak)
+        verdict = (
+            ""
+            if after is None
+            else str(judged(job, after.mfu, stall_fraction=after.load_ms / (after.load_ms + after.step_ms)))
+        )
         bench.rewind(to_train=False)
     except BaseException:
         if bench is not None:
@@ -168,8 +179,9 @@ def optimize(
     summary = Summary(
         rows=_in_order(rows),
         environment=_environment(job.device),
-        before=tuner.before,
-        after=tuner.after,
+        before=before,
+        after=after,
+        verdict=verdict,
         tuning_seconds=bench.budget.spent,
     )
     return Run(
@@ -178,6 +190,7 @@ def optimize(
         plan=Plan(decisions=tuner.decisions, fingerprint=here),
         report=Report(summary),
         switches=[*switches, *bench.kept],
+        peak_flops=peak,
     )
 
 
@@ -342,6 +355,15 @@ def _check_loss(job: Job, batch: Any) -> None:
         )
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
+
+
+def _with_mfu(pace: Pace | None, job: Job, bench: Bench, peak: float | None) -> Pace | None:
+    """The pace with the MFU that it comes to."""
+    batch = bench.batches[0]
+    flops = job.flops(batch)
+    if pace is None or flops is None or peak is None:
+        return pace
+    return replace(pace, mfu=pace.samples_per_second * flops.total / batch_size_of(batch) / peak)
 
 
 def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:

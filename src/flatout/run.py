@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout import mfu
 from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.data.batch import tokens_of
 from flatout.data.replay import Replayed
 from flatout.job import Job
+from flatout.measure.judge import judged
 from flatout.mfu import MfuCounter
+from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
@@ -56,7 +57,7 @@ class TrainingLoader:
         self._job = job
         self._counter = counter
         self._end_of_epoch = end_of_epoch
-        self._prefetcher = Prefetcher(job.source, job.device)
+        self._prefetcher = Prefetcher(job.source, job.device, copying=counter.copying)
 
     @property
     def original(self) -> Iterable[Any]:
@@ -66,16 +67,7 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._end_of_epoch()  # of one that was left by a break
-        batches = iter(self._prefetcher)
-        while True:
-            start = time.perf_counter()
-            try:
-                with mfu.range("flatout.loader_wait"):
-                    batch = next(batches)
-            except StopIteration:
-                break
-            self._counter.waited(time.perf_counter() - start)
-            yield batch
+        yield from self._counter.batches(self._prefetcher)
         self._end_of_epoch()
 
     def __len__(self) -> int:
@@ -114,6 +106,7 @@ class Run:
         plan: Plan,
         report: Report,
         switches: Sequence[Switch],
+        peak_flops: float | None = None,
     ) -> None:
         self.model = job.model
         self.optimizer = job.optimizer
@@ -121,7 +114,7 @@ class Run:
         self.report = report
         self._job = job
         self._scheduler = scheduler
-        self._counter = MfuCounter(device=job.device)
+        self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush)
         self._switches = list(switches)
         attach(job.model, self._switches)
@@ -138,8 +131,17 @@ class Run:
 
     @property
     def stats(self) -> MfuCounter:
-        """Counts of steps and samples, rolling step time, samples/s, MFU where known, share of loader stall."""
+        """Counts of steps, samples and tokens; rolling step and phase times, rates, MFU and HFU, loader stall."""
         return self._counter
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the last steps made of the device: MFU beside NVML's utilisation, what is usual, what limits it.
+
+        It takes a look at the GPU, some milliseconds: not for every step.
+        """
+        reading = self._counter.window
+        return judged(self._job, reading.mfu, stall_fraction=reading.stall_fraction, phases=reading.phases)
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
@@ -159,10 +161,11 @@ class Run:
         """
         if self.optimizer is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
-        with mfu.range("flatout.h2d"):
-            batch = to_device(batch, self._job.device)
-        with self._counter.step(samples=batch_size_of(batch)):
-            loss = self._job.step(batch)
+        flops = self._job.flops(batch)
+        with self._counter.step(batch_size_of(batch), tokens_of(batch), flops) as step:
+            with step.phase("h2d"):
+                batch = to_device(batch, self._job.device)
+            loss = self._job.step(batch, step.phase)
             if not self._job.pending:
                 self._step_scheduler()
         return loss
@@ -234,6 +237,7 @@ class Run:
         """
         metrics = metrics or {}
         outputs: list[Any] = []
+        self._counter.pause()
         modes = [(m, m.training) for m in self.model.modules()]
         hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
         totals: dict[str, Tensor] = {}

@@ -1,16 +1,20 @@
 """How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
 
-from flatout.mfu.counter import MfuCounter, Reading
+from flatout.mfu.counter import MfuCounter
 from flatout.mfu.flops import FlopCount, FlopNode, count_flops
 from flatout.mfu.formulas import register_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
 from flatout.mfu.ranges import range
+from flatout.mfu.reading import Phases, Reading
+from flatout.mfu.verdict import Verdict
 
 __all__ = [
     "FlopCount",
     "FlopNode",
     "MfuCounter",
+    "Phases",
     "Reading",
+    "Verdict",
     "clock_peak_flops",
     "count_flops",
     "measured_peak_flops",

@@ -58,7 +58,12 @@ def _pace(summary: Summary) -> str:
     if summary.tuning_seconds > 0:
         tuned = f'<p class="quiet">Finding this out took {words.seconds(summary.tuning_seconds)}, once.</p>'
     legend = '<p class="quiet"><i class="key load"></i> waiting for data <i class="key step"></i> computing</p>'
-    return f"<h2>One batch, before and after</h2>{charts.paces(summary.before, summary.after)}{legend}{tuned}"
+    verdict = ""
+    if summary.verdict:
+        rise = " → ".join(words.share(pace.mfu) or "?" for pace in (summary.before, summary.after))
+        verdict = f"<p><b>MFU {rise}</b><br/>{_text(summary.verdict)}</p>"
+    chart = charts.paces(summary.before, summary.after)
+    return f"<h2>One batch, before and after</h2>{chart}{legend}{verdict}{tuned}"
 
 
 def _gains(summary: Summary) -> str:

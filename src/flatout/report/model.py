@@ -87,11 +87,13 @@ class Pace:
         step_ms: forward, backward and update, milliseconds.
         load_ms: waiting for the next batch, milliseconds.
         samples_per_second: samples of a batch / (load + step).
+        mfu: model FLOPs utilisation, 0..1, against the peak in the precision used; None when not known.
     """
 
     step_ms: float
     load_ms: float
     samples_per_second: float
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Summary:
         after: the loop with everything kept; None when nothing was measured.
         tuning_seconds: what finding this out cost.
         notes: sentences that belong to no row.
+        verdict: what the tuned loop makes of its device, and what limits it, in words.
     """
 
     rows: tuple[Row, ...]
@@ -113,3 +116,4 @@ class Summary:
     after: Pace | None = None
     tuning_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    verdict: str = ""

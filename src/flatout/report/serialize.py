@@ -50,6 +50,7 @@ def from_dict(data: Any) -> Summary:
             before=_pace(data["before"]),
             after=_pace(data["after"]),
             tuning_seconds=_number(data["tuning_seconds"]),
+            verdict=str(data.get("verdict", "")),
             notes=tuple(data["notes"]),
         )
     except KeyError as error:
@@ -79,7 +80,8 @@ def _optional(value: float | None) -> float | None:
 def _pace(data: dict[str, Any] | None) -> Pace | None:
     if data is None:
         return None
-    return Pace(_number(data["step_ms"]), _number(data["load_ms"]), _number(data["samples_per_second"]))
+    return Pace(_number(data["step_ms"]), _number(data["load_ms"]), _number(data["samples_per_second"]),
+                _optional(data.get("mfu")))  # fmt: skip
 
 
 def _gain(data: dict[str, Any] | None) -> Gain | None:

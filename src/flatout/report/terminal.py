@@ -159,17 +159,21 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
     before, after = summary.before, summary.after
     if before is not None and after is not None:
         grid = Table.grid(padding=(0, 2))
-        for _ in range(4):
+        for _ in range(5):
             grid.add_column(justify="right")
-        grid.add_row("", *(Text(t, style="dim") for t in ("step", "load", "samples/s")))
+        known = before.mfu is not None or after.mfu is not None
+        grid.add_row("", *(Text(t, style="dim") for t in ("step", "load", "samples/s", "MFU" if known else "")))
         for label, pace, style in (("before", before, ""), ("after", after, "bold green")):
             cells = (
                 words.milliseconds(pace.step_ms),
                 words.milliseconds(pace.load_ms),
                 words.count(pace.samples_per_second),
+                words.share(pace.mfu),
             )
             grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))
         yield grid
+    if summary.verdict:
+        yield _say(words.clean(summary.verdict), plain)
     if summary.tuning_seconds > 0:
         yield Text(f"measuring took {words.seconds(summary.tuning_seconds)}, once", style="dim")
     for note in summary.notes:

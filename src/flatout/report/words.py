@@ -88,6 +88,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:,.2g}"
 
 
+def share(value: float | None) -> str:
+    """0.123 becomes ``12.3 %``; nothing where it is not known."""
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
 def seconds(value: float) -> str:
     """A duration: ``8.4 s``, ``75 s``, ``4 min 10 s``."""
     if not math.isfinite(value):

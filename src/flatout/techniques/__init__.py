@@ -19,9 +19,11 @@ from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
 from flatout.techniques.in_memory import InMemory
+from flatout.techniques.monitoring import Monitoring
 from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
 from flatout.techniques.prefetch import Prefetch
+from flatout.techniques.profiler import Profiler
 from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
 
@@ -29,6 +31,8 @@ REGISTRY: tuple[Technique, ...] = (
     Determinism(),
     Criterion(),
     Evaluation(),
+    Profiler(),
+    Monitoring(),
     PinnedMemory(),
     Prefetch(),
     Precision(),
@@ -45,9 +49,7 @@ then the loader, because the rate that it must reach is the tuned step's; last t
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
     (4, "cudnn_benchmark", "cudnn.benchmark", "lets cuDNN time its convolution algorithms for inputs of one shape"),
-    (7, "profiler", "profiler", "shows where the time of a step goes, operator by operator"),
     (11, "torchscript", "TorchScript", "scripts or traces the model, where torch.compile is not to be had"),
-    (12, "monitoring", "live monitoring", "shows utilisation, memory, power and clocks while training runs"),
     (None, "tf32", "TF32", "lets tensor cores compute float32 products with shorter mantissas"),
     (None, "sdpa_backend", "SDPA backend", "picks the fastest attention kernel for the model's shapes"),
     (

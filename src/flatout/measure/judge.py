@@ -1,0 +1,45 @@
+"""What a job makes of its device, with a look at the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.job import Job
+from flatout.mfu.verdict import DENSE, Verdict, family_of, judge
+from flatout.monitor import GpuSample, Sampler
+
+
+def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
+    """The verdict on a job that has just run with that MFU.
+
+    Args:
+        job: what runs.
+        mfu: 0..1; None when not known.
+        where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
+    """
+    counts = job.flops.counts
+    family = family_of(counts[0].by_op) if counts else DENSE
+    _, peak = job.peak_flops(measure=False)
+    gpu = _gpu(job)
+    if gpu is not None:
+        where |= {
+            "utilisation": _share(gpu.util_percent),
+            "tensor_cores": _share(gpu.tensor_active_percent),
+            "throttle": gpu.throttle or (),
+        }
+    return judge(mfu, peak, family, **where)
+
+
+def _gpu(job: Job) -> GpuSample | None:
+    """The job's GPU as NVML sees it now; None where there is none or it cannot be told which."""
+    if job.device.type != "cuda":
+        return None
+    sampler = Sampler()
+    try:
+        return next((gpu for gpu in sampler.take().gpus if gpu.cuda_index == job.device.index), None)
+    finally:
+        sampler.close()
+
+
+def _share(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100

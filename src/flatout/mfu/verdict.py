@@ -1,0 +1,157 @@
+"""Utilisation is not usefulness: what an MFU means for a model of its kind, and what holds it down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flatout.mfu.reading import Phases
+
+WORTH_TELLING = 0.1
+"""Share of a step's time from which it is called a limit."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that are limited alike.
+
+    Attributes:
+        name: what they are called.
+        usual: MFU that good training code reaches with them on GPUs; None where nothing was published.
+        source: who measured that.
+    """
+
+    name: str
+    usual: tuple[float, float] | None = None
+    source: str = ""
+
+
+TRANSFORMER = Family("transformers", (0.40, 0.60), "PaLM, 2022: 46 %; llm-foundry, MPT-7B: 46 to 64 %")
+CONVOLUTIONAL = Family(
+    "convolutional nets", (0.19, 0.42), "ResNet-50, mixed precision: NVIDIA, A100 19 %; timm, RTX 3090 42 %"
+)
+RECURRENT = Family("recurrent nets")
+DENSE = Family("models of this kind")
+
+_KINDS = (
+    (CONVOLUTIONAL, ("conv",)),
+    (RECURRENT, ("lstm", "gru", "rnn")),
+    (TRANSFORMER, ("attention", "bmm")),
+)
+
+
+def family_of(by_op: Mapping[str, int]) -> Family:
+    """The family of a model, by what its FLOPs go to: convolutions or recurrent layers that do most of the work, or
+    attention that takes part in it.
+
+    Args:
+        by_op: as in ``FlopCount``.
+    """
+    whole = sum(by_op.values()) or 1
+    for family, marks in _KINDS:
+        share = sum(flops for name, flops in by_op.items() if any(mark in name for mark in marks)) / whole
+        if share > (0 if family is TRANSFORMER else 0.5):
+            return family
+    return DENSE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a training run makes of its device.
+
+    Attributes:
+        mfu: model FLOPs utilisation, 0..1; None when not known.
+        peak: what it is relative to, in words.
+        family: models to compare it with.
+        utilisation: NVML's, 0..1: the time in which any kernel ran; None without a GPU.
+        limit: what holds the MFU down, in words.
+    """
+
+    mfu: float | None
+    peak: str
+    family: Family
+    utilisation: float | None
+    limit: str
+
+    def __str__(self) -> str:
+        parts = []
+        if self.mfu is not None:
+            compared = ""
+            if self.utilisation is not None and self.family.usual is not None:
+                low, high = self.family.usual
+                compared = (
+                    f"; {self.family.name} usually reach {100 * low:.0f} to {100 * high:.0f} % ({self.family.source})"
+                )
+            parts.append(f"MFU {100 * self.mfu:.1f} % of {self.peak}{compared}")
+        if self.utilisation is not None:
+            parts.append(
+                f"NVML calls the GPU {100 * self.utilisation:.0f} % utilised: for so long some kernel ran, "
+                "however little of the GPU it used"
+            )
+        parts.append(self.limit)
+        return " ".join(f"{part[:1].upper()}{part[1:]}." for part in parts if part)
+
+
+def judge(
+    mfu: float | None,
+    peak: str,
+    family: Family,
+    *,
+    stall_fraction: float | None = None,
+    phases: Phases | None = None,
+    utilisation: float | None = None,
+    tensor_cores: float | None = None,
+    throttle: Sequence[str] = (),
+) -> Verdict:
+    """Compare an MFU with what is usual, and name what limits it.
+
+    Args:
+        mfu: 0..1, None when not known.
+        peak: what it is relative to, such as ``"the data sheet's peak in bf16"``.
+        family: of the model, see :func:`family_of`.
+        stall_fraction: share of the time in which the device waited for the loader.
+        phases: where the time of a step goes.
+        utilisation: NVML's, 0..1; None without a GPU.
+        tensor_cores: time in which the tensor cores worked, 0..1, where the GPU tells it.
+        throttle: what holds the GPU's clocks down, in words.
+    """
+    return Verdict(mfu, peak, family, utilisation, _limit(mfu, family, stall_fraction, phases, utilisation,
+                                                          tensor_cores, throttle))  # fmt: skip
+
+
+def _limit(
+    mfu: float | None,
+    family: Family,
+    stall_fraction: float | None,
+    phases: Phases | None,
+    utilisation: float | None,
+    tensor_cores: float | None,
+    throttle: Sequence[str],
+) -> str:
+    outside = {"waiting for the loader": stall_fraction or 0.0}
+    if phases is not None and phases.total > 0:
+        outside = {
+            "waiting for the loader": phases.loader_wait / phases.total,
+            "copying batches to the device": phases.h2d / phases.total,
+            "the loop's own Python code": phases.host_idle / phases.total,
+        }
+    largest = max(outside, key=lambda name: outside[name])
+    if outside[largest] >= WORTH_TELLING:
+        return f"{100 * outside[largest]:.0f} % of the time goes to {largest}"
+    if throttle:
+        return f"the GPU's clocks are held down: {', '.join(throttle)}"
+    if utilisation is not None and utilisation < 1 - WORTH_TELLING:
+        return "the GPU waits for kernels to be launched: larger batches, torch.compile or CUDA graphs help"
+    if mfu is not None and family.usual is not None and mfu >= family.usual[0]:
+        return "nothing stands out"
+    if tensor_cores is not None:
+        return (
+            f"the tensor cores work {100 * tensor_cores:.0f} % of the time: the rest goes to operations that move "
+            "memory, or to products too small to fill the GPU"
+        )
+    if mfu is not None:
+        return (
+            "the step computes all the time, in operations that move memory or products too small to fill the device: "
+            "larger batches, lower precision and fusion (torch.compile) help"
+        )
+    return ""

@@ -1,0 +1,102 @@
+"""What is said about an MFU: compared with its own kind, and with what limits it named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.mfu import Phases, count_flops
+from flatout.mfu.verdict import CONVOLUTIONAL, DENSE, RECURRENT, TRANSFORMER, Family, family_of, judge
+
+
+class Rnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 16, 2, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "family"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8), DENSE),
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 4)), torch.ones(2, 3, 8, 8), CONVOLUTIONAL),
+        (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.ones(2, 5, 16), TRANSFORMER),
+        (
+            nn.Sequential(nn.Conv1d(4, 16, 1), nn.TransformerEncoderLayer(16, 2, 32)),  # a ViT's patches
+            torch.ones(2, 4, 16),
+            TRANSFORMER,
+        ),
+        (Rnn(), torch.ones(2, 5, 8), RECURRENT),
+    ],
+    ids=["mlp", "cnn", "transformer", "patches", "lstm"],
+)  # fmt: skip
+def test_families_are_told_by_what_the_flops_go_to(model: nn.Module, x: torch.Tensor, family: Family) -> None:
+    assert family_of(count_flops(model, x).by_op) is family
+
+
+def test_nothing_counted_is_of_no_family() -> None:
+    assert family_of({}) is DENSE
+
+
+def phases(**seconds: float) -> Phases:
+    return Phases(**dict.fromkeys(("loader_wait", "h2d", "forward", "backward", "update", "host_idle"), 0.0) | seconds)
+
+
+@pytest.mark.parametrize(
+    ("where", "limit"),
+    [
+        ({"stall_fraction": 0.34}, "34 % of the time goes to waiting for the loader"),
+        ({"phases": phases(forward=0.6, h2d=0.4)}, "40 % of the time goes to copying batches to the device"),
+        ({"phases": phases(forward=0.8, host_idle=0.2)}, "20 % of the time goes to the loop's own Python code"),
+        ({"phases": phases(forward=1.0), "stall_fraction": 0.5}, "the step computes all the time"),
+        ({"throttle": ("power limit",), "utilisation": 1.0}, "the GPU's clocks are held down: power limit"),
+        ({"utilisation": 0.5}, "the GPU waits for kernels to be launched"),
+        ({"utilisation": 0.99, "tensor_cores": 0.23}, "the tensor cores work 23 % of the time"),
+        ({"utilisation": 0.99}, "the step computes all the time"),
+    ],
+)
+def test_the_limit_is_named(where: dict[str, Any], limit: str) -> None:
+    assert judge(0.12, "the peak", TRANSFORMER, **where).limit.startswith(limit)
+
+
+def test_an_mfu_within_the_usual_range_stands_out_in_nothing() -> None:
+    told = str(judge(0.45, "the data sheet's peak in bf16", TRANSFORMER, utilisation=0.99, stall_fraction=0.01))
+    assert told.startswith("MFU 45.0 % of the data sheet's peak in bf16; transformers usually reach 40 to 60 % (PaLM")
+    assert "NVML calls the GPU 99 % utilised: for so long some kernel ran, however little" in told
+    assert told.endswith("Nothing stands out.")
+
+
+def test_ranges_of_gpus_are_not_held_against_a_cpu() -> None:
+    told = str(judge(0.3, "the fastest matrix product here", CONVOLUTIONAL))
+    assert "usually" not in told
+    assert "NVML" not in told
+
+
+def test_an_unknown_mfu_is_not_spoken_of() -> None:
+    verdict = judge(None, "", DENSE, stall_fraction=0.2)
+    assert str(verdict) == "20 % of the time goes to waiting for the loader."
+    assert str(judge(None, "", DENSE)) == ""
+
+
+def test_a_run_passes_judgement() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    batches = [(torch.randn(32, 64), torch.randn(32, 1))] * 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = flatout.optimize(model, batches, optimizer, nn.functional.mse_loss, techniques={"compile": False}, budget=1)
+    assert run.report.summary.after is not None
+    assert run.report.summary.after.mfu is not None
+    assert run.report.summary.verdict.startswith("MFU ")
+    run.fit(2, progress=False)
+    assert run.stats.mfu is not None
+    assert run.verdict.mfu == pytest.approx(run.stats.mfu)
+    assert run.verdict.family is DENSE
+    assert run.verdict.utilisation is None
+    flops = count_flops(lambda x, y: nn.functional.mse_loss(model(x), y).backward(), *batches[0]).total
+    assert run.stats.total.flops_per_second * run.stats.total.seconds == pytest.approx(8 * flops)
