@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -92,24 +92,33 @@ def _rebuilt_sequence(batch: Sequence, parts: list) -> Any:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of ``batch``, in the order in which :func:`map_tensors` visits them."""
-    return list(_tensors(batch))
+    found: list[Tensor] = []
+    _collect(batch, found)
+    return found
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
+def _collect(batch: Any, found: list[Tensor]) -> None:
+    kind = type(batch)
+    if kind is Tensor or isinstance(batch, Tensor):
+        found.append(batch)
+    elif kind is tuple or kind is list:  # this runs in every step: what is usual is asked first
+        for part in batch:
+            _collect(part, found)
+    elif kind is dict:
+        for part in batch.values():
+            _collect(part, found)
     elif batch is None or isinstance(batch, (str, bytes, int, float, complex, PackedSequence)):
         return
     elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
+        for part in batch.values():
+            _collect(part, found)
     elif isinstance(batch, Sequence) and not isinstance(batch, (bytearray, memoryview, range)):
-        for value in batch:
-            yield from _tensors(value)
+        for part in batch:
+            _collect(part, found)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                yield from _tensors(getattr(batch, field.name))
+                _collect(getattr(batch, field.name), found)
 
 
 def batch_size_of(batch: Any) -> int:
@@ -120,17 +129,19 @@ def batch_size_of(batch: Any) -> int:
     """
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])
-    for tensor in _tensors(batch):
-        return tensor.size(0) if tensor.dim() else 1
+    tensors = tensors_of(batch)
+    if tensors:
+        return tensors[0].size(0) if tensors[0].dim() else 1
     raise ValueError(f"batch must hold at least one tensor, got {type(batch).__name__} without any")
 
 
 def tokens_of(batch: Any) -> int:
     """Number of tokens in ``batch``: the elements of its first tensor if that is of 32- or 64-bit integers in two
     dimensions, as token ids are; else 0."""
-    for tensor in _tensors(batch):
-        return tensor.numel() if tensor.dim() == 2 and tensor.dtype in (torch.int32, torch.int64) else 0
-    return 0
+    tensors = tensors_of(batch)
+    if not tensors or tensors[0].dim() != 2 or tensors[0].dtype not in (torch.int32, torch.int64):
+        return 0
+    return tensors[0].numel()
 
 
 def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:

@@ -1,0 +1,259 @@
+"""What counting costs: host time that each counter adds to a step, and what counting FLOPs does to one.
+
+    python -m pytest benchmarks/counting_overhead.py --benchmark-json=benchmarks/results/counting_overhead.json -s
+
+Goals: less than 5 us of the host per step, which is 0.1 % of a step of 5 ms, phases and all. Lightning's
+ThroughputMonitor is timed by its own callback's work (`_update` on every batch, `_compute` on every tenth, a trainer's
+default); it takes part where lightning is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import flatout
+from flatout.mfu import MfuCounter, count_flops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEP_SECONDS = 5e-3
+ROUNDS = 15
+STEPS = 500
+"""Steps of a round."""
+
+
+def by_turns(tried: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, round by round."""
+    took: dict[str, list[float]] = {name: [] for name in tried}
+    for turn in range(-2, rounds):
+        for name, work in tried.items():
+            begun = time.perf_counter()
+            work()
+            if turn >= 0:
+                took[name].append(time.perf_counter() - begun)
+    return took
+
+
+def nothing() -> None:
+    for _ in range(STEPS):
+        pass
+
+
+def steps_of(counter: MfuCounter) -> Callable[[], None]:
+    def loop() -> None:
+        for _ in range(STEPS):
+            with counter.step(32):
+                pass
+
+    return loop
+
+
+def phases_of(counter: MfuCounter) -> Callable[[], None]:
+    def loop() -> None:
+        for _ in range(STEPS):
+            with counter.step(32) as step:
+                with step.phase("h2d"):
+                    pass
+                with step.phase("forward"):
+                    pass
+                with step.phase("backward"):
+                    pass
+                with step.phase("update"):
+                    pass
+
+    return loop
+
+
+def loader_and_phases_of(counter: MfuCounter) -> Callable[[], None]:
+    def loop() -> None:
+        for _ in counter.batches(range(STEPS)):
+            with counter.step(32) as step:
+                with step.phase("h2d"):
+                    pass
+                with step.phase("forward"):
+                    pass
+                with step.phase("backward"):
+                    pass
+                with step.phase("update"):
+                    pass
+
+    return loop
+
+
+def lightning_monitor() -> Callable[[], None] | None:
+    """The callback's own work, driven as a Trainer drives it; None where lightning is not there."""
+    try:
+        from lightning.pytorch.callbacks import ThroughputMonitor
+        from lightning.pytorch.trainer.states import RunningStage
+    except ImportError:
+        return None
+    stage = RunningStage.TRAINING
+    logger = SimpleNamespace(should_update_logs=True, log_metrics=lambda metrics, step: None)
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(stage=stage, fn="fit"),
+        strategy=SimpleNamespace(root_device=torch.device(DEVICE)),
+        _logger_connector=logger,
+    )
+    module: Any = SimpleNamespace(flops_per_batch=10**9)
+    batch = torch.ones(32, 1)
+    monitor = ThroughputMonitor(batch_size_fn=len)
+    from lightning.fabric.utilities.throughput import Throughput
+
+    monitor._throughputs[stage] = Throughput(available_flops=10**12, world_size=1)
+
+    def loop() -> None:
+        monitor._start(trainer)
+        for step in range(1, STEPS + 1):
+            monitor._update(trainer, module, batch, step)
+            if step % 10 == 0:
+                monitor._compute(trainer, step)
+
+    return loop
+
+
+def test_host_time_of_a_step(benchmark):
+    """Microseconds that an otherwise empty step takes longer."""
+    tried: dict[str, Callable[[], object]] = {
+        "an empty loop": nothing,
+        "step": steps_of(MfuCounter(1e9, 1e12, device=DEVICE)),
+        "step and phases, on every 10th": phases_of(MfuCounter(1e9, 1e12, device=DEVICE)),
+        "loader, step and phases, on every 10th": loader_and_phases_of(MfuCounter(1e9, 1e12, device=DEVICE)),
+        "step and phases, on every one": phases_of(MfuCounter(1e9, 1e12, device=DEVICE, phases_every=1)),
+    }
+    peer = lightning_monitor()
+    if peer is not None:
+        tried["Lightning's ThroughputMonitor"] = peer
+    took = by_turns(tried, ROUNDS)
+    empty = statistics.median(took.pop("an empty loop"))
+    micros = {name: 1e6 * (statistics.median(each) - empty) / STEPS for name, each in took.items()}
+    for name, value in micros.items():
+        share = value * 1e-6 / STEP_SECONDS
+        print(f"\n{name:42} {value:7.2f} us a step, {100 * share:.3f} % of 5 ms", end="")
+        benchmark.extra_info[name] = {"us": round(value, 2), "share of 5 ms": round(share, 6)}
+    if peer is None:
+        print("\nLightning's ThroughputMonitor: not there", end="")
+    benchmark.pedantic(tried["step and phases, on every 10th"], rounds=5)
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
+    """A small GPT-like step of some milliseconds."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.Sequential(nn.Embedding(256, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+                          nn.Linear(128, 256)).to(DEVICE)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (2, 64), device=DEVICE)
+
+    def loss() -> Tensor:
+        return functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    return model, optimizer, loss
+
+
+def test_a_real_step_with_each_counter(benchmark):
+    """A training step under each counter, by turns with the bare one: the ratio of their times."""
+    _, optimizer, loss = training()
+
+    def plain() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    counter = MfuCounter(1e9, 1e12, device=DEVICE)
+
+    def counted() -> None:
+        with counter.step(2) as step:
+            with step.phase("forward"):
+                value = loss()
+            with step.phase("backward"):
+                value.backward()
+            with step.phase("update"):
+                optimizer.step()
+                optimizer.zero_grad()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    def dispatched() -> None:
+        with FlopCounterMode(display=False):
+            plain()
+
+    model, own, own_loss = training()
+    wrapped_counter = MfuCounter(1e9, 1e12, device=DEVICE)
+    wrapped_counter.wrap(model)
+
+    def wrapped() -> None:
+        own_loss().backward()
+        own.step()
+        own.zero_grad()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    took = by_turns({"bare": plain, "MfuCounter.step": counted, "MfuCounter.wrap": wrapped,
+                     "FlopCounterMode on every step": dispatched}, 100)  # fmt: skip
+    bare = took.pop("bare")
+    print(f"\nbare step: {1e3 * statistics.median(bare):.2f} ms", end="")
+    for name, each in took.items():
+        ratio = statistics.median(a / b for a, b in zip(each, bare, strict=True))
+        print(f"\n{name:42} {ratio:6.3f}x the bare step", end="")
+        benchmark.extra_info[name] = round(ratio, 4)
+    benchmark.extra_info["bare step ms"] = round(1e3 * statistics.median(bare), 3)
+    benchmark.pedantic(counted, rounds=5)
+
+
+def test_counting_flops_once(benchmark):
+    """`count_flops`, which is called once per shape of batch, in bare steps; FlopCounterMode's count beside it."""
+    model, _, loss = training()
+    tokens = torch.randint(0, 256, (2, 64), device=DEVICE)
+
+    def plain() -> None:
+        loss().backward()
+
+    def torchs() -> int:
+        with FlopCounterMode(display=False) as mode:
+            model(tokens).sum().backward()
+        return mode.get_total_flops()
+
+    took = by_turns({"bare": plain, "count_flops": lambda: count_flops(model, tokens), "FlopCounterMode": torchs}, 15)
+    bare = statistics.median(took["bare"])
+    for name in ("count_flops", "FlopCounterMode"):
+        print(f"\n{name:42} {statistics.median(took[name]) / bare:6.2f} forwards and backwards", end="")
+        benchmark.extra_info[name] = round(statistics.median(took[name]) / bare, 2)
+    ours, theirs = count_flops(model, tokens), torchs()
+    print(f"\nFLOPs: {ours.total:,} (dense {ours.dense:,}); FlopCounterMode {theirs:,}", end="")
+    benchmark.extra_info["flops"] = {"count_flops": ours.total, "FlopCounterMode": theirs}
+    benchmark.pedantic(lambda: count_flops(model, tokens), rounds=3)
+
+
+def test_host_time_of_a_run(benchmark):
+    """`run.step` beside the same step without counting, on a model so small that the host's time is all there is."""
+    model = nn.Linear(4, 1).to(DEVICE)
+    batches = [(torch.ones(8, 4, device=DEVICE), torch.ones(8, 1, device=DEVICE))] * 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run = flatout.optimize(model, batches, optimizer, functional.mse_loss, budget=0)
+    endless = itertools.cycle(batches)
+
+    def bare() -> None:
+        for _ in range(100):
+            run._job.step(next(endless), lambda name: contextlib.nullcontext())
+
+    def counted() -> None:
+        for _ in range(100):
+            run.step(next(endless))
+
+    took = by_turns({"bare": bare, "run.step": counted}, 40)
+    added = statistics.median(b - a for a, b in zip(took["bare"], took["run.step"], strict=True)) / 100
+    print(f"\nrun.step adds {1e6 * added:.1f} us to a step ({100 * added / STEP_SECONDS:.3f} % of 5 ms)", end="")
+    benchmark.extra_info["us"] = round(1e6 * added, 2)
+    benchmark.pedantic(counted, rounds=5)
