@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
 from flatout.mfu.flops import FlopCount, count_flops
-from flatout.mfu.peaks import measured_peak_flops, peak_flops
+from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedFlops
 from flatout.optim import update
@@ -185,7 +185,7 @@ class Job:
             return measured_peak_flops(
                 self.device, dtype, measure=measure
             ), f"the fastest matrix product here in {_short(dtype)}"
-        tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        tf32 = dtype is torch.float32 and multiplies_in_tf32(self.device)
         peak = peak_flops(self.device, "tf32" if tf32 else dtype)
         return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 

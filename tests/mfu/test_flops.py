@@ -1,9 +1,10 @@
-"""FLOPs of models against sums derived by hand or by independent code."""
+"""FLOPs of operators and parts of models against sums derived by hand or by independent code."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -30,69 +31,7 @@ def parts(count: FlopCount) -> tuple[int, int, int]:
     return count.forward, count.backward, count.recomputed
 
 
-def image_flops(model: nn.Module, image: torch.Tensor) -> tuple[int, int]:
-    """Multiply-adds of every convolution and linear, from the shapes that pass; the first gets no input gradient."""
-    flops, first = [0, 0], [None]
-
-    def add(layer, inputs, output):
-        if first[0] is None:
-            first[0] = layer
-        if isinstance(layer, nn.Conv2d):
-            per_output = layer.kernel_size[0] * layer.kernel_size[1] * layer.in_channels // layer.groups
-        else:
-            per_output = layer.in_features
-        once = 2 * output.numel() * per_output
-        flops[0] += once
-        flops[1] += once if layer is first[0] else 2 * once
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    handles = [layer.register_forward_hook(add) for layer in layers]
-    model(image)
-    for handle in handles:
-        handle.remove()
-    return flops[0], flops[1]
-
-
 # ---- models ----------------------------------------------------------------------------------------------------------
-
-
-def test_mlp():
-    count = count_flops(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8))
-    assert parts(count) == (2 * 5 * (8 * 16 + 16 * 4), 2 * 5 * (8 * 16 + 2 * 16 * 4), 0)
-    assert count.total == count.hardware == count.dense == count.forward + count.backward
-    assert sum(count.by_op.values()) == count.total
-    assert count.unknown == {}
-
-
-@pytest.mark.parametrize("name", ["resnet50", "convnext_tiny", "efficientnet_b0"])
-def test_convolutional_networks(name):
-    try:  # a torchvision that was built for another torch raises RuntimeError
-        from torchvision import models
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs a torchvision for torch {torch.__version__}: {error}")
-    with torch.device("meta"):
-        model, image = models.get_model(name, weights=None), torch.empty(2, 3, 224, 224)
-    count = count_flops(model, image)
-    assert (count.forward, count.backward) == image_flops(model, image)
-    if name == "resnet50":  # 4.09 G multiply-adds an image, as published
-        assert count.forward / 2 / 2 == pytest.approx(4.089e9, rel=1e-3)
-        assert count.by_module["layer1.0.conv1"].forward == 2 * 2 * 56 * 56 * 64 * 64
-        assert count.by_module["conv1"].backward == count.by_module["conv1"].forward == 2 * 2 * 112 * 112 * 64 * 147
-
-
-def test_vision_transformer():
-    try:
-        from torchvision import models
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs a torchvision for torch {torch.__version__}: {error}")
-    with torch.device("meta"):
-        model, image = models.vit_b_16(weights=None), torch.empty(1, 3, 224, 224)
-    tokens, width = 197, 768
-    patches = 2 * 196 * width * 3 * 16 * 16
-    layer = 2 * tokens * 12 * width * width + 4 * tokens * tokens * width
-    head = 2 * width * 1000
-    count = count_flops(model, image)
-    assert parts(count) == (patches + 12 * layer + head, patches + 2 * (12 * layer + head), 0)
 
 
 class CausalBlock(nn.Module):
@@ -240,6 +179,7 @@ def test_products_by_every_name():
         (lambda: torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8)), 32 * 16 * 8),
         (lambda: functional.bilinear(a, torch.randn(3, 2), torch.randn(5, 4, 2)), 3 * 5 * 4 * 2),
         (lambda: functional.embedding(torch.zeros(3, dtype=torch.long), b), 0),
+        (lambda: torch.cdist(torch.randn(30, 4), torch.randn(40, 4)), 30 * 40 * 4),
         (lambda: torch._foreach_add([a, b], 1.0), 0), (lambda: functional.interpolate(x, 9, mode="linear"), 0),
     ]  # fmt: skip
     for i, (run, multiply_adds) in enumerate(cases):
@@ -450,6 +390,77 @@ def test_an_error_leaves_nothing_behind():
     assert count_flops(model, torch.randn(2, 3)).forward == 48
 
 
+class Meeting(nn.Module):
+    """Two threads meet before and after its product."""
+
+    def __init__(self, barrier: threading.Barrier):
+        super().__init__()
+        self.barrier, self.inner = barrier, nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.barrier.wait(20)
+        y = self.inner(x)
+        self.barrier.wait(20)
+        return y
+
+
+def test_counts_in_several_threads_take_turns():
+    import torch._dynamo
+
+    class Last(nn.Module):
+        """The second count would end after the first, and put back what the first had put there."""
+
+        def __init__(self, mine, other):
+            super().__init__()
+            self.mine, self.other, self.inner = mine, other, nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.mine.set()
+            self.other.wait(0.5)
+            return self.inner(x)
+
+    original, stance = functional.scaled_dot_product_attention, torch._dynamo.eval_frame._stance
+    events, counts = [threading.Event(), threading.Event()], {}
+
+    def work(i):
+        counts[i] = count_flops(Last(events[i], events[1 - i]), torch.randn(2, 4))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert functional.scaled_dot_product_attention is original
+    assert torch._dynamo.eval_frame._stance == stance
+    assert [(c.by_module["inner"].forward, c.by_module["inner"].backward) for c in counts.values()] == [(64, 64)] * 2
+    assert [len(c.by_module.children) for c in counts.values()] == [1, 1]
+
+
+def test_what_another_thread_trains_meanwhile_is_not_counted():
+    barrier = threading.Barrier(2)
+    model, other = Meeting(barrier), Meeting(barrier)
+    thread = threading.Thread(target=lambda: other(torch.randn(2, 4)).sum().backward())
+    thread.start()
+    count = count_flops(model, torch.randn(2, 4))
+    thread.join()
+    assert [child.name for child in count.by_module.children] == ["inner"]
+    assert (count.by_module["inner"].forward, count.by_module["inner"].backward) == (64, 64)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "float4"])
+def test_buffers_of_any_kind(kind):
+    buffers = {
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "float4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model.register_buffer("other", buffers[kind]())
+    before = model[0].running_mean.clone()
+    assert count_flops(model, torch.randn(2, 4)).forward == 64
+    assert torch.equal(model[0].running_mean, before)
+
+
 def test_no_gradients_no_backward():
     with torch.no_grad():
         assert parts(count_flops(nn.Linear(3, 4), torch.randn(2, 3))) == (48, 0, 0)
@@ -516,8 +527,32 @@ def test_factorisations_and_sparse_products_are_named():
     a = torch.eye(4)
     with pytest.warns(RuntimeWarning, match="linalg_cholesky_ex"):
         assert count_flops(torch.linalg.cholesky, a).total == 0
+    with pytest.warns(RuntimeWarning, match="linalg_inv_ex"):
+        assert count_flops(torch.linalg.inv, a).unknown == {"aten::linalg_inv_ex": 1}
     with pytest.warns(RuntimeWarning, match="mm"):
         assert count_flops(torch.mm, a.to_sparse(), a).total == 0
+    with pytest.warns(RuntimeWarning, match="mv"):
+        assert count_flops(torch.mv, a.to_sparse_csr(), a[0]).total == 0
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "cheap"),
+    [("aten", "quantized_lstm", False), ("aten", "_wrapped_quantized_linear_prepacked", False),
+     ("symm_mem", "fused_all_gather_matmul", False), ("symm_mem", "one_shot_all_reduce", True),
+     ("fsdp", "split_with_sizes_copy", True), ("prims", "convert_element_type", True),
+     ("aten", "_linalg_check_errors", True), ("aten", "fbgemm_linear_quantize_weight", True),
+     ("torchvision", "nms", False)],
+)  # fmt: skip
+def test_operators_that_need_no_formula(namespace, name, cheap):
+    from flatout.mfu.formulas import is_cheap
+
+    class Operator:
+        """What is asked of an operator; not every torch has each of these."""
+
+        def __init__(self):
+            self.namespace, self._opname = namespace, name
+
+    assert is_cheap(Operator()) == cheap
 
 
 def test_kernels_that_python_code_starts_are_named():
@@ -532,6 +567,15 @@ def test_kernels_that_python_code_starts_are_named():
     with pytest.warns(RuntimeWarning, match=r"triton::my_kernel \(called 1x\)"):
         count = count_flops(lambda: knobs.runtime.launch_enter_hook(Launch()))
     assert count.unknown == {"triton::my_kernel": 1}
+
+    @torch.library.custom_op("flatout_flops_test::launch", mutates_args=())
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        knobs.runtime.launch_enter_hook(Launch())
+        return x.clone()
+
+    register_flops(torch.ops.flatout_flops_test.launch, lambda x: 5)  # with what it starts
+    count = count_flops(launch, torch.zeros(2))
+    assert (count.total, count.unknown) == (5, {})
     assert knobs.runtime.launch_enter_hook.calls == before
 
 
@@ -550,6 +594,32 @@ def test_flex_attention_counts_the_blocks_of_its_mask(window):
     count = count_flops(lambda: flex.flex_attention(query, key, key, block_mask=mask, enable_gqa=True))
     assert count.forward == 4 * 2 * 4 * blocks * 64 * 64 * 16
     assert count.dense == 4 * 2 * 4 * 256 * 256 * 16
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout):
+    """Seen whole where ordinary tensors show the parts, and asked for sizes that the dispatcher knows nothing of."""
+
+    def nested(size):
+        return torch.nested.nested_tensor([torch.randn(3, size), torch.randn(5, size)], layout=layout)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = nn.Linear(4, 6), nn.Parameter(torch.randn(6, 7))
+
+        def forward(self, x):
+            y = self.inner(x)
+            return (y @ self.weight).values().sum() if layout == torch.jagged else y
+
+    first, second = 2 * 8 * 4 * 6, 2 * 8 * 6 * 7 if layout == torch.jagged else 0
+    assert parts(count_flops(Model(), nested(4))) == (first + second, first + 2 * second, 0)
+    if layout == torch.strided:
+        x = nested(4)
+        scores = 2 * (3 * 3 + 5 * 5) * 4
+        assert count_flops(lambda: x @ x.transpose(1, 2)).total == scores
+        with pytest.warns(RuntimeWarning, match="matmul"):  # over a dimension of several sizes
+            assert count_flops(lambda: (x @ x.transpose(1, 2)) @ x).total == scores
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -608,6 +678,26 @@ def test_grouped_products(a, b, multiply_adds):
 
     args = (torch.empty(a), torch.empty(b))
     assert cost_of(torch.ops.aten._grouped_mm.default, args, {}, None).needed == 2 * multiply_adds
+
+
+def test_products_of_packed_4_bit_floats():
+    from flatout.mfu.formulas import cost_of
+
+    a, b = (torch.empty(size, dtype=torch.float4_e2m1fn_x2, device="meta") for size in ((6, 8), (8, 10)))
+    args = (a, b, None, None)
+    assert cost_of(torch.ops.aten._scaled_mm.default, args, {}, torch.empty(6, 10)).needed == 2 * 6 * 16 * 10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_attention_has_a_layout_of_its_own(packed):
+    from flatout.mfu.formulas import cost_of
+
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
+    query = torch.empty(9, 3, 8) if packed else torch.empty(2, 3, 5, 8)
+    args = (query, query, query, None, offsets, offsets, 5, 5, True, 0.0, True)
+    pairs = 4 * 5 // 2 + 5 * 6 // 2 if packed else 2 * 5 * 6 // 2
+    cost = cost_of(torch.ops.aten._cudnn_attention_forward.default, args, {}, None)
+    assert cost.needed == 4 * 3 * pairs * 8
 
 
 @pytest.mark.parametrize("projected", [0, 3])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ SHEETS = {
     "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8, 104.8, 419, 2407),
     "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
     "NVIDIA H100 PCIe": (756, 756, 378, 51.2, 1513, 1620),
-    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60, 1671, None),
+    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None),
     "NVIDIA H200": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
     "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
     "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None),
@@ -163,7 +165,7 @@ def test_measured_once_per_machine(cache):
     first = measured_peak_flops("cpu")
     assert 1e7 < first < 1e15
     (key,) = json.loads(cache.read_text())
-    assert f"{torch.get_num_threads()} threads | float32 | torch {torch.__version__}" in key
+    assert f"{platform.node()}, {torch.get_num_threads()} threads | float32 | torch {torch.__version__}" in key
     cache.write_text(json.dumps({key: 42.0}))
     assert measured_peak_flops("cpu") == 42.0
     assert measured_peak_flops("cpu", refresh=True) != 42.0
@@ -178,6 +180,29 @@ def test_a_cache_that_is_not_ours_is_written_anew(cache, text):
     cache.write_text(text)
     assert math.isfinite(measured_peak_flops("cpu"))
     assert len(json.loads(cache.read_text())) == 1
+
+
+@pytest.mark.parametrize("value", ["NaN", "0", "-1", "Infinity"])
+def test_a_rate_that_cannot_be_is_measured_again(cache, value):
+    measured_peak_flops("cpu")
+    (key,) = json.loads(cache.read_text())
+    cache.write_text(f'{{"{key}": {value}}}')
+    assert 0 < measured_peak_flops("cpu") < math.inf
+
+
+def test_without_a_home(cache, monkeypatch):
+    """A user of a container that has neither HOME nor an entry in its list of users."""
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert measured_peak_flops("cpu") > 0
+
+
+def test_devices_of_other_kinds_are_not_measured(cache):
+    assert measured_peak_flops("meta") is None
 
 
 def test_without_a_place_for_a_cache(cache):

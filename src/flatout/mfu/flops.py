@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from flatout.data.generators import RandomState
 from flatout.measure.state import ModuleSlots
@@ -31,6 +31,9 @@ from flatout.mfu.formulas import (
     is_abstract,
     is_cheap,
 )
+
+# What is replaced for the time of a count is the whole process's: the stance of torch.compile, hooks, a function.
+_one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,9 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
 
     What counts is work like a matrix product: products, convolutions, attention, recurrent layers; see
     ``FlopCount.unknown`` for what was seen and not counted. It is always the eager code that is counted: what
-    ``torch.compile`` made is neither used nor made. Meta and fake tensors are counted without computing.
+    ``torch.compile`` made is neither used nor made, in the whole process while a count lasts; counts in several
+    threads take turns. What a forward does in threads of its own (``nn.DataParallel`` on several GPUs) is not seen.
+    Meta and fake tensors are counted without computing.
 
     Attention: ``is_causal`` counts the keys 0..i of query i on every backend, also where torch computes all and
     masks; ``FlopCount.dense`` has the other convention. A mask given as a tensor (padding, a sliding window) removes
@@ -170,18 +175,17 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
         RuntimeWarning: once, naming the operators of ``FlopCount.unknown``.
     """
     original = getattr(fn, "_orig_mod", fn)
-    is_module = isinstance(original, nn.Module)
-    counting = _Counting(original if isinstance(original, nn.Module) else None)
-    generators = RandomState.capture()
-    with contextlib.ExitStack() as stack:
-        stack.callback(generators.restore)
-        if isinstance(original, nn.Module):
+    model = original if isinstance(original, nn.Module) else None
+    counting = _Counting(model)
+    with _one_at_a_time, contextlib.ExitStack() as stack:
+        stack.callback(RandomState.capture().restore)
+        if model is not None:
             inputs, keywords = _detached((inputs, keywords), {})
-            stack.enter_context(_untouched(original))
+            stack.enter_context(_untouched(model))
         stack.enter_context(_eager())
         with counting:
             result = original(*inputs, **keywords)
-            if is_module and backward:
+            if model is not None and backward:
                 _backward(result)
     count = counting.count()
     if count.unknown:
@@ -243,7 +247,7 @@ def _backward(result: Any) -> None:
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and modes back, and keeps the hooks of finished gradients from stepping an optimizer."""
     slots = ModuleSlots(module)
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if _is_comparable(b)]
     gradients = [(p, p.grad) for p in module.parameters()]
     hooks = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks))
              for p, _ in gradients if p._post_accumulate_grad_hooks]  # fmt: skip
@@ -261,9 +265,15 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         slots.restore()
         for buffer, saved_bits in buffers:
             # Batch norm writes without a new version number; a needless write breaks graphs that hold the buffer.
-            if not is_abstract(buffer) and not torch.equal(buffer, saved_bits):
+            if not torch.equal(buffer, saved_bits):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(saved_bits)
+
+
+def _is_comparable(buffer: Tensor) -> bool:
+    """Not what has no bits, nor sparse, nested and 4-bit tensors: torch cannot compare them, and layers leave them."""
+    plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.dtype != torch.float4_e2m1fn_x2
+    return plain and not is_abstract(buffer)
 
 
 @contextlib.contextmanager
@@ -272,7 +282,9 @@ def _eager() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # torch.compile(module) inside another one is seen as a module of its own: nothing is counted twice.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         yield
 
 
@@ -321,7 +333,6 @@ class _Lane:
 
     def __init__(self, root: _Place) -> None:
         self.stack = [root]
-        self.in_operator = False
         self._numbers = [-1]
         self._places = [root]
 
@@ -399,15 +410,17 @@ class _Counting(TorchDispatchMode):
         keywords = kwargs or {}
         self._note_task()
         if isinstance(op, HigherOrderOperator):
-            result = self._run(op, args, keywords)
+            result = op(*args, **keywords)
             self._record(op.name(), higher_order_cost(op, args))
             return result
-        if _is_composite(op) and not has_formula(op):
+        if not torch._C._dispatch_has_kernel(op.name()):
+            return NotImplemented  # what a tensor subclass is asked, such as its size: it answers itself
+        if _is_composite(op) and not has_formula(op) and not _are_nested(args):
             with self:
                 result = op.decompose(*args, **keywords)
             if result is not NotImplemented:
                 return result
-        result = self._run(op, args, keywords)
+        result = op(*args, **keywords)
         cost = cost_of(op, args, keywords, result)
         if cost is not None or not is_cheap(op):
             self._record(op.name(), cost)
@@ -415,7 +428,7 @@ class _Counting(TorchDispatchMode):
 
     def launched(self, kernel: Any) -> None:
         """A Triton kernel starts: one that Python code starts, unknown to any operator, or an operator's own."""
-        if not self._lane().in_operator:
+        if self._is_active():
             self._unknown[f"triton::{kernel.get()['name']}"] += 1
 
     @contextlib.contextmanager
@@ -428,13 +441,9 @@ class _Counting(TorchDispatchMode):
         finally:
             lane.leave()
 
-    def _run(self, op: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        lane = self._lane()
-        outer, lane.in_operator = lane.in_operator, True
-        try:
-            return op(*args, **keywords)
-        finally:
-            lane.in_operator = outer
+    def _is_active(self) -> bool:
+        """Whether the caller is counted: not what another thread does meanwhile, nor the inside of an operator."""
+        return self in _get_current_dispatch_mode_stack()
 
     def _record(self, name: str, cost: Cost | None) -> None:
         if cost is None:
@@ -479,6 +488,8 @@ class _Counting(TorchDispatchMode):
             self._lane_of_task.setdefault(task, self._recording)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._is_active():
+            return
         self._note_task()
         lane = self._recording = self._lane()
         if module not in self._tallies:
@@ -534,7 +545,7 @@ def _marking_causal_attention(counting: _Counting) -> Iterator[None]:
 
     def marked(*args: Any, **keywords: Any) -> Tensor:
         call = {**dict(zip(names, args, strict=False)), **keywords}
-        if not call.get("is_causal"):
+        if not call.get("is_causal") or call["query"].is_nested:
             return original(*args, **keywords)
         with counting.in_causal_attention(call["query"].shape[-2], call["key"].shape[-2]):
             return original(*args, **keywords)
@@ -547,9 +558,13 @@ def _marking_causal_attention(counting: _Counting) -> Iterator[None]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Whether the operator is made of others: seen whole only in inference mode. ``prim``: what a tensor is asked."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op.namespace != "prim" and op.has_kernel_for_dispatch_key(key)
+    """Whether the operator is made of others: seen whole only in inference mode."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _are_nested(args: tuple[Any, ...]) -> bool:
+    """Whether these are nested tensors, which have kernels of their own for composite operators."""
+    return any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
 
 
 def _in_checkpoint() -> bool:

@@ -1,7 +1,8 @@
 """How many FLOPs one operator call takes: the table of formulas, and which operators need none.
 
-A multiply-add is 2 FLOPs, a complex one 8. Only work like a matrix product counts; element-wise operators, reductions,
-normalisations, look-ups and copies are 0, as in every published figure.
+A multiply-add is 2 FLOPs, a complex one 8 (6 in convolutions, which torch makes of three real ones). Only work like a
+matrix product counts; element-wise operators, reductions, normalisations, look-ups and copies are 0, as in every
+published figure.
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ def cost_of(op: OpOverload, args: tuple[Any, ...], keywords: Mapping[str, Any], 
     tensors = [t for t in (*args, *keywords.values()) if isinstance(t, Tensor)]
     if any(t.layout not in _DENSE for t in tensors):
         return None  # what a sparse kernel does depends on its format and entries
-    cost = formula(Call.of(op, args, keywords, result))
+    try:
+        cost = formula(Call.of(op, args, keywords, result))
+    except RuntimeError:
+        if not any(t.is_nested for t in tensors):
+            raise
+        return None  # an irregular dimension has no one size
     if any(t.is_complex() for t in tensors):
         return Cost(4 * cost.needed, 4 * cost.dense, 4 * cost.again)
     return cost
@@ -93,9 +99,9 @@ def is_cheap(op: OpOverload) -> bool:
 
     Of another library's operators nothing is known, so none is cheap; flatout's own are element-wise.
     """
-    if op.namespace == "aten":
-        return _HEAVY.search(op._opname) is None or _CHEAP.search(op._opname) is not None
-    return op.namespace in _CHEAP_NAMESPACES
+    if op.namespace not in _KNOWN_NAMESPACES:
+        return False
+    return _HEAVY.search(op._opname) is None or _CHEAP.search(op._opname) is not None
 
 
 def register_flops(op: Operator, formula: UserFormula | None = None) -> Any:
@@ -156,12 +162,26 @@ def is_abstract(tensor: Tensor) -> bool:
 
 
 def _exactly(flops: int) -> Cost:
+    flops = int(flops)  # sizes may be symbolic
     return Cost(flops, flops)
 
 
 def _contraction(name: str) -> Formula:
     """A product over the last dimension of argument ``name``: a multiply-add for each of its entries per result."""
-    return lambda call: _exactly(2 * call.result.numel() * call[name].shape[-1])
+    return lambda call: _exactly(2 * call.result.numel() * _depth(call[name]))
+
+
+def _depth(operand: Tensor) -> int:
+    """The last dimension's size; two 4-bit floats share an element."""
+    return operand.size(-1) * (2 if operand.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
+def _linear_backward(call: Call) -> Cost:
+    return _exactly(2 * call["grad_output"].numel() * call["weight"].shape[1] * sum(call["output_mask"][:2]))
+
+
+def _matmul_backward(call: Call) -> Cost:
+    return _exactly(2 * call["grad"].numel() * call["self"].size(-1) * sum(call["mask"]))
 
 
 def _dot(call: Call) -> Cost:
@@ -176,7 +196,7 @@ def _grouped_mm(call: Call) -> Cost:
     """[M, K] x [G, K, N], [G, M, K] x [K, N] and [M, K] x [K, N] split a dimension among the groups; 3-D x 3-D not."""
     a, b = call["self"], call["mat2"]
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
-    return _exactly(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    return _exactly(2 * groups * a.shape[-2] * _depth(a) * b.shape[-1])
 
 
 def _foreach_mm(call: Call) -> Cost:
@@ -298,6 +318,12 @@ def _packed_attention(backward: bool) -> Formula:
     return formula
 
 
+def _cudnn_attention(backward: bool) -> Formula:
+    """As packed, but [batch, heads, length, size] where there are no offsets."""
+    packed, plain = _packed_attention(backward), _sdpa(backward)
+    return lambda call: (plain if call["cum_seq_q"] is None else packed)(call)
+
+
 def _first(call: Call, *names: str) -> Any:
     return next((call.get(name) for name in names if call.get(name) is not None), None)
 
@@ -352,8 +378,8 @@ _USER: dict[Operator, UserFormula] = {}
 # By name, because no torch has all of these operators.
 _FORMULAS: dict[str, Formula] = {
     **{f"aten::{name}": _contraction("self") for name in (
-        "mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int8pack_mm", "_weight_int4pack_mm",
-        "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "mkldnn_linear",
+        "mm", "bmm", "mv", "matmul", "mkldnn_linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int8pack_mm",
+        "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros",
     )},
     **{f"aten::{name}": _contraction("mat1") for name in ("addmm", "addmm_", "_addmm_activation")},
     **{f"aten::{name}": _contraction("batch1") for name in ("baddbmm", "baddbmm_")},
@@ -362,6 +388,9 @@ _FORMULAS: dict[str, Formula] = {
     **{f"aten::{name}": _dot for name in ("dot", "vdot")},
     **{f"aten::{name}": _addbmm for name in ("addbmm", "addbmm_")},
     **{f"aten::{name}": _grouped_mm for name in ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")},
+    "aten::linear_backward": _linear_backward,
+    "aten::matmul_backward": _matmul_backward,
+    "aten::_euclidean_dist": _contraction("x1"),
     "aten::_dyn_quant_matmul_4bit": _contraction("inp"),
     "aten::_foreach_mm": _foreach_mm,
     "aten::_trilinear": _trilinear,
@@ -389,12 +418,13 @@ _FORMULAS: dict[str, Formula] = {
        for end in ("", "_backward")},
     **{f"{name}": _packed_attention(backward=False) for name in (
         "aten::_flash_attention_forward", "aten::_flash_attention_forward_no_dropout_inplace",
-        "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "torch_attn::_varlen_attn",
-        "torch_attn::_varlen_attn_out",
+        "aten::_efficient_attention_forward", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out",
     )},
     **{f"{name}_backward": _packed_attention(backward=True) for name in (
-        "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention", "torch_attn::_varlen_attn",
+        "aten::_flash_attention", "aten::_efficient_attention", "torch_attn::_varlen_attn",
     )},
+    "aten::_cudnn_attention_forward": _cudnn_attention(backward=False),
+    "aten::_cudnn_attention_backward": _cudnn_attention(backward=True),
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
     "aten::_native_multi_head_attention": _native_attention,
 }  # fmt: skip
@@ -402,17 +432,17 @@ _FORMULAS: dict[str, Formula] = {
 # Words in the names of torch's operators that multiply matrices, or do as much work; some of these have no formula
 # (factorisations, FFTs, distances, sparse products), and are named to the user.
 _HEAVY = re.compile(
-    r"mm$|mm_|matmul|conv|attn|attention|rnn|lstm|gru|linear|bilinear|transformer|cdist|pdist|solve|inverse|"
+    r"mm$|mm_|mv_?$|matmul|conv|attn|attention|rnn|lstm|gru|linear|bilinear|transformer|cdist|pdist|solve|inverse|"
     r"cholesky|linalg|_lu_with|_fft_|geqrf|orgqr|ormqr|svd|matrix_exp|sampled_addmm|spsolve|semi_structured_(mm|addmm)"
 )
 # Names that only look like those.
 _CHEAP = re.compile(
-    r"^_thnn|upsample|slice_inverse|resolve_|_convert_|reorder_|pack_4bit|flatten_weight|lgamma|gammaln|prepack|pack_gemm|"
-    r"linalg_(vector_norm|cross|diagonal)|quantize|cross_entropy|embedding"
+    r"^_thnn|upsample|slice_inverse|resolve_|convert_|reorder_|pack_4bit|flatten_weight|lgamma|gammaln|prepack$|pack_gemm|"
+    r"linalg_(vector_norm|cross|diagonal|_powsum|check_errors)|pack_quantized|quantize_weight"
 )
-_CHEAP_NAMESPACES = frozenset(
-    {"prim", "prims", "rngprims", "profiler", "c10d", "c10d_functional", "_c10d_functional", "flatout", "streams",
-     "_dtensor", "symm_mem", "inductor"}
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "rngprims", "profiler", "c10d", "c10d_functional", "_c10d_functional", "flatout",
+     "streams", "_dtensor", "fsdp", "symm_mem", "inductor"}
 )  # fmt: skip
 _FLEX = {"flex_attention": False, "flex_attention_backward": True}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import platform
 import re
 import statistics
 import tempfile
@@ -98,7 +100,7 @@ GPUS: tuple[Gpu, ...] = (
         "NVIDIA Hopper white paper (2022), table 2; data sheet (2024)"),
     Gpu("H100 PCIe", r"H100 PCIe", 114, _peaks(51.2, 756, tf32=378, fp8=1513, int8=1513, fp64=51.2), (4096, 256),
         "NVIDIA Hopper white paper (2022), table 2"),
-    Gpu("H100 NVL", r"H100 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1671, int8=1671, fp64=60), (4096, 256),
+    Gpu("H100 NVL", r"H100 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1670.5, int8=1670.5, fp64=60), (4096, 256),
         "NVIDIA H100 data sheet (2024), halved where it counts sparsity"),
     Gpu("H200 SXM", r"H200", 132, _HOPPER_SXM, (4096, 256), "NVIDIA H200 data sheet (2024), halved for sparsity"),
     Gpu("GH200", r"GH200 (96GB HBM3|120GB|144G HBM3e|480GB)", 132, _HOPPER_SXM, (4096, 256),
@@ -188,8 +190,11 @@ def measured_peak_flops(
         FLOP/s; ``None`` where it is not known, or torch cannot multiply such matrices there.
     """
     place = _place(device)
-    tf32 = place.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    what = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    if place.type not in _SIZES:
+        return None
+    tf32 = dtype == torch.float32 and multiplies_in_tf32(place)
+    here = f"cpu of {platform.node()}, {torch.get_num_threads()} threads"  # a home may be shared by machines
+    what = torch.cuda.get_device_name(place) if place.type == "cuda" else here
     key = " | ".join([what, "tf32" if tf32 else str(dtype).removeprefix("torch."), f"torch {torch.__version__}"])
     known = _read_cache()
     if refresh or (measure and key not in known):
@@ -199,6 +204,11 @@ def measured_peak_flops(
         known = _read_cache() | {key: measured}
         _write_cache(known)
     return known.get(key)
+
+
+def multiplies_in_tf32(place: torch.device) -> bool:
+    """Whether float32 products run on tensor cores there, as the user has set it."""
+    return place.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 _SWEEP_SECONDS = 0.2
@@ -245,21 +255,21 @@ def _cache() -> Path:
 def _read_cache() -> dict[str, float]:
     try:
         read = json.loads(_cache().read_text())
-        return {str(key): float(value) for key, value in read.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return {str(key): float(value) for key, value in read.items() if 0 < float(value) < math.inf}
+    except (OSError, RuntimeError, ValueError, AttributeError, TypeError):
         return {}  # none yet, or not ours: it is written anew
 
 
 def _write_cache(known: Mapping[str, float]) -> None:
-    path = _cache()
     try:
+        path = _cache()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may read meanwhile: it sees the old file or the new one.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(known, file, indent=1)
         os.replace(file.name, path)
-    except OSError:
-        pass  # a home that cannot be written to: it is measured again next time
+    except (OSError, RuntimeError):
+        pass  # no home, or one that cannot be written to: it is measured again next time
 
 
 def _place(device: torch.device | str | int | None) -> torch.device:
