@@ -76,7 +76,7 @@ $(VENV)/.native: $(native) $(VENV)/.flatout
 
 # flatout is installed already: pip adds what its extras name.
 $(VENV)/.dev: $(VENV)/.flatout
-	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt 'flatout[test,monitor,lint]'
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt 'flatout[test,lint]'
 	@touch $@
 
 # ---- lint --------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ build/wheel/.done: pyproject.toml $(native) $(python) $(VENV)/.torch
 	grep -v '^torch==' constraints.txt >$(@D)/constraints.txt
 	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt torch==$* \
-	  "$$(echo $(CURDIR)/build/wheel/*.whl)[test,monitor]"
+	  "$$(echo $(CURDIR)/build/wheel/*.whl)[test]"
 	$(@D)/bin/python $(PIP) --force-reinstall --no-deps build/wheel/*.whl
 	@touch $@
 

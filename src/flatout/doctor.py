@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +20,10 @@ import torch
 
 import flatout
 from flatout import _native
-from flatout.data.machine import available_memory, free_shared_memory, usable_cores
+from flatout.data import machine
+from flatout.data.machine import available_memory, free_shared_memory, total_memory, usable_cores
 from flatout.mfu.peaks import gpu_of
+from flatout.monitor.nvml import throttle_words
 
 Verdict = Literal["good", "note", "slow", "broken"]
 """``slow``: it costs speed; ``broken``: something does not work; ``note``: worth knowing."""
@@ -25,10 +31,13 @@ Verdict = Literal["good", "note", "slow", "broken"]
 _GIB = 2**30
 _FILES = 4096
 """Open files below which workers that send tensors by descriptor may run out of them."""
+_SWAPPED = _GIB // 4
 _SHARED = 1 * _GIB
 """/dev/shm below which batches of workers may not fit."""
 _GOVERNORS = Path("/sys/devices/system/cpu")
 _DRIVER = Path("/proc/driver/nvidia/version")
+_NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,18 @@ class Finding:
 
 def examine() -> tuple[Finding, ...]:
     """Look at the machine and the install; changes nothing, and never raises for what it finds."""
-    return tuple(finding for check in CHECKS for finding in check())
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings.extend(check())
+        except Exception as error:  # a machine odder than any that was thought of
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(Finding("other", name, f"could not be looked at: {_line(error)}", "note"))
+    return tuple(findings)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def as_dicts(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
@@ -96,42 +116,133 @@ def check_extras() -> Iterator[Finding]:
         yield Finding("install", "extras", "psutil, nvidia-ml-py")
 
 
+def check_compiler() -> Iterator[Finding]:
+    """What ``torch.compile`` builds its kernels with."""
+    compiler = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))), None)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    triton = importlib.util.find_spec("triton") is not None
+    lacks = {
+        "no C++ compiler": (compiler is None, "install one: sudo apt install g++"),
+        "no Python.h": (not header.exists(), "install Python's headers: sudo apt install python3-dev"),
+        "no Triton": (torch.cuda.is_available() and not triton, "pip install triton"),
+    }
+    for lack, (missing, fix) in lacks.items():
+        if missing:
+            yield Finding("install", "torch.compile", f"{lack}: it cannot build kernels", "slow", fix)
+    if not any(missing for missing, _ in lacks.values()):
+        yield Finding("install", "torch.compile", f"{compiler}{', Triton' if triton else ''}")
+
+
 # -- the GPUs ----------------------------------------------------------------------------------------------------
 
 
 def check_gpus() -> Iterator[Finding]:
     """Each GPU, or why there is none."""
     if not torch.cuda.is_available():
-        if _DRIVER.exists() and torch.version.cuda:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if _DRIVER.exists() and torch.version.cuda and hidden is not None and hidden.strip() in ("", "-1"):
+            found = f"hidden by CUDA_VISIBLE_DEVICES={hidden!r}: training runs on the CPU"
+            yield Finding("GPU", "device", found, "note", "unset CUDA_VISIBLE_DEVICES")
+        elif _DRIVER.exists() and torch.version.cuda:
             yield Finding("GPU", "driver", f"torch cannot use the GPU: {_why_no_cuda()}", "broken", _newer_driver())
         else:
             yield Finding("GPU", "device", "none: training runs on the CPU", "note")
         return
+    if version := re.search(r" (\d{3}\.[\d.]+) ", machine.text_of(_DRIVER)):
+        yield Finding("GPU", "driver", version[1])
     for index in range(torch.cuda.device_count()):
         yield from _gpu(index)
 
 
 def _gpu(index: int) -> Iterator[Finding]:
-    properties = torch.cuda.get_device_properties(index)
     name = f"cuda:{index}"
+    try:
+        properties = torch.cuda.get_device_properties(index)
+    except Exception as error:
+        fix = "nvidia-smi -q tells how the GPU is; another program may hold it, or it needs a reset"
+        yield Finding("GPU", name, f"cannot be used: {_line(error)}", "broken", fix)
+        return
     found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB, sm_{properties.major}{properties.minor}"
     if properties.major < 8:
         yield Finding("GPU", name, found, "note", "no bfloat16 and no TF32 before Ampere: mixed precision is float16")
     else:
         yield Finding("GPU", name, found)
+    if not _has_kernels(torch.cuda.get_arch_list(), properties.major, properties.minor):
+        found = f"torch {torch.__version__} is built for {', '.join(torch.cuda.get_arch_list())}"
+        fix = f"install a torch whose build has sm_{properties.major}{properties.minor}"
+        yield Finding("GPU", f"{name} torch", found, "broken", fix)
     if _native.BUILT_WITH_CUDA and not _native.has_cuda_kernels(index):
         fix = f"{_newer_driver()}; or build flatout for sm_{properties.major}{properties.minor}"
         yield Finding("GPU", f"{name} kernels", "flatout's kernels cannot run, torch's own serve", "slow", fix)
     if gpu_of(properties.name.partition(" MIG ")[0]) is None:
         fix = "flatout.mfu.measured_peak_flops() tells what it reaches"
         yield Finding("GPU", f"{name} peak", "not in the table: no MFU against a data sheet", "note", fix)
+    yield from _board(name, f"GPU-{getattr(properties, 'uuid', '')}")
+
+
+def _has_kernels(built_for: list[str], major: int, minor: int) -> bool:
+    """Whether code for these architectures runs: on later minors of its major, or anywhere later where it is PTX."""
+    for architecture in built_for:
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", architecture):
+            kind, (first, second) = found[1], (int(found[2]), int(found[3]))
+            if (first, second) <= (major, minor) and (kind == "compute" or first == major):
+                return True
+    return not built_for
+
+
+def _board(name: str, uuid: str) -> Iterator[Finding]:
+    """What the driver tells of a GPU beside CUDA; nothing without nvidia-ml-py, of a MIG device, or where it fails."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:
+        return
+    try:
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except Exception:
+            return
+        for look in (_link, _persistence, _memory_errors, _clocks):
+            try:
+                yield from look(nvml, gpu, name)
+            except Exception:  # this GPU or this driver does not tell
+                continue
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _link(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
+    now, most = nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
+    if now < most:  # the generation is no fault: it falls when the GPU is idle
+        fix = "copies to the GPU are slower: seat the card in a full slot, or ask who runs the machine"
+        yield Finding("GPU", f"{name} PCIe", f"{now} lanes of {most}", "slow", fix)
+
+
+def _persistence(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
+    if not nvml.nvmlDeviceGetPersistenceMode(gpu):
+        found = "persistence mode is off: the driver loads anew for every program"
+        yield Finding("GPU", f"{name} start", found, "note", "sudo nvidia-smi -pm 1")
+
+
+def _memory_errors(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    if count := nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since):
+        found = f"{count} error{'s' if count > 1 else ''} that ECC could not correct"
+        yield Finding("GPU", f"{name} memory", found, "broken", "reset the GPU: sudo nvidia-smi --gpu-reset, or reboot")
+
+
+def _clocks(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
+    words = set(throttle_words(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)))
+    if held := sorted(words - {"idle", "power limit", "sync boost"}):  # at work all GPUs meet their power limit
+        fix = "cool the machine, or nvidia-smi -rgc; flatout monitor shows it live"
+        yield Finding("GPU", f"{name} clocks", f"held down by: {', '.join(held)}", "slow", fix)
 
 
 def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except Exception as error:
-        return str(error).strip().partition("\n")[0]
+        return _line(error)
     return "no device is visible (CUDA_VISIBLE_DEVICES?)"
 
 
@@ -142,12 +253,18 @@ def _newer_driver() -> str:
 def check_cudnn() -> Iterator[Finding]:
     """cuDNN and its flags."""
     cudnn = torch.backends.cudnn
-    if not cudnn.is_available():
+    try:
+        version = cudnn.version()
+    except RuntimeError as error:  # the library that was found is another than torch was built with
+        fix = "unset LD_LIBRARY_PATH, or take another cuDNN out of it: torch brings its own"
+        yield Finding("GPU", "cuDNN", _line(error), "broken", fix)
+        return
+    if version is None or not cudnn.is_available():
         if torch.cuda.is_available():
             yield Finding("GPU", "cuDNN", "not available", "slow", "install a build of torch with cuDNN")
         return
     flags = [name for name in ("benchmark", "deterministic") if getattr(cudnn, name)]
-    found = _cudnn_version(cudnn.version()) + (f", {' and '.join(flags)} on" if flags else "")
+    found = _cudnn_version(version) + (f", {' and '.join(flags)} on" if flags else "")
     if not cudnn.enabled:
         yield Finding("GPU", "cuDNN", f"{found}, switched off", "slow", "torch.backends.cudnn.enabled = True")
     elif cudnn.deterministic:
@@ -166,12 +283,12 @@ def check_tf32() -> Iterator[Finding]:
     """Whether float32 products may use tensor cores."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
         return
-    precision = torch.get_float32_matmul_precision()
-    if precision == "highest":
+    # Every older flag sets this one too; they raise, or answer with what was, where this was set by itself.
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
         fix = "torch.set_float32_matmul_precision('high'), if 10 bits of mantissa do"
         yield Finding("GPU", "TF32", "off: float32 products run on CUDA cores", "slow", fix)
     else:
-        yield Finding("GPU", "TF32", f"on (precision '{precision}')")
+        yield Finding("GPU", "TF32", "on")
 
 
 # -- the CPU -----------------------------------------------------------------------------------------------------
@@ -180,11 +297,19 @@ def check_tf32() -> Iterator[Finding]:
 def check_cores() -> Iterator[Finding]:
     """Cores, the container's share of them, and torch's threads."""
     cores, visible, threads = usable_cores(), os.cpu_count() or 1, torch.get_num_threads()
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else visible
+    quota = min(map(machine.quota_of, machine.control_groups("cpu")), default=float("inf"))
+    limits = [f"affinity {allowed}"] if allowed < visible else []
+    limits += [f"quota {quota:g}"] if quota < allowed else []
     found = f"{cores} usable of {visible} logical" if cores != visible else f"{cores}"
-    yield Finding("CPU", "cores", f"{found} ({platform.machine()})")
+    yield Finding("CPU", "cores", f"{found} ({', '.join([*limits, platform.machine()])})")
     if threads > cores:
         fix = f"torch.set_num_threads({cores}) or OMP_NUM_THREADS={cores}: more threads than cores wait for each other"
         yield Finding("CPU", "threads", f"{threads}, on {cores} cores", "slow", fix)
+    elif threads < cores and "OMP_NUM_THREADS" in os.environ:
+        found = f"{threads}, on {cores} cores: OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+        fix = "unset OMP_NUM_THREADS, where this is the machine's only training (torchrun sets it to 1)"
+        yield Finding("CPU", "threads", found, "note", fix)
     else:
         yield Finding("CPU", "threads", f"{threads}")
 
@@ -209,7 +334,17 @@ def check_governor() -> Iterator[Finding]:
         yield Finding("CPU", "governor", found)
     else:
         fix = "sudo cpupower frequency-set -g performance"
-        yield Finding("CPU", "governor", found, "slow" if "powersave" in governors else "note", fix)
+        drivers = {machine.text_of(file) for file in _GOVERNORS.glob("cpu[0-9]*/cpufreq/scaling_driver")}
+        stuck = "powersave" in governors and not drivers & {"intel_pstate", "amd-pstate-epp"}  # these follow the work
+        yield Finding("CPU", "governor", found, "slow" if stuck else "note", fix)
+
+
+def check_numa() -> Iterator[Finding]:
+    """Whether memory may lie at another socket than the core that reads it."""
+    nodes = sum(1 for _ in _NODES.glob("node[0-9]*"))
+    if nodes > 1:
+        fix = "numactl --cpunodebind=N --membind=N, with N of the GPU: nvidia-smi topo -m"
+        yield Finding("CPU", "NUMA", f"{nodes} nodes", "note", fix)
 
 
 # -- memory and limits -------------------------------------------------------------------------------------------
@@ -218,11 +353,26 @@ def check_governor() -> Iterator[Finding]:
 def check_memory() -> Iterator[Finding]:
     """Memory that is left, a container's limit included."""
     left = available_memory()
-    found = f"{left / _GIB:.1f} GiB available"
+    found = f"{left / _GIB:.1f} of {total_memory() / _GIB:.1f} GiB available"
     if left < 2 * _GIB:
         yield Finding("memory", "RAM", found, "slow", "less than a few workers need: end other programs")
     else:
         yield Finding("memory", "RAM", found)
+
+
+def check_swap() -> Iterator[Finding]:
+    """Whether memory was moved to disk."""
+    used, total = machine.swap()
+    if used > _SWAPPED:
+        found = f"{used / _GIB:.1f} of {total / _GIB:.1f} GiB in use"
+        yield Finding("memory", "swap", found, "note", "memory was short: fewer workers, or end other programs")
+
+
+def check_huge_pages() -> Iterator[Finding]:
+    """Whether large arrays may lie in large pages."""
+    if "[never]" in machine.text_of(_HUGE_PAGES):
+        fix = f"echo madvise | sudo tee {_HUGE_PAGES}"
+        yield Finding("memory", "huge pages", "transparent huge pages are off", "note", fix)
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -232,7 +382,8 @@ def check_shared_memory() -> Iterator[Finding]:
         return
     found = f"{free / _GIB:.2f} GiB free"
     if free < _SHARED:
-        yield Finding("memory", "/dev/shm", found, "slow", "docker run --shm-size=8g, or --ipc=host: workers send here")
+        fix = "workers send here: docker run --shm-size=8g; else sudo mount -o remount,size=8g /dev/shm"
+        yield Finding("memory", "/dev/shm", found, "slow", fix)
     else:
         yield Finding("memory", "/dev/shm", found)
 
@@ -240,7 +391,7 @@ def check_shared_memory() -> Iterator[Finding]:
 def check_files() -> Iterator[Finding]:
     """How many files this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard}"
     if soft != resource.RLIM_INFINITY and soft < _FILES:
         fix = f"ulimit -n {most}: every tensor that a worker sends holds a descriptor"
         yield Finding("memory", "open files", f"{soft:,}, at most {most}", "note", fix)
@@ -251,14 +402,17 @@ def check_files() -> Iterator[Finding]:
 # -- settings that slow everything -------------------------------------------------------------------------------
 
 _SLOW_VARIABLES = {
-    # variable: (values that slow, what they do)
+    # variable: (values that slow, any if there is none; what they do)
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel launch waits for the kernel"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is a cudaMalloc and a cudaFree"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ((), "every tensor is a cudaMalloc and a cudaFree"),
     "NVIDIA_TF32_OVERRIDE": (("0",), "TF32 is forbidden, whatever torch says"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked on all ranks"),
     "TORCHDYNAMO_DISABLE": (("1",), "torch.compile compiles nothing"),
     "TORCH_COMPILE_DISABLE": (("1",), "torch.compile compiles nothing"),
-    "PYTHONDEVMODE": (("1",), "Python checks every allocation"),
+    "TORCH_COMPILE_DEBUG": (("1",), "torch.compile writes down all that it does"),
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": (("1",), "torch.compile builds every kernel anew"),
+    "PYTHONDEVMODE": ((), "Python checks every allocation"),
+    "PYTHONTRACEMALLOC": ((), "Python notes where every allocation comes from"),
     "NCCL_P2P_DISABLE": (("1",), "GPUs talk through host memory"),
 }
 
@@ -266,9 +420,24 @@ _SLOW_VARIABLES = {
 def check_environment() -> Iterator[Finding]:
     """Variables for debugging that were left on."""
     for variable, (values, effect) in _SLOW_VARIABLES.items():
-        if os.environ.get(variable) in values:
-            found = f"{variable}={os.environ[variable]}"
+        value = os.environ.get(variable)
+        if value and (value in values or not values):
+            found = f"{variable}={value}"
             yield Finding("settings", "environment", f"{found}: {effect}", "slow", f"unset {variable}")
+
+
+def check_allocator() -> Iterator[Finding]:
+    """Settings of the caching allocator, which no other line tells."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if value := os.environ.get(variable):
+            yield Finding("settings", "allocator", f"{variable}={value}")
+
+
+def check_tracing() -> Iterator[Finding]:
+    """A debugger or a coverage tool."""
+    if sys.gettrace() is not None:
+        found = "on: a debugger or a coverage tool looks at every line of Python"
+        yield Finding("settings", "tracing", found, "slow", "time the training without it")
 
 
 def check_anomaly_mode() -> Iterator[Finding]:
@@ -289,6 +458,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_flatout,
     check_torch,
     check_extras,
+    check_compiler,
     check_tools,
     check_gpus,
     check_cudnn,
@@ -296,10 +466,15 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_cores,
     check_load,
     check_governor,
+    check_numa,
     check_memory,
+    check_swap,
+    check_huge_pages,
     check_shared_memory,
     check_files,
     check_environment,
+    check_allocator,
+    check_tracing,
     check_anomaly_mode,
 )
 """What is looked at, in the order of the page."""

@@ -131,7 +131,10 @@ def command(argv: list[str], stdout: int, stderr: int) -> int:
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
         signal.alarm(SAFETY)
-        status = main(argv)
+        try:
+            status = main(argv)
+        except SystemExit as end:
+            status = int(str(end.code))
         sys.stderr.flush()
         os._exit(status)
     os.close(stdout)
@@ -174,7 +177,60 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("width", [60, 79, 80, 93, 94, 120, 200])
+def test_a_reader_that_leaves_the_view_ends_it_quietly() -> None:
+    lines, stdout = os.pipe()
+    errors, stderr = os.pipe()
+    pid = command(["monitor", "--interval", "0.05"], stdout, stderr)
+    assert b"flatout monitor" in os.read(lines, 65536)
+    os.close(lines)
+    assert everything(errors) == b""
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor", "--once", "--json", "/dev/full"]) == 1
+    assert capfd.readouterr().err == "flatout: cannot write /dev/full: No space left on device\n"
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_views_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    master, terminal = pty.openpty()
+    errors, stderr = os.pipe()
+    pid = command(["monitor", "--interval", "0.05"], terminal, stderr)
+    seen = b""
+    while seen.count(b"RAM") < 2:
+        seen += os.read(master, 65536)
+    os.kill(pid, signal.SIGINT)
+    seen += everything(master)
+    everything(errors)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert b"\x1b" not in seen
+
+
+def test_sigterm_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    master, terminal = pty.openpty()
+    errors, stderr = os.pipe()
+    pid = command(["monitor", "--interval", "0.05"], terminal, stderr)
+    seen = b""
+    while b"RAM" not in seen:
+        seen += os.read(master, 65536)
+    os.kill(pid, signal.SIGTERM)
+    seen += everything(master)
+    everything(errors)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1
+
+
+def test_dcgm_is_asked_only_where_it_is_wanted(fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.boards = (A100,)
+    assert main(["monitor", "--once"]) == 0
+    assert "if asked" in capsys.readouterr().out
+    assert main(["monitor", "--once", "--dcgm"]) == 0
+    assert "if asked" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80, 93, 94, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, encoding: str) -> None:
     fake.boards = (H100, T4, MIG)
@@ -214,6 +270,17 @@ def test_workers_are_indented_below_their_parent_and_names_cannot_reach_the_term
     out = drawn([replace(sample, processes=(root, child, grandchild))], 80)
     assert re.search(r"^└ pt_data_worker +2 +250 %", out, re.MULTILINE)
     assert re.search(r"^  └ \[bold\]sh +3 ", out, re.MULTILINE)
+
+
+def test_private_memory_has_a_column_where_it_is_known_and_there_is_room(fake) -> None:
+    pytest.importorskip("psutil")
+    sampler = Sampler()
+    sample = sampler.take()
+    sampler.close()
+    process = replace(sample.processes[0], uss_bytes=3 * 2**20)
+    assert "3.00 MiB" in drawn([replace(sample, processes=(process,))], 80)
+    assert "private" not in drawn([replace(sample, processes=(process,))], 40)
+    assert "private" not in drawn([replace(sample, processes=(replace(process, uss_bytes=None),))], 80)
 
 
 def test_the_last_minute_is_drawn_where_there_is_room(fake) -> None:

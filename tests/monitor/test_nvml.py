@@ -3,23 +3,28 @@
 import ast
 import dataclasses
 import importlib.util
+import math
 import os
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.monitor import GpuSample, nvml
-from flatout.monitor.dcgm import NOT_IMPORTABLE
+from flatout.monitor import GpuSample, Sampler, nvml
+from flatout.monitor.dcgm import INHERITED, NO_ENGINE, NOT_ASKED, NOT_IMPORTABLE
 from flatout.monitor.visible import UNKNOWN_ORDER
 from tests.monitor.fake_nvml import A100, ERRORS, FUNCTIONS, H100, MIG, T4, FakeNvml
 
 
-def second(fake: FakeNvml, environment: dict[str, str] | None = None) -> tuple[tuple[GpuSample, ...], str | None]:
+def second(
+    fake: FakeNvml, environment: dict[str, str] | None = None, *, dcgm: bool = False
+) -> tuple[tuple[GpuSample, ...], str | None]:
     """The second sample: GPM needs two."""
-    gpus = nvml.Gpus(1.0)
+    gpus = nvml.Gpus(1.0, dcgm=dcgm)
     gpus.sample(environment or {})
     found = gpus.sample(environment or {})
     gpus.close()
@@ -69,7 +74,7 @@ def test_the_first_sample_says_that_activity_needs_two(install) -> None:
 
 def test_what_older_gpus_lack_has_a_reason(install) -> None:
     (a100, t4), _ = second(install(boards=(A100, T4), memory_v2=False))
-    assert a100.gpm == t4.gpm == NOT_IMPORTABLE
+    assert a100.gpm == t4.gpm == f"needs Hopper or later; {NOT_ASKED}"
     assert "power_limit_watts" not in a100.missing
     assert t4.missing["power_limit_watts"] == t4.missing["mig"] == "not supported by this GPU or its driver"
     assert (a100.pcie_rx_bytes_per_second, a100.pcie_tx_bytes_per_second) == (1200 * 1024.0, 300 * 1024.0)
@@ -80,10 +85,12 @@ def test_what_older_gpus_lack_has_a_reason(install) -> None:
 class Reader:
     """DCGM's own reader, as far as it is used."""
 
+    open: ClassVar[list["Reader"]] = []
+
     def __init__(self, **options: object) -> None:
         assert options["updateFrequency"] == 1_000_000  # microseconds
         self.m_gpuIdToUUId: dict[int, bytes] = {}
-        self.down = False
+        Reader.open.append(self)
 
     def Init(self) -> None:
         self.m_gpuIdToUUId = {5: A100.uuid.encode()}
@@ -92,20 +99,81 @@ class Reader:
         return {4: {1004: 0.9}, 5: {1002: 0.75, 1004: 0.5}}
 
     def Shutdown(self) -> None:
-        self.down = True
+        Reader.open.remove(self)
 
 
-def test_dcgm_tells_activity_before_hopper(install, monkeypatch: pytest.MonkeyPatch) -> None:
-    bindings = ModuleType("DcgmReader")
-    bindings.DcgmReader = Reader  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "DcgmReader", bindings)
-    ((a100, t4), _) = second(install(boards=(A100, T4)))
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("DcgmReader")
+    module.DcgmReader = Reader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "DcgmReader", module)
+    monkeypatch.setattr(Reader, "open", [])
+    return module
+
+
+def test_dcgm_tells_activity_before_hopper_where_it_is_asked(install, bindings: ModuleType) -> None:
+    ((a100, t4), _) = second(install(boards=(A100, T4)), dcgm=True)
+    assert not Reader.open
     assert (a100.gpm, a100.tensor_active_percent, a100.sm_active_percent) == ("DCGM", 50.0, 75.0)
     assert a100.dram_active_percent is None
-    assert (t4.gpm, t4.tensor_active_percent) == ("DCGM does not know this GPU", None)
+    assert t4.gpm == "needs Hopper or later; DCGM does not know this GPU"
+    assert t4.tensor_active_percent is None
 
 
-def test_a_broken_dcgm_is_asked_once(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcgm_is_left_alone_unless_it_is_asked(install, bindings: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(self: Reader) -> None:
+        raise RuntimeError("DCGM was asked")
+
+    monkeypatch.setattr(Reader, "Init", asked)
+    ((gpu,), _) = second(install(boards=(A100,)))
+    assert gpu.gpm == f"needs Hopper or later; {NOT_ASKED}"
+    assert not Reader.open
+    (gpu,) = Sampler(dcgm=True).take().gpus
+    assert gpu.gpm.endswith("DCGM was asked")
+
+
+def test_dcgm_without_its_bindings(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "DcgmReader", None)
+    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
+    assert gpu.gpm == f"needs Hopper or later; {NOT_IMPORTABLE}"
+
+
+def test_dcgm_whose_host_engine_is_gone_is_not_called_again(install, bindings, monkeypatch) -> None:
+    asked = []
+
+    def nothing(self: Reader) -> dict[int, dict[int, float]]:
+        asked.append(1)  # the bindings log the lost connection, give nothing, and connect anew at the next call
+        return {}
+
+    monkeypatch.setattr(Reader, "GetLatestGpuValuesAsFieldIdDict", nothing)
+    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
+    assert gpu.gpm == f"needs Hopper or later; {NO_ENGINE}"
+    assert asked == [1]
+    assert not Reader.open
+
+
+def test_a_dcgm_that_fails_at_the_end_keeps_nothing_open(install, bindings, monkeypatch) -> None:
+    def fail(self: Reader) -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(Reader, "Shutdown", fail)
+    second(install(boards=(A100,)), dcgm=True)  # looks at what is left open
+
+
+def test_a_forked_child_leaves_its_parents_dcgm_alone(install, bindings, monkeypatch) -> None:
+    fake = install(boards=(A100,))
+    gpus = nvml.Gpus(1.0, dcgm=True)
+    gpus.sample({})
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        ((gpu,), _) = gpus.sample({})
+        assert gpu.gpm.endswith(INHERITED)
+        gpus.close()
+        assert len(Reader.open) == 1
+    assert fake.open == 1  # the parent's own
+
+
+def test_a_broken_dcgm_is_asked_once(install, bindings: ModuleType) -> None:
     asked = []
 
     class Broken(Reader):
@@ -113,12 +181,11 @@ def test_a_broken_dcgm_is_asked_once(install, monkeypatch: pytest.MonkeyPatch) -
             asked.append(1)
             raise RuntimeError("no host engine")
 
-    bindings = ModuleType("DcgmReader")
     bindings.DcgmReader = Broken  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "DcgmReader", bindings)
-    ((gpu,), _) = second(install(boards=(A100,)))
-    assert gpu.gpm.endswith("DCGM, which failed: no host engine")
+    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
+    assert gpu.gpm == "needs Hopper or later; DCGM failed: no host engine"
     assert asked == [1]
+    assert not Reader.open
 
 
 def test_without_the_package_the_library_or_the_driver_there_is_a_sentence(install, monkeypatch) -> None:
@@ -131,7 +198,7 @@ def test_without_the_package_the_library_or_the_driver_there_is_a_sentence(insta
         assert gpus == ()
         assert said in no_gpu
     assert second(install(boards=())) == ((), "NVML finds no GPU")
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.Gpus(1.0).sample({}) == ((), nvml.NOT_INSTALLED)
 
 
@@ -170,7 +237,7 @@ def test_an_old_driver_knows_throttle_reasons_by_their_old_name(install, functio
 def test_any_functions_may_fail_with_any_error(failures: dict[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake = FakeNvml(boards=(H100, A100, T4, MIG), failures=failures)
-        patch.setitem(__import__("sys").modules, "pynvml", fake)
+        patch.setitem(sys.modules, "pynvml", fake)
         gpus = nvml.Gpus(1.0)
         for _ in range(3):
             found, no_gpu = gpus.sample(
@@ -197,6 +264,8 @@ def test_any_functions_may_fail_with_any_error(failures: dict[str, str]) -> None
         ("1, 7, 0", None, [(1, 0)]),
         (A100.uuid[:12], None, [(0, 0)]),
         ("GPU-", None, None),
+        ("²", None, None),  # a digit to str.isdigit, no number to int
+        ("9" * 5000, None, None),
         ("-1", None, None),
         ("", None, None),
         ("0,0", None, None),
@@ -264,6 +333,51 @@ def test_a_forked_child_opens_nvml_for_itself(install, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert gpus.sample({})[0][0].gpm == nvml.FIRST_SAMPLE
     assert fake.open == 2
+
+
+def test_a_forked_child_gives_nothing_of_its_parent_back(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install()
+    gpus = nvml.Gpus(1.0)
+    gpus.sample({})
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        gpus.close()
+    assert (fake.open, len(fake.gpm_samples)) == (1, 2)
+
+
+def test_a_driver_that_cannot_count_is_opened_anew_and_nothing_is_left_open(install) -> None:
+    fake = install()
+    gpus = nvml.Gpus(1.0)
+    gpus.sample({})
+    fake.failures["nvmlDeviceGetCount"] = "Unknown"
+    for _ in range(3):
+        assert gpus.sample({}) == ((), "NVML cannot count the GPUs: the driver reports an unknown error")
+        assert (fake.open, fake.gpm_samples) == (0, set())
+    fake.failures.clear()
+    assert gpus.sample({})[0][0].util_percent == 98.0
+    gpus.close()
+    assert fake.open == 0
+
+
+def test_a_whole_gpu_with_mig_on_is_not_told_to_be_hopper(install) -> None:
+    ((gpu,), _) = second(install(boards=(MIG,), failures={"nvmlGpmSampleGet": "NotSupported"}))
+    assert gpu.gpm.startswith(nvml.WHOLE_MIG)
+    assert gpu.power_watts == 648.312
+
+
+@pytest.mark.parametrize(("code", "value"), [(3, 12.5), (999, 12.5), (0, math.nan), (0, math.inf)])
+def test_a_metric_that_fails_by_itself_is_unknown(install, monkeypatch, code: int, value: float) -> None:
+    answer = FakeNvml.nvmlGpmMetricsGet
+
+    def with_error(self: FakeNvml, request: SimpleNamespace) -> None:
+        answer(self, request)
+        for metric in request.metrics:
+            if metric.metricId == self.NVML_GPM_METRIC_ANY_TENSOR_UTIL:
+                metric.nvmlReturn, metric.value = code, value  # with an error: what was in the memory before
+
+    monkeypatch.setattr(FakeNvml, "nvmlGpmMetricsGet", with_error)
+    ((gpu,), _) = second(install())
+    assert (gpu.tensor_active_percent, gpu.sm_active_percent) == (None, 93.1)
 
 
 def test_a_metric_that_the_gpu_does_not_have_is_left_out(install) -> None:

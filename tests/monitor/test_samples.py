@@ -1,12 +1,15 @@
 """Samples as JSON lines, the sampler and its thread, host and processes."""
 
+import collections
 import dataclasses
+import errno
 import io
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,53 @@ def test_a_writer_that_fails_is_reported_once_and_the_others_go_on(install) -> N
     sampler.take()
     assert got == list(sampler.recent)
     assert len(got) == 3
+
+
+def test_a_warning_that_is_an_error_ends_neither_the_sampling_nor_the_other_writers(install) -> None:
+    install()
+    enough = threading.Event()
+    got: list[Sample] = []
+    told: list[type[BaseException]] = []
+
+    def broken(sample: Sample) -> None:
+        raise OSError("disk full")
+
+    def write(sample: Sample) -> None:
+        got.append(sample)
+        if len(got) == 3:
+            enough.set()
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("error")
+        patch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+        with Sampler([broken, write], interval=0.001) as sampler:
+            assert enough.wait(SAFETY)
+    assert got[:3] == list(sampler.recent)[:3]
+    assert told == [UserWarning]
+
+
+def test_a_program_that_ends_while_sampling_ends_quietly() -> None:
+    code = "import time; from flatout.monitor import Sampler; Sampler(interval=1e-4).start(); time.sleep(0.05)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=4 * SAFETY, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_disk_that_fills_up_is_an_error_and_not_half_a_line(tmp_path: Path) -> None:
+    class Disk(io.BytesIO):
+        room = 5
+
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = super().write(data[: self.room])
+            self.room -= written
+            return written
+
+    writer = JsonLines(tmp_path / "run.jsonl")
+    writer.close()
+    writer._own = Disk()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        writer(Sample(1.0, (), None, HostSample(1)))
 
 
 def test_the_thread_samples_until_closed(install) -> None:
@@ -220,6 +270,68 @@ def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(monkeypatch: p
     assert (sample.processes, sample.pid_ended) == ((), False)
 
 
+def test_where_no_file_can_be_opened_sampling_goes_on() -> None:
+    """A training that runs out of file descriptors: psutil lets the system's own errors through."""
+    pytest.importorskip("psutil")
+    code = """
+import os, resource
+from flatout.monitor import Sampler
+sampler, all = Sampler(), Sampler(pid="all")
+sampler.take()
+held = [os.open(os.devnull, os.O_RDONLY)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, held[0] + 1))
+sample, whole = sampler.take(), all.take()
+assert not sample.pid_ended and sample.processes == whole.processes == (), sample
+assert "Too many open files" in sample.host.missing["cpu_percent"], sample.host
+"""
+    subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", code], check=True, timeout=4 * SAFETY)
+
+
+def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+
+    def hidden(pid: int) -> None:
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(psutil, "Process", hidden)  # as under /proc with hidepid, of another user
+    assert host.Processes(os.getpid()).sample() == ((), False)
+    assert host.Processes(2**22 + 1).sample() == ((), True)
+
+
+def test_a_process_that_may_not_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+
+    def denied(self: object, *args: object, **kwargs: object) -> None:
+        raise psutil.AccessDenied
+
+    processes = host.Processes(os.getpid())
+    monkeypatch.setattr(psutil.Process, "status", denied)
+    monkeypatch.setattr(psutil.Process, "children", denied)
+    monkeypatch.setattr(psutil.Process, "create_time", denied)
+    assert processes.sample() == ((), False)
+
+
+def test_a_zombie_has_ended() -> None:
+    pytest.importorskip("psutil")
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        processes = host.Processes(process.pid)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert host.exists(process.pid)
+        assert processes.sample() == ((), True)
+
+
+def test_processes_that_ended_are_forgotten() -> None:
+    pytest.importorskip("psutil")
+    processes = host.Processes(os.getpid())
+    for _ in range(3):
+        with subprocess.Popen(["sleep", "60"]) as child:
+            assert len(processes.sample()[0]) >= 2
+            child.kill()
+    processes.sample()
+    assert len(processes._rates._last) < 3
+
+
 class Group:
     """A folder of control groups, v2."""
 
@@ -247,6 +359,48 @@ def test_a_containers_limits_are_what_counts(tmp_path: Path, monkeypatch: pytest
     assert found.ram_available_bytes == found.ram_used_bytes == 2**19
     assert found.cpu_percent == pytest.approx(60.0)  # 0.6 s in 2 s of half a core
     assert found.cores == 1
+
+
+@pytest.mark.parametrize("accounts", ["cpu/a", "cpuacct/a"])
+def test_cpu_time_of_the_first_version_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounts: str
+) -> None:
+    for folder in ("cpu/a", "cpuacct/a", "proc/self"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("2:cpuacct:/a\n1:cpu:/a\n")
+    (tmp_path / "cpu/a/cpu.cfs_quota_us").write_text("50000")
+    (tmp_path / "cpu/a/cpu.cfs_period_us").write_text("100000")
+    (tmp_path / accounts / "cpuacct.usage").write_text("1500000000\n")
+    (tmp_path / "cpuacct/cpuacct.usage").write_text("9\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
+    group, quota = host._quota()
+    assert (group, quota) == (tmp_path / "cpu/a", 0.5)
+    assert machine.used_seconds(group) == 1.5
+    (tmp_path / accounts / "cpuacct.usage").unlink()
+    with pytest.raises(OSError, match="does not tell"):
+        machine.used_seconds(group)
+
+
+def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    times = collections.namedtuple("times", "user nice system idle iowait irq softirq steal guest guest_nice")
+    looks = iter(
+        [
+            [times(*[0.0] * 10), times(*[0.0] * 10)],
+            [times(4.0, *[0.0] * 9), times(0.5, 0.0, 0.5, 2.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.0)],  # guests are in user
+        ]
+    )
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: next(looks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    monkeypatch.setattr(machine, "control_groups", lambda controller: iter([]))
+    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
+    looker = host.Host()
+    assert looker.sample().cpu_percent is None
+    found = looker.sample()
+    assert found.per_cpu_percent == (25.0,)
+    assert found.cpu_percent == 25.0
 
 
 def test_rates_survive_counters_that_begin_anew() -> None:

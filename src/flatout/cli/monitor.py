@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import signal
 import sys
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from rich.live import Live
 from flatout.cli.command import Command, CommandError
 from flatout.monitor import JsonLines, Sample, Sampler
 from flatout.monitor.host import exists
+from flatout.monitor.sampler import KEPT
 from flatout.monitor.view import View
 
 DESCRIPTION = """\
@@ -41,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from sample to sample (default: 1)"
     )
     parser.add_argument("--json", metavar="FILE", help="add a JSON line per sample to a file; - is standard output")
+    parser.add_argument(
+        "--dcgm", action="store_true", help="ask DCGM about tensor cores before Hopper; profilers fail meanwhile"
+    )
     parser.add_argument("--once", action="store_true", help="take one sample and end")
 
 
@@ -56,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
                 arrived.put,
                 interval=min(args.interval, _FIRST_INTERVAL) if args.once else args.interval,
                 pid="all" if args.pid is None else args.pid,
+                dcgm=args.dcgm,
             )
             stack.enter_context(sampler)
-            show = _Screen(sampler, live=not args.once) if args.json != "-" else None
+            show = _Screen(live=not args.once) if args.json != "-" else None
             if show is not None:
                 stack.enter_context(show)
             return _follow(arrived, lines, show, once=args.once)
@@ -79,35 +86,50 @@ def _follow(arrived: queue.SimpleQueue[Sample], lines: JsonLines | None, show: _
         if lines is not None:
             lines(sample)
         if show is not None:
-            show()
+            show(sample)
         if once or sample.pid_ended:
             return 0
+
+
+class _Output(Console):
+    """Standard output; a reader that left is the caller's to see, as it is for JSON lines."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 class _Screen:
     """The view, drawn again for every sample in a terminal, and below one another anywhere else."""
 
-    def __init__(self, sampler: Sampler, *, live: bool) -> None:
-        self._sampler = sampler
-        self._console = Console()
-        wanted = live and self._console.is_terminal
+    def __init__(self, *, live: bool) -> None:
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._console = _Output()
+        wanted = live and self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop") if wanted else None
 
     def __enter__(self) -> _Screen:
         if self._live is not None:
+            self._before = signal.signal(signal.SIGTERM, _exit)
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
+            signal.signal(signal.SIGTERM, self._before)
 
-    def __call__(self) -> None:
-        view = View(tuple(self._sampler.recent))
+    def __call__(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        view = View(tuple(self._samples))
         if self._live is not None:
             self._live.update(view, refresh=True)
         else:
             self._console.print(view)
+
+
+def _exit(number: int, frame: object) -> None:
+    """Ends the command by a signal, but gives the terminal its cursor back."""
+    raise SystemExit(128 + number)
 
 
 def _open(file: str) -> JsonLines:

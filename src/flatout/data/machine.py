@@ -51,27 +51,57 @@ def wanted_core_seconds() -> float:
     return sum(map(int, ran_and_waited)) / 1e9 if ran_and_waited else time.thread_time()
 
 
+def used_seconds(group: Path) -> float:
+    """CPU seconds that a control group of ``control_groups("cpu")`` has used.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    if micro := field_of(group / "cpu.stat", "usage_usec"):
+        return micro / 1e6
+    # Version 1 may keep the accounts in a tree of their own, of the same shape.
+    accounts = dict(zip(control_groups("cpu"), control_groups("cpuacct"), strict=False))
+    for folder in (group, accounts.get(group, group)):
+        nano = text_of(folder / "cpuacct.usage")
+        if nano.isdigit():
+            return int(nano) / 1e9
+    raise OSError("the container does not tell its CPU time")
+
+
 def available_memory() -> int:
     """Bytes that a process can still take without swapping, a container's limit included."""
-    return min([_meminfo_available(), *map(_left_of_limit, control_groups("memory"))])
+    return min([_meminfo_available(), *(limit - used for limit, used in _memory_limits())])
 
 
-def _left_of_limit(group: Path) -> int:
-    """Bytes until a control group's limit; files that were read count as used there, but give way to others."""
+def total_memory() -> int:
+    """Bytes that the machine has, or the container's limit where that is less."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in _memory_limits())])
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Limit of each control group that has one, and bytes used of it; files that were read give way, and are not."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     )
-    for limit, usage, inactive in versions:
-        limit, usage = text_of(group / limit), text_of(group / usage)
-        if limit.isdigit() and usage.isdigit():
-            return max(0, int(limit) - max(0, int(usage) - field_of(group / "memory.stat", inactive)))
-    return 2**63
+    for group in control_groups("memory"):
+        for names in versions:
+            limit, usage = text_of(group / names[0]), text_of(group / names[1])
+            if limit.isdigit() and usage.isdigit():
+                used = max(0, int(usage) - field_of(group / "memory.stat", names[2]))
+                yield int(limit), min(used, int(limit))
 
 
 def _meminfo_available() -> int:
     kibibytes = field_of(_PROC / "meminfo", "MemAvailable:")  # written as "kB"
     return kibibytes * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def swap() -> tuple[int, int]:
+    """Bytes of the machine's swap in use, and in all."""
+    total, free = (1024 * field_of(_PROC / "meminfo", name) for name in ("SwapTotal:", "SwapFree:"))
+    return total - free, total
 
 
 def private_memory(pid: int) -> int:

@@ -1,13 +1,22 @@
-"""Tensor-core activity before Hopper: through DCGM, where its Python bindings and its host engine are there."""
+"""Tensor-core activity before Hopper: through DCGM, where it is asked for and its Python bindings are there.
+
+Asking is the caller's choice, never a default: while DCGM watches these fields it holds the hardware counters, and
+whatever profiles through CUPTI (``torch.profiler``, Nsight) fails meanwhile. The bindings also open a connection to
+the host engine, and report its faults to the root logger.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from flatout.monitor.reasons import reason
 
-NOT_IMPORTABLE = "needs Hopper or later; before it DCGM, whose Python bindings (DcgmReader) are not on sys.path"
+NOT_ASKED = "DCGM may tell, if asked: Sampler(dcgm=True), --dcgm"
+NOT_IMPORTABLE = "DCGM's Python bindings (DcgmReader) are not on sys.path"
+NO_ENGINE = "DCGM's host engine does not answer"
+INHERITED = "DCGM is connected in the process that this one was forked from"
 
 _FIELDS = {  # DCGM_FI_PROF_*: all four are ratios
     1002: "sm_active_percent",
@@ -18,51 +27,57 @@ _FIELDS = {  # DCGM_FI_PROF_*: all four are ratios
 
 
 class Dcgm:
-    """DCGM's profiling fields of all GPUs; a failure is final, so that a dead host engine is not called for ever.
-
-    DCGM holds the hardware counters while it watches these fields: profilers (CUPTI, Nsight) fail meanwhile.
-    """
+    """DCGM's profiling fields of all GPUs; a failure is final, so that a dead host engine is not called for ever."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._reader: Any = None
+        self._pid = 0  # of the process that is connected
         self._failure = ""
 
     def values(self, uuid: str | None) -> tuple[dict[str, float], str]:
         """Fields of a GPU, and where they come from, or none and why."""
         if self._failure:
             return {}, self._failure
+        if self._reader is not None and self._pid != os.getpid():
+            return {}, INHERITED
         try:
             if self._reader is None:
-                self._reader = _open(self._interval)
+                self._reader, self._pid = _new_reader(self._interval), os.getpid()
+                self._reader.Init()
             by_gpu = self._reader.GetLatestGpuValuesAsFieldIdDict()
+            if not by_gpu:  # the bindings log a lost connection, and try it again in every call
+                raise ConnectionError(NO_ENGINE)
             for gpu, found in by_gpu.items():
                 if _text(self._reader.m_gpuIdToUUId.get(gpu)) == uuid:
                     return {name: 100 * found[number] for number, name in _FIELDS.items() if number in found}, "DCGM"
         except ImportError:
             self._failure = NOT_IMPORTABLE
+        except ConnectionError as error:
+            self._failure = str(error)
         except Exception as error:  # any fault of the bindings: sampling goes on
-            self._failure = f"needs Hopper or later; before it DCGM, which failed: {reason(error)}"
+            self._failure = f"DCGM failed: {reason(error)}"
+        if self._failure:
+            self.close()
         return {}, self._failure or "DCGM does not know this GPU"
 
     def close(self) -> None:
-        """Disconnects; the fields are no longer watched."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.Shutdown()
+        """Disconnects; the fields are no longer watched. In a forked child this leaves the parent's connection be."""
+        if self._reader is not None and self._pid == os.getpid():
+            with suppress(Exception):  # an engine that died has nothing to give back
+                self._reader.Shutdown()
+            self._reader = None
 
 
-def _open(interval: float) -> Any:
+def _new_reader(interval: float) -> Any:
     from DcgmReader import DcgmReader  # beside DCGM's own library, not on PyPI
 
-    reader = DcgmReader(
+    return DcgmReader(
         fieldIds=list(_FIELDS),
         updateFrequency=int(interval * 1e6),
         maxKeepAge=10 * interval,
         fieldGroupName=f"flatout_{os.getpid()}",
     )
-    reader.Init()
-    return reader
 
 
 def _text(uuid: str | bytes | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +37,10 @@ class Rates:
         if before is None or now <= before[1] or counter < before[0]:
             return None
         return (counter - before[0]) / (now - before[1])
+
+    def forget_before(self, now: float) -> None:
+        """Drops every counter whose last look was earlier: its process has ended."""
+        self._last = {name: last for name, last in self._last.items() if last[1] >= now}
 
 
 class Host:
@@ -78,7 +82,7 @@ class Host:
                 percents.append(min(100.0, 100 * busy))
         total = sum(percents) / len(percents) if percents else None
         if group is not None and quota < len(allowed):
-            used = self._rates.per_second("quota", _used_seconds(group), now)
+            used = self._rates.per_second("quota", machine.used_seconds(group), now)
             total = None if used is None else min(100.0, 100 * used / quota)
         return {"cpu_percent": total, "per_cpu_percent": tuple(percents) or None}
 
@@ -93,6 +97,8 @@ class Host:
 
     def _network(self, now: float) -> dict[str, Any]:
         counters = _psutil().net_io_counters()
+        if counters is None:
+            raise OSError("the system shows no network")
         return {
             "network_received_bytes_per_second": self._rates.per_second("received", counters.bytes_recv, now),
             "network_sent_bytes_per_second": self._rates.per_second("sent", counters.bytes_sent, now),
@@ -115,7 +121,7 @@ class Processes:
         self._root = None
         self._ended = False
         if psutil is not None and pid is not None:
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 self._root = psutil.Process(pid)
 
     def sample(self) -> tuple[tuple[ProcessSample, ...], bool]:
@@ -127,6 +133,7 @@ class Processes:
             return (), True
         now = time.monotonic()
         found = [sample for process in self._members() if (sample := self._one(process, now)) is not None]
+        self._rates.forget_before(now)
         found.sort(key=lambda one: (one.pid != self._pid, -(one.cpu_percent or 0.0), one.pid))
         if self._pid is None:
             found = [one for one in found if one.rss_bytes][:BUSIEST]  # the kernel's own threads have no memory
@@ -134,18 +141,25 @@ class Processes:
 
     def _alive(self) -> bool:
         try:
-            return bool(self._root and self._root.is_running() and self._root.status() != psutil.STATUS_ZOMBIE)
-        except psutil.Error:
+            if self._root is not None:
+                return bool(self._root.is_running() and self._root.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
             return False
+        except (psutil.Error, OSError):  # it may not be read, or there is no file descriptor left to read it with
+            pass
+        return self._pid is not None and exists(self._pid)
 
     def _members(self) -> list[Any]:
-        if self._root is None:
-            return list(psutil.process_iter())
         try:
+            if self._pid is None:
+                return list(psutil.process_iter())
+            if self._root is None:  # another user's, and hidden from this one
+                return []
             members = [self._root, *self._root.children(recursive=True)]
-        except psutil.Error:
-            members = [self._root]
-        self._look_up_one_uss([process.pid for process in members])
+        except (psutil.Error, OSError):
+            members = [] if self._root is None else [self._root]
+        if members:
+            self._look_up_one_uss([process.pid for process in members])
         return members
 
     def _look_up_one_uss(self, pids: list[int]) -> None:
@@ -174,7 +188,7 @@ class Processes:
                     rss_bytes=process.memory_info().rss,
                     uss_bytes=self._uss.get(process.pid),
                 )
-        except psutil.Error:  # it ended meanwhile, or is another user's
+        except (psutil.Error, OSError):  # it ended meanwhile, is another user's, or no file descriptor is left
             return None
 
 
@@ -198,17 +212,9 @@ def exists(pid: int) -> bool:
 
 
 def _memory() -> dict[str, int]:
-    total = min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_memory_limits()])
+    total = machine.total_memory()
     available = min(total, machine.available_memory())
     return {"ram_total_bytes": total, "ram_available_bytes": available, "ram_used_bytes": total - available}
-
-
-def _memory_limits() -> Iterator[int]:
-    for group in machine.control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = machine.text_of(group / name)
-            if limit.isdigit():
-                yield int(limit)
 
 
 def _shared_memory() -> dict[str, int]:
@@ -222,12 +228,3 @@ def _quota() -> tuple[Any, float]:
     groups = [(machine.quota_of(group), group) for group in machine.control_groups("cpu")]
     quota, group = min(groups, key=lambda found: found[0], default=(math.inf, None))
     return (group, quota) if math.isfinite(quota) else (None, math.inf)
-
-
-def _used_seconds(group: Any) -> float:
-    """CPU seconds that a control group has used, of either version of control groups."""
-    micro = machine.field_of(group / "cpu.stat", "usage_usec")
-    nano = machine.text_of(group / "cpuacct.usage")
-    if not micro and not nano.isdigit():
-        raise OSError("the container does not tell its CPU time")
-    return micro / 1e6 if micro else int(nano) / 1e9

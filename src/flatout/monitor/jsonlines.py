@@ -35,7 +35,9 @@ class JsonLines:
         """Writes one sample."""
         line = json.dumps(asdict(sample), allow_nan=False, separators=(",", ":")) + "\n"
         if self._own is not None:
-            self._own.write(line.encode())
+            rest = line.encode()
+            while rest:  # of a disk that fills up: the next write says so
+                rest = rest[self._own.write(rest) :]
         elif self._file is not None:
             self._file.write(line)
             self._file.flush()

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from flatout.monitor.dcgm import Dcgm
+from flatout.monitor.dcgm import NOT_ASKED, Dcgm
 from flatout.monitor.reasons import reason
 from flatout.monitor.sample import GpuSample
 from flatout.monitor.visible import UNKNOWN_ORDER, Wanted, visible_devices
 
 NOT_INSTALLED = "nvidia-ml-py is not installed: pip install 'flatout[monitor]'"
 FIRST_SAMPLE = "from the second sample on"
+BEFORE_HOPPER = "needs Hopper or later"
+WHOLE_MIG = "NVML does not tell it of this GPU; where MIG is on, name a MIG device in CUDA_VISIBLE_DEVICES"
 _MIB = 2**20
 
 _THROTTLE = {  # bits of the clock event reasons, as nvml.h numbers them
@@ -34,8 +36,8 @@ _THROTTLE = {  # bits of the clock event reasons, as nvml.h numbers them
 class Gpus:
     """The GPUs of a watched process, for sampling: opens NVML, and opens it again after it was shut down or forked."""
 
-    def __init__(self, interval: float) -> None:
-        self._dcgm = Dcgm(interval)
+    def __init__(self, interval: float, *, dcgm: bool = False) -> None:
+        self._dcgm = Dcgm(interval) if dcgm else None
         self._nvml: Any = None
         self._pid: int | None = None  # of the process in which NVML is open
         self._gpm: dict[Wanted, _Gpm] = {}
@@ -51,7 +53,7 @@ class Gpus:
         try:
             count = nvml.nvmlDeviceGetCount()
         except Exception as error:
-            self._pid = None
+            self._shut_down()
             return (), f"NVML cannot count the GPUs: {reason(error)}"
         if not count:
             return (), "NVML finds no GPU"
@@ -63,8 +65,12 @@ class Gpus:
 
     def close(self) -> None:
         """Gives everything back."""
-        self._dcgm.close()
-        if self._pid == os.getpid():
+        if self._dcgm is not None:
+            self._dcgm.close()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._pid == os.getpid():  # what a forked child inherited is its parent's to give back
             for gpm in self._gpm.values():
                 gpm.close()
             _attempt(self._nvml.nvmlShutdown)
@@ -94,10 +100,7 @@ class Gpus:
 
         def read(field: str, query: Callable[[], Any]) -> Any:
             try:
-                value = query()
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise ValueError(f"NVML said {value}")
-                return value
+                return query()
             except Exception as error:  # NVMLError, or an old nvidia-ml-py without the function
                 missing[field] = reason(error)
                 if type(error).__name__ == "NVMLError_Uninitialized":
@@ -163,15 +166,22 @@ class Gpus:
             gpm = self._gpm.get(wanted)
             if gpm is None:
                 if not nvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
-                    return self._dcgm.values(_attempt(lambda: nvml.nvmlDeviceGetUUID(part)))
+                    return self._ask_dcgm(part, BEFORE_HOPPER)
                 instance = nvml.nvmlDeviceGetGpuInstanceId(part) if wanted.mig_uuid else None
                 gpm = self._gpm[wanted] = _Gpm(nvml, gpu, instance)
             found = gpm.values()
         except Exception as error:
             if type(error).__name__ in ("NVMLError_NotSupported", "NVMLError_FunctionNotFound"):
-                return self._dcgm.values(_attempt(lambda: nvml.nvmlDeviceGetUUID(part)))
+                return self._ask_dcgm(part, WHOLE_MIG if wanted in self._gpm else BEFORE_HOPPER)
             return {}, f"NVML's GPM failed: {reason(error)}"
         return (found, "NVML GPM") if found else ({}, FIRST_SAMPLE)
+
+    def _ask_dcgm(self, part: Any, why: str) -> tuple[dict[str, float], str]:
+        """DCGM's numbers, or none, with why GPM has none in front of why DCGM has none."""
+        if self._dcgm is None:
+            return {}, f"{why}; {NOT_ASKED}"
+        found, said = self._dcgm.values(_attempt(lambda: self._nvml.nvmlDeviceGetUUID(part)))
+        return (found, said) if found else ({}, f"{why}; {said}")
 
 
 class _Gpm:

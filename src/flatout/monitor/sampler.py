@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import warnings
@@ -39,6 +40,7 @@ class Sampler:
         *,
         interval: float = 1.0,
         pid: int | Literal["all"] | None = None,
+        dcgm: bool = False,
     ) -> None:
         """Prepares; nothing is sampled yet.
 
@@ -47,6 +49,8 @@ class Sampler:
                 warning and not called again.
             interval: seconds from sample to sample.
             pid: the process to watch, with all that descend from it; None is this one, ``"all"`` the whole machine.
+            dcgm: whether to ask DCGM for tensor-core and memory activity of GPUs before Hopper. It holds the hardware
+                counters from then to ``close()``: ``torch.profiler`` and Nsight fail meanwhile.
 
         Raises:
             ValueError: ``interval`` is not a positive, finite number.
@@ -57,7 +61,7 @@ class Sampler:
         self._writers = [write] if callable(write) else list(write)
         self._interval = interval
         self._pid = None if pid == "all" else os.getpid() if pid is None else pid
-        self._gpus = Gpus(interval)
+        self._gpus = Gpus(interval, dcgm=dcgm)
         self._host = Host()
         self._processes = Processes(self._pid)
         self._stop = threading.Event()
@@ -70,12 +74,15 @@ class Sampler:
         gpus, no_gpu = self._gpus.sample(_environment(self._pid))
         sample = Sample(time.time(), gpus, no_gpu, self._host.sample(), self._pid, ended, processes)
         self.recent.append(sample)
+        failed: list[Exception] = []
         for write in list(self._writers):
             try:
                 write(sample)
             except Exception as error:  # the writer's fault must end neither the training nor the sampling
                 self._writers.remove(write)
-                warnings.warn(f"flatout's monitor stops a writer that failed: {reason(error)}", stacklevel=2)
+                failed.append(error)
+        for fault in failed:
+            warnings.warn(f"flatout's monitor stops a writer that failed: {reason(fault)}", stacklevel=2)
         return sample
 
     def start(self) -> None:
@@ -113,7 +120,10 @@ class Sampler:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():
-            self.take()
+            try:
+                self.take()
+            except Warning:  # which a filter made an error: shown as one, and sampling goes on
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             due = max(due + self._interval, time.monotonic())  # a sample that took too long is not made up for
             self._stop.wait(due - time.monotonic())
 

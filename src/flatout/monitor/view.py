@@ -21,6 +21,9 @@ _ASCII = str.maketrans({"·": "|", "°": " ", "–": "-", "└": "-", "…": "~"
 _SPARKLINE_WIDTH = 96
 """Columns inside a panel from which the last minute is drawn beside the bars."""
 
+_NARROW = 52
+"""Columns inside a panel below which the figures need the bars' room."""
+
 _GPU_LINES, _OTHER_LINES = 12, 14
 """Lines of a GPU's panel and of all else; where they are more than the terminal's, a GPU is one line of a table."""
 
@@ -28,7 +31,7 @@ _HOT = 85  # °C: most data-centre GPUs slow down from 85 to 90
 
 
 class View:
-    """The last sample with the minute before it, for rich to print at any width from 60."""
+    """The last sample with the minute before it, for rich to print at any width from 40."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         """Takes the samples, oldest first; at least one."""
@@ -101,11 +104,17 @@ class _Pen:
         """A table for ``meter``."""
         table = Table.grid(padding=(0, 1), expand=True)
         table.add_column(width=12, no_wrap=True)
-        table.add_column(width=self._bar_columns, no_wrap=True)
+        if not self.narrow:
+            table.add_column(width=self._bar_columns, no_wrap=True)
         table.add_column(ratio=1, no_wrap=True, overflow=self.overflow)
         if self.width >= _SPARKLINE_WIDTH:
             table.add_column(width=self._spark_columns, no_wrap=True)
         return table
+
+    @property
+    def narrow(self) -> bool:
+        """Whether there is no room for bars."""
+        return self.width < _NARROW
 
     @property
     def overflow(self) -> OverflowMethod:
@@ -125,11 +134,10 @@ class _Pen:
     ) -> None:
         """Adds a line: label, bar of the last per cent, its value, and the minute before."""
         known = value is not None
-        cells = [
-            self.text(label),
-            self.bar(percents[-1] if known else None, style, self._bar_columns),
-            self.text(value if value is not None else "–", "" if known else "dim"),
-        ]
+        cells = [self.text(label)]
+        if not self.narrow:
+            cells.append(self.bar(percents[-1] if known else None, style, self._bar_columns))
+        cells.append(self.text(value if value is not None else "–", "" if known else "dim"))
         if self.width >= _SPARKLINE_WIDTH:
             cells.append(self.sparkline(percents, style, self._spark_columns))
         table.add_row(*cells)
@@ -288,24 +296,26 @@ def _host_notes(host: HostSample) -> Iterator[tuple[str, str]]:
 
 def _processes(pen: _Pen, sample: Sample) -> Table:
     table = Table(
-        box=box.ASCII if pen.plain else box.SIMPLE_HEAD,
+        box=None if pen.plain else box.SIMPLE_HEAD,
         expand=True,
-        padding=(0, 2, 0, 0),
+        padding=(0, 1 if pen.narrow else 2, 0, 0),
         pad_edge=False,
         show_edge=False,
         header_style="bold",
     )
     table.add_column("process", ratio=1, no_wrap=True, overflow=pen.overflow)
-    for name in ("pid", "CPU", "resident", "private"):
+    private = not pen.narrow and any(process.uss_bytes is not None for process in sample.processes)
+    columns = ("pid", "CPU", "resident", "private") if private else ("pid", "CPU", "resident")
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for depth, process in _nested(sample.processes, sample.pid):
         branch = "  " * (depth - 1) + "└ " if depth else ""
-        table.add_row(
-            pen.text(f"{branch}{clean(process.name)}"),
+        cells = (
             str(process.pid),
-            pen.text("–" if process.cpu_percent is None else f"{process.cpu_percent:.0f} %"),
-            *(pen.text("–" if size is None else _size(size)) for size in (process.rss_bytes, process.uss_bytes)),
+            "–" if process.cpu_percent is None else f"{process.cpu_percent:.0f} %",
+            *("–" if size is None else _size(size) for size in (process.rss_bytes, process.uss_bytes)),
         )
+        table.add_row(pen.text(f"{branch}{clean(process.name)}"), *map(pen.text, cells[: len(columns)]))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ def visible_devices(
     if listed is None:
         return everything
     entries = [entry.strip() for entry in listed.split(",")]
-    if not ordered and entries and entries[0].isdigit():
+    if not ordered and entries and _is_number(entries[0]):
         return everything
     found: list[Wanted] = []
     for entry in entries:
@@ -60,9 +61,13 @@ def visible_devices(
 def _one(entry: str, cuda_index: int, uuids: Sequence[str | None]) -> Wanted | None:
     if entry.startswith("MIG-"):
         return Wanted(None, cuda_index, entry)
-    if entry.isdigit():
+    if _is_number(entry):
         return Wanted(int(entry), cuda_index) if int(entry) < len(uuids) else None
     if not entry.startswith("GPU-"):
         return None
     matches = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
     return Wanted(matches[0], cuda_index) if len(matches) == 1 else None
+
+
+def _is_number(entry: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", entry) is not None
