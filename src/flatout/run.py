@@ -17,6 +17,7 @@ from flatout.measure.judge import judged
 from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
+from flatout.profile import Profile, profile_run
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
@@ -261,6 +262,24 @@ class Run:
         if samples == 0:
             raise ValueError("eval loader yielded no batch")
         return {name: float(total) / samples for name, total in totals.items()}
+
+    def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
+        """Where the time of a step goes, and what to do about it: ``print(run.profile())``.
+
+        These are **real training steps**: weights, optimizer and scheduler move on as in any loop over ``run.loader``
+        that is left by a break, which is also how the loader is left. Besides ``steps`` and ``warmup`` two steps look
+        for sync points, and some use up what loader workers have in store. A loader with fewer batches begins a new
+        epoch; one that cannot is profiled as far as it goes.
+
+        Args:
+            steps: to time, under ``torch.profiler``.
+            warmup: steps before.
+
+        Raises:
+            ValueError: ``steps`` < 1, ``warmup`` < 0, or the loader ended before a step could be timed.
+            RuntimeError: ``optimize`` was not given an optimizer.
+        """
+        return profile_run(self.loader, self.step, steps, warmup)
 
     def undo(self) -> None:
         """Give the user's objects back: model, optimizer, device and backend flags work as before ``optimize``.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import demo, doctor, monitor
+from flatout.cli import demo, doctor, monitor, profile
 from flatout.cli.command import Command, CommandError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND)
+COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -62,7 +62,7 @@ def gains(rows: tuple[Row, ...]) -> str:
             f'M{x(gain.low - 1):.1f} {middle - 4}v8M{x(gain.high - 1):.1f} {middle - 4}v8"/>'
             f'<text class="value" x="{WIDTH}" y="{middle + 4}" text-anchor="end">{escape(value)}</text></g>'
         )
-    return _svg(height, "speed gained by every candidate that was timed, with 95 % intervals", parts)
+    return svg(height, "speed gained by every candidate that was timed, with 95 % intervals", parts)
 
 
 def paces(before: Pace, after: Pace) -> str:
@@ -96,7 +96,7 @@ def paces(before: Pace, after: Pace) -> str:
                 )
         total = words.milliseconds(pace.load_ms + pace.step_ms)
         parts.append(f'<text class="value" x="{label + load + step + 8:.1f}" y="{top + 20}">{total}</text>')
-    return _svg(2 * line, "milliseconds per batch, loading and computing, before and after", parts)
+    return svg(2 * line, "milliseconds per batch, loading and computing, before and after", parts)
 
 
 def _short(name: str, limit: int = 38) -> str:
@@ -111,7 +111,8 @@ def _ticks(low: float, high: float) -> list[float]:
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _svg(height: int, label: str, parts: list[str]) -> str:
+def svg(height: int, label: str, parts: list[str]) -> str:
+    """An ``<svg>`` element of the page's width around its parts."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{escape(label)}">{"".join(parts)}</svg>'

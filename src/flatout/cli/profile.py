@@ -1,0 +1,121 @@
+"""``flatout profile``: where the time of any training script goes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from flatout.cli.command import Command, CommandError
+from flatout.profile import nsight
+from flatout.profile.script import Ended, capture_script, least_updates, profile_script
+
+DESCRIPTION = """\
+Runs a training script and profiles some of its updates: time by part of the
+step, the costliest operators, why the GPU idled, sync points by file and line,
+memory, and what to do. The script need not know of flatout. It is ended when
+the profile is done, unless --keep-going."""
+
+EPILOG = """\
+examples:
+  flatout profile train.py --epochs 3            a summary after some 15 updates
+  flatout profile --html profile.html train.py   and a page with charts
+  flatout profile --trace trace.json.gz train.py for https://ui.perfetto.dev
+  flatout profile --nsight train.py              what to type for nsys and ncu
+
+A step is what lies between two updates. Before those that are timed, two look
+for sync points, and some use up what loader workers have in store. The exit
+status is the script's own; 0 when it was ended."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``flatout profile``."""
+    parser.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    parser.add_argument("--warmup", type=_positive, default=3, metavar="N", help="updates before (default: 3)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with charts")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the Chrome trace; compressed for *.gz")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--keep-going", action="store_true", help="let the script run to its own end, unprofiled")
+    parser.add_argument("--nsight", action="store_true", help="run nothing: print the command lines of nsys and ncu")
+    parser.add_argument("--capture", action="store_true", help="for those lines: mark the updates, profile nothing")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs ``flatout profile``."""
+    if not Path(args.script).is_file():
+        raise CommandError(f"there is no script {args.script}")
+    for option in ("html", "trace", "json"):
+        path: Path | None = getattr(args, option)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+            raise CommandError(f"--{option} must be a file that can be written; {path} {fault}")
+    if args.nsight:
+        for line in nsight.commands(args.script, args.args, args.steps, args.warmup):
+            print(line.replace("{kernel}", nsight.kernel_filter("")))
+        return 0
+    if args.capture:
+        if not torch.cuda.is_available():
+            raise CommandError("--capture is for nsys and ncu, which need a GPU; torch sees none here")
+        return _left(capture_script(args.script, args.args, steps=args.steps, warmup=args.warmup))
+
+    where = {option: path.absolute() for option in ("html", "trace", "json") if (path := getattr(args, option))}
+    profile, ended = profile_script(
+        args.script, args.args, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going
+    )
+    status = _left(ended)
+    if profile is None:
+        if ended.error is None:
+            least = least_updates(1, args.warmup)
+            raise CommandError(
+                f"{args.script} ended after {ended.updates} optimizer updates; a profile takes {least} or more, and "
+                f"what its loader workers have in store (--warmup {args.warmup})"
+            )
+        return status
+    console = Console()
+    console.print(profile)
+    write: dict[str, Callable[[Path], object]] = {
+        "html": profile.to_html,
+        "trace": profile.to_chrome_trace,
+        "json": profile.to_json,
+    }
+    for option, path in where.items():
+        try:
+            write[option](path)
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error.strerror}") from error
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _left(ended: Ended) -> int:
+    """The script's exit status, its exception shown as Python would show it."""
+    if isinstance(ended.error, KeyboardInterrupt):
+        raise ended.error
+    if ended.error is not None:
+        sys.excepthook(type(ended.error), ended.error, ended.error.__traceback__)
+    return ended.status
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+_positive.__name__ = "whole number"  # argparse: "invalid whole number value: 'x'"
+
+COMMAND = Command(
+    name="profile",
+    help="where the time of any training script goes, and what to do about it",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,100 @@
+"""When the GPU ran nothing, and who caused it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flatout.profile.summary import Cause, Gaps, Phase
+from flatout.profile.trace import Event, Trace
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A stretch of one cause in which the device had neither kernel nor copy, microseconds of the trace."""
+
+    start: float
+    end: float
+    cause: Cause
+    phase: Phase
+    where: str
+
+
+def busy(trace: Trace) -> list[tuple[float, float]]:
+    """When any stream of the device worked, within the steps: in order, without overlap."""
+    merged: list[tuple[float, float]] = []
+    for work in trace.device:
+        start, end = max(work.start, trace.start), min(work.end, trace.end)
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def gaps(trace: Trace) -> list[Gap]:
+    """Every stretch without work on the device, in order, divided by what the host did meanwhile.
+
+    Together with ``busy`` they are all of the profiled steps. The host's part ends when it launches the work that
+    ends the gap. A wait for the device leaves nothing queued behind: until that launch everything but loading and
+    copying is the wait's doing.
+    """
+    if not trace.device:
+        return []
+    found: list[Gap] = []
+    at = trace.start
+    starts = [work.start for work in trace.device]
+    waits = [event for event in trace.host if _waits(event)]
+    wait_starts = [wait.start for wait in waits]
+    for start, end in [*busy(trace), (trace.end, trace.end)]:
+        if start > at:
+            index = bisect_left(starts, start)
+            following = trace.device[index] if index < len(starts) else None
+            launch = None if following is None else trace.launch_of(following)
+            last = bisect_right(wait_starts, at) - 1
+            wait = waits[last] if last >= 0 and waits[last].end >= at else None
+            found += _divided(trace, at, start, launch, wait)
+        at = end
+    return found
+
+
+def grouped(trace: Trace, found: Iterable[Gap]) -> tuple[Gaps, ...]:
+    """Gaps of one cause and place together, costliest first."""
+    lengths: dict[tuple[Cause, Phase, str], list[float]] = defaultdict(list)
+    for gap in found:
+        lengths[gap.cause, gap.phase, gap.where].append(1e-6 * (gap.end - gap.start))
+    groups = [
+        Gaps(*key, count=len(each) / trace.steps, seconds=sum(each) / trace.steps, longest=max(each))
+        for key, each in lengths.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: -group.seconds))
+
+
+def _waits(event: Event) -> bool:
+    return event.kind in ("cuda_runtime", "cuda_driver") and (
+        "Synchronize" in event.name or event.name in ("cudaMemcpy", "hipMemcpy")
+    )
+
+
+def _divided(trace: Trace, start: float, end: float, launch: Event | None, wait: Event | None) -> Iterator[Gap]:
+    if launch is not None and launch.end <= start:
+        operator = trace.operator_of(launch)
+        yield Gap(start, end, "device", trace.phase_of(launch), "" if operator is None else operator.name)
+        return
+    drained_by = "" if wait is None else trace.where(wait) or wait.name
+    drained_in = None if wait is None else trace.phase_of(wait)
+    for span in trace.divided(start, end):
+        if span.phase == "loader_wait":
+            yield Gap(span.start, span.end, "loader", span.phase, "")
+        elif span.phase == "h2d":
+            yield Gap(span.start, span.end, "copy", span.phase, "")
+        elif drained_in is not None:
+            yield Gap(span.start, span.end, "sync", drained_in, drained_by)
+        elif span.phase == "host_idle":
+            yield Gap(span.start, span.end, "own code", span.phase, "")
+        else:
+            yield Gap(span.start, span.end, "launch", span.phase, "")

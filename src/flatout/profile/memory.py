@@ -1,0 +1,35 @@
+"""Memory of tensors over time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from flatout.profile.summary import Memory
+from flatout.profile.trace import Trace
+
+_POINTS = 400
+_CPU = 0  # c10::DeviceType
+
+
+def memory(trace: Trace) -> Memory | None:
+    """The timeline of the device that takes most, a GPU before the CPU; None when nothing was allocated."""
+    timelines: dict[tuple[bool, int], list[tuple[float, int]]] = defaultdict(list)
+    for event in trace.memory:
+        told = event["args"]
+        if trace.start <= event["ts"] < trace.end:
+            key = (told["Device Type"] != _CPU, int(told["Device Id"]))
+            timelines[key].append((event["ts"], int(told["Total Allocated"])))
+    if not timelines:
+        return None
+    (on_gpu, index), timeline = max(timelines.items(), key=lambda item: (item[0][0], max(b for _, b in item[1])))
+    at, peak = max(timeline, key=lambda point: point[1])
+    seconds = [(1e-6 * (time - trace.start), allocated) for time, allocated in timeline]
+    return Memory(f"cuda:{index}" if on_gpu else "cpu", _thinned(seconds), peak, trace.phase_at(at))
+
+
+def _thinned(timeline: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """At most ``_POINTS`` points: of each stretch the highest, so that no peak is lost."""
+    stride = -(-len(timeline) // _POINTS)
+    stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)

@@ -1,0 +1,75 @@
+"""The command lines of Nsight Systems and Nsight Compute for a training script.
+
+Both tools and torch's profiler want the same counters of the driver, so they must not run at once: under a tool,
+``flatout profile --capture`` only opens the range that is recorded (the CUDA profiler API, which both know by name and
+which holds autograd's own threads too; an NVTX push/pop range does not) and names the operators in it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
+_MAY_SAMPLE = 2  # highest level at which nsys samples without root
+
+
+def commands(script: str, args: Sequence[str], steps: int, warmup: int) -> tuple[str, str]:
+    """What to type for a timeline (nsys) and for one kernel in depth (ncu).
+
+    Args:
+        script: path of the training script.
+        args: its arguments.
+        steps: updates to record.
+        warmup: updates before.
+
+    Returns:
+        Two lines for a POSIX shell; ``{kernel}`` in the second stands for a kernel's name.
+    """
+    name = Path(script).stem
+    run = [*_flatout(), "profile", "--capture", "--warmup", str(warmup)]
+    sampling = [] if _may_sample() else ["--sample=none", "--cpuctxsw=none"]
+    nsys = [
+        *("nsys", "profile", "--trace=cuda,nvtx,osrt", *sampling, "--cuda-graph-trace=node"),
+        *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
+        *(f"--output={name}", "--force-overwrite=true"),
+    ]
+    ncu = [
+        *("ncu", "--set", "full", "--profile-from-start", "off", "--graph-profiling", "node", "--nvtx"),
+        *("--kernel-name", "{kernel}", "--launch-count", "3", "--export", name, "--force-overwrite"),
+    ]
+    return (
+        shlex.join([*nsys, *run, "--steps", str(steps), script, *args]),
+        shlex.join([*ncu, *run, "--steps", "1", script, *args]).replace("'{kernel}'", "{kernel}"),
+    )
+
+
+def kernel_filter(kernel: str) -> str:
+    """A kernel's name as ``ncu --kernel-name`` wants it: no return type, namespaces, template or arguments."""
+    bare = re.sub(r"\(anonymous namespace\)::", "", kernel)
+    head = re.split(r"[<(]", bare, maxsplit=1)[0].split(" ")[-1].rpartition("::")[2]
+    return shlex.quote(head) if head else "regex:."
+
+
+def commands_of_main(steps: int, warmup: int) -> tuple[str, ...]:
+    """``commands`` for the script that this process runs; none where it runs no script (a notebook, ``-c``, ``-m``)."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None or not script.endswith(".py"):
+        return ()
+    return commands(script, sys.argv[1:], steps, warmup)
+
+
+def _flatout() -> list[str]:
+    return ["flatout"] if shutil.which("flatout") else [sys.executable, "-m", "flatout.cli"]
+
+
+def _may_sample() -> bool:
+    try:
+        return int(_PARANOID.read_text()) <= _MAY_SAMPLE
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,165 @@
+"""``flatout profile train.py``: any training script, profiled as it runs; it need not know of flatout.
+
+Nothing of torch is patched: updates are counted by torch's own hook on optimizers, and the parts of a step are read
+from the trace. Only the two steps that look for syncs run under a dispatch mode.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from flatout.profile import nsight
+from flatout.profile.record import SEARCHED_STEPS, Course, Session
+from flatout.profile.summary import Profile
+
+
+class Enough(BaseException):
+    """Ends a script whose profile is done. No ``Exception``: a script's own handlers are not for it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended.
+
+    Attributes:
+        status: its exit status.
+        error: the exception that it ended with; None for none, ``SystemExit`` included.
+        updates: that it made until the profile was done; those of its first optimizer where it has several.
+    """
+
+    status: int
+    error: BaseException | None
+    updates: int
+
+
+def profile_script(
+    path: str, args: Sequence[str], *, steps: int, warmup: int, keep_going: bool
+) -> tuple[Profile | None, Ended]:
+    """Runs a script and profiles the steps that end with updates ``warmup`` + 1 and following.
+
+    A step is what lies between two updates of the script's first optimizer.
+
+    Args:
+        path: of the script.
+        args: its arguments.
+        steps: to time.
+        warmup: updates before, at least 1.
+        keep_going: let the script run on to its end, else end it when the profile is done.
+
+    Returns:
+        The profile (None when the script made too few updates), and how the script ended.
+    """
+    session = Session(steps, warmup - 1)
+    ended = run(path, args, session, stop=not keep_going)
+    if session.timed == 0:
+        return None, ended
+    commands = nsight.commands(path, args, steps, warmup) if torch.cuda.is_initialized() else ()
+    return session.profile(commands=commands), ended
+
+
+def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
+    """Runs a script for Nsight: opens the range that nsys and ncu record, and names the operators in it."""
+    return run(path, args, _Capture(steps, warmup), stop=True)
+
+
+def least_updates(steps: int, warmup: int) -> int:
+    """Updates that a profile takes, when no loader worker runs ahead."""
+    return warmup + SEARCHED_STEPS + steps
+
+
+def run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
+    """Runs a script as ``python path args`` would, and takes it through ``course`` from update to update.
+
+    Args:
+        path: of the script.
+        args: its arguments.
+        course: hears of every update of the script's first optimizer.
+        stop: end the script when the course is done.
+    """
+    leaders: list[Optimizer] = []
+
+    def updated(optimizer: Optimizer, *_: object) -> None:
+        if not leaders:
+            leaders.append(optimizer)
+        if optimizer is not leaders[0] or course.done:
+            return
+        course.boundary()
+        if stop and course.done:
+            raise Enough
+
+    hook = register_optimizer_step_post_hook(updated)
+    try:
+        with _as_main(path, args):
+            runpy.run_path(path, run_name="__main__")
+    except Enough:
+        return Ended(0, None, course.passed)
+    except SystemExit as end:
+        return Ended(_status(end.code), None, course.passed)
+    except BaseException as error:
+        return Ended(1, error.with_traceback(_from_script(error.__traceback__, path)), course.passed)
+    finally:
+        hook.remove()
+        course.close()
+        leaders.clear()
+    return Ended(0, None, course.passed)
+
+
+class _Capture(Course):
+    """The range that Nsight records: ``steps`` updates behind ``warmup`` others."""
+
+    def __init__(self, steps: int, warmup: int) -> None:
+        super().__init__()
+        self._steps = steps
+        self._warmup = warmup
+
+    def _run(self) -> Generator[None, None, None]:
+        for _ in range(self._warmup - 1):
+            yield
+        torch.cuda.synchronize()
+        with torch.autograd.profiler.emit_nvtx():
+            torch.cuda.profiler.start()
+            try:
+                for _ in range(self._steps):
+                    yield
+            finally:
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
+
+
+@contextmanager
+def _as_main(path: str, args: Sequence[str]) -> Iterator[None]:
+    argv, folders = sys.argv, list(sys.path)
+    sys.argv = [path, *args]
+    sys.path[0] = str(Path(path).resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, folders
+
+
+def _from_script(traceback: TracebackType | None, path: str) -> TracebackType | None:
+    """The part of a traceback that Python would show, had it run the script itself."""
+    at = traceback
+    while at is not None and at.tb_frame.f_code.co_filename != path:
+        at = at.tb_next
+    return at
+
+
+def _status(code: object) -> int:
+    """The exit status that Python makes of ``SystemExit.code``; a message is printed, as Python does."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1

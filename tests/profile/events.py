@@ -1,0 +1,66 @@
+"""Chrome-trace events of a GPU training, made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.profile.trace import BOUNDARY
+
+MAIN, AUTOGRAD = 1, 2
+STREAM, COPY_STREAM = 7, 20
+
+
+class Recording:
+    """Writes events down as torch's profiler would; times are microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._correlation = 0
+
+    def host(self, name: str, start: float, end: float, kind: str = "cpu_op", thread: int = MAIN, **args: Any) -> None:
+        self._add(name, start, end, kind, 1, thread, args)
+
+    def boundary(self, at: float) -> None:
+        self.host(BOUNDARY, at, at, "user_annotation")
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        self.host(f"flatout.{name}", start, end, "user_annotation")
+
+    def function(self, name: str, start: float, end: float, called_from: str = "") -> None:
+        self.host(name, start, end, "python_function", **({"CallFrom": called_from} if called_from else {}))
+
+    def kernel(
+        self,
+        launched: float,
+        start: float,
+        end: float,
+        name: str = "void gemm<float>(float*)",
+        stream: int = STREAM,
+        thread: int = MAIN,
+        call: str = "cudaLaunchKernel",
+        takes: float = 2,
+    ) -> None:
+        """A launch on the host at ``launched``, and the work on the device from ``start`` to ``end``."""
+        self._correlation += 1
+        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        self.host(call, launched, launched + takes, "cuda_runtime", thread, correlation=self._correlation)
+        self._add(name, start, end, kind, 0, stream, {"correlation": self._correlation, "stream": stream})
+
+    def wait(self, start: float, end: float, call: str = "cudaStreamSynchronize") -> None:
+        self.host(call, start, end, "cuda_runtime")
+
+    def _add(
+        self, name: str, start: float, end: float, kind: str, process: int, thread: int, args: dict[str, Any]
+    ) -> None:
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": kind,
+                "name": name,
+                "pid": process,
+                "tid": thread,
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+            }
+        )

@@ -1,0 +1,353 @@
+"""What a GPU's trace says, on traces made by hand: no GPU is needed to get these right."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.profile import Profile, gaps, memory, operators
+from flatout.profile.record import summarise
+from flatout.profile.terminal import continued, to_text
+from flatout.profile.trace import BOUNDARY, Trace
+from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
+
+HOSTILE = 'train<b>&"\x1b[31m.py'
+
+
+def found(recording: Recording) -> list[tuple[float, float, str, str, str]]:
+    return [(g.start, g.end, g.cause, g.phase, g.where) for g in gaps.gaps(Trace(recording.events))]
+
+
+def step(length: float = 1000) -> Recording:
+    recording = Recording()
+    recording.boundary(0)
+    recording.boundary(length)
+    return recording
+
+
+def test_an_idle_wait_for_data_is_the_loaders() -> None:
+    r = step()
+    r.phase("loader_wait", 0, 600)
+    r.phase("forward", 610, 700)
+    r.kernel(620, 630, 1000)
+    assert found(r) == [
+        (0, 600, "loader", "loader_wait", ""),
+        (600, 610, "own code", "host_idle", ""),
+        (610, 630, "launch", "forward", ""),
+    ]
+
+
+def test_what_follows_a_wait_for_the_device_is_the_waits_doing() -> None:
+    r = step()
+    r.phase("forward", 0, 100)
+    r.kernel(0, 0, 500)
+    r.function("train.py(1): <module>", 0, 1000)
+    r.function("<built-in method item of Tensor object at 0x7f>", 150, 510, "train.py:12")
+    r.host("aten::item", 160, 505)
+    r.host("aten::_local_scalar_dense", 165, 504)
+    r.kernel(170, 500, 502, name="Memcpy DtoH (Device -> Pageable)", call="cudaMemcpyAsync")
+    r.wait(175, 503)
+    r.phase("loader_wait", 520, 600)
+    r.phase("forward", 640, 700)
+    r.kernel(650, 660, 1000)
+    assert found(r) == [
+        (502, 520, "sync", "host_idle", "train.py:12"),
+        (520, 600, "loader", "loader_wait", ""),
+        (600, 640, "sync", "host_idle", "train.py:12"),
+        (640, 660, "sync", "host_idle", "train.py:12"),
+    ]
+
+
+def test_an_older_trace_without_call_sites_names_the_function() -> None:
+    r = step()
+    r.kernel(0, 0, 500)
+    r.function("train.py(8): log", 140, 520)
+    r.function("<built-in method item of Tensor object at 0x7f>", 150, 510)
+    r.wait(175, 501)
+    r.kernel(650, 660, 1000)
+    assert {where for *_, where in found(r)} == {"train.py:8 (log)"}
+
+
+def test_kernels_that_run_faster_than_they_are_launched_are_launch_bound() -> None:
+    r = step(100)
+    r.phase("forward", 0, 100)
+    for at in range(0, 100, 10):
+        r.kernel(at, at + 3, at + 6)
+    r.kernel(98, 99, 100)
+    causes = found(r)
+    assert {cause for _, _, cause, *_ in causes} == {"launch"}
+    assert sum(end - start for start, end, *_ in causes) == 100 - 10 * 3 - 1
+    (group,) = gaps.grouped(Trace(r.events), gaps.gaps(Trace(r.events)))
+    assert (group.count, group.seconds, group.longest) == (11, pytest.approx(69e-6), pytest.approx(7e-6))
+
+
+def test_work_that_was_queued_waits_for_the_device() -> None:
+    r = step()
+    r.phase("forward", 0, 50)
+    r.host("aten::mm", 10, 20)
+    r.kernel(0, 0, 400)
+    r.kernel(12, 450, 1000)
+    assert found(r) == [(400, 450, "device", "forward", "aten::mm")]
+
+
+def test_copies_and_other_streams_are_work_too() -> None:
+    r = step()
+    r.kernel(0, 0, 400)
+    r.kernel(10, 300, 700, stream=COPY_STREAM, name="Memcpy HtoD (Pinned -> Device)", call="cudaMemcpyAsync")
+    r.kernel(20, 600, 1000)
+    assert found(r) == []
+    assert gaps.busy(Trace(r.events)) == [(0, 1000)]
+
+
+def test_a_blocking_copy_is_a_copy() -> None:
+    r = step()
+    r.phase("h2d", 0, 300)
+    r.host("aten::copy_", 5, 295)
+    r.kernel(10, 280, 290, stream=STREAM, name="Memcpy HtoD (Pageable -> Device)", call="cudaMemcpyAsync", takes=282)
+    r.kernel(291, 295, 1000)
+    assert found(r)[0] == (0, 280, "copy", "h2d", "")
+
+
+def test_time_after_the_last_kernel_is_accounted_for() -> None:
+    r = step()
+    r.kernel(0, 0, 400)
+    assert found(r) == [(400, 1000, "own code", "host_idle", "")]
+
+
+def test_without_work_on_a_device_there_are_no_gaps() -> None:
+    r = step()
+    r.host("aten::mm", 10, 20)
+    assert found(r) == []
+
+
+times = st.integers(0, 200)
+
+
+@given(
+    st.lists(st.tuples(times, times, times, st.sampled_from([STREAM, COPY_STREAM]), st.booleans()), max_size=12),
+    st.lists(st.tuples(times, times, st.sampled_from(["loader_wait", "h2d", "forward", "backward"])), max_size=6),
+    st.lists(st.tuples(times, times), max_size=4),
+)
+def test_busy_and_gaps_are_all_of_the_steps_and_overlap_nowhere(
+    kernels: list[tuple[int, int, int, int, bool]], phases: list[tuple[int, int, str]], waits: list[tuple[int, int]]
+) -> None:
+    r = Recording()
+    for at in (20, 90, 170):
+        r.boundary(at)
+    for launched, start, length, stream, known in kernels:
+        r.kernel(launched, max(launched, start), max(launched, start) + length, stream=stream)
+        if not known:
+            r.events[-1]["args"] = {}
+    for start, end, name in phases:
+        r.phase(name, min(start, end), max(start, end))
+    for start, end in waits:
+        r.wait(min(start, end), max(start, end))
+    trace = Trace(r.events)
+    idle = gaps.gaps(trace)
+    if not kernels:
+        assert idle == []
+        return
+    pieces = sorted([*gaps.busy(trace), *((gap.start, gap.end) for gap in idle)])
+    assert all(start < end for start, end in pieces)
+    assert pieces[0][0] == trace.start
+    assert pieces[-1][1] == trace.end
+    assert all(left[1] == right[0] for left, right in pairwise(pieces))
+    grouped = gaps.grouped(trace, idle)
+    assert sum(group.seconds for group in grouped) * 1e6 * trace.steps == pytest.approx(
+        sum(gap.end - gap.start for gap in idle)
+    )
+    assert all(gap.phase == trace.phase_at(gap.start) for gap in idle if gap.cause in ("loader", "copy", "launch"))
+
+
+@given(
+    st.lists(
+        st.tuples(times, times, st.sampled_from(["loader_wait", "h2d", "forward", "backward", "update"])), max_size=8
+    ),
+    times,
+    times,
+)
+def test_the_parts_of_a_stretch_are_all_of_it(phases: list[tuple[int, int, str]], one: int, other: int) -> None:
+    r = Recording()
+    r.boundary(0)
+    r.boundary(200)
+    for start, end, name in phases:
+        r.phase(name, min(start, end), max(start, end))
+    trace = Trace(r.events)
+    begin, end = min(one, other), max(one, other)
+    parts = list(trace.divided(begin, end))
+    assert sum(part.end - part.start for part in parts) == end - begin
+    for part in parts:
+        assert trace.phase_at(part.start) == part.phase
+        assert trace.phase_at((part.start + part.end) / 2) == part.phase
+
+
+def test_kernels_of_the_backward_threads_belong_to_the_backward() -> None:
+    r = step()
+    r.phase("forward", 0, 100)
+    r.phase("backward", 100, 900)
+    r.kernel(10, 20, 120, name="forward_kernel")
+    r.kernel(200, 210, 810, name="backward_kernel", thread=AUTOGRAD)
+    r.kernel(950, 960, 990, name="own_kernel")
+    phases = operators.device_phases(Trace(r.events))
+    assert phases["forward"] == pytest.approx(100e-6)
+    assert phases["backward"] == pytest.approx(600e-6)
+    assert phases["host_idle"] == pytest.approx(30e-6)
+
+
+def test_an_operator_has_its_own_host_time_its_kernels_and_its_line() -> None:
+    r = step()
+    r.function("train.py(3): forward", 0, 200)
+    r.function("<built-in function conv2d>", 5, 190, "train.py:5")
+    r.host("aten::conv2d", 10, 110)
+    r.host("aten::cudnn_convolution", 20, 90)
+    r.kernel(30, 40, 540, name="conv_kernel")
+    r.events += [
+        {"ph": "s", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": 20, "name": "fwdbwd"},
+        {"ph": "f", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": AUTOGRAD, "ts": 300, "name": "fwdbwd"},
+    ]
+    r.host("autograd::engine::evaluate_function: ConvolutionBackward0", 299, 420, thread=AUTOGRAD)
+    r.host("ConvolutionBackward0", 300, 410, thread=AUTOGRAD)
+    r.host("aten::convolution_backward", 310, 400, thread=AUTOGRAD)
+    r.kernel(320, 600, 900, name="backward_kernel", thread=AUTOGRAD)
+    by_name = {operator.name: operator for operator in operators.operators(Trace(r.events))}
+    assert by_name["aten::conv2d"].host_seconds == pytest.approx(30e-6)
+    assert by_name["aten::conv2d"].device_seconds == 0
+    forward, backward = by_name["aten::cudnn_convolution"], by_name["aten::convolution_backward"]
+    assert (forward.device_seconds, forward.share) == (pytest.approx(500e-6), pytest.approx(0.5))
+    assert (backward.device_seconds, backward.share) == (pytest.approx(300e-6), pytest.approx(0.3))
+    assert forward.where == backward.where == "train.py:5"
+    assert list(by_name)[:2] == ["aten::cudnn_convolution", "aten::convolution_backward"]
+    assert operators.top_kernel(Trace(r.events)) == "conv_kernel"
+
+
+def test_unmarked_copies_to_the_device_are_found() -> None:
+    r = step()
+    r.host("aten::to", 10, 200)
+    r.host("aten::copy_", 20, 190)
+    r.kernel(30, 40, 180, name="Memcpy HtoD (Pageable -> Device)", call="cudaMemcpyAsync", takes=155)
+    trace = Trace(r.events)
+    assert [(span.start, span.end, span.phase) for span in trace.spans] == [(10, 200, "h2d")]
+
+
+def test_a_part_that_is_marked_is_not_inferred_too() -> None:
+    r = step()
+    r.phase("loader_wait", 0, 50)
+    r.phase("update", 700, 800)
+    r.host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 45, "user_annotation")
+    r.host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 400, 450, "user_annotation")
+    r.host("Optimizer.step#AdamW.step", 650, 850, "user_annotation")
+    assert [span.phase for span in Trace(r.events).spans] == ["loader_wait", "update"]
+    assert Trace(r.events).phase_at(660) == "host_idle"
+
+
+def test_without_marks_what_is_trained_is_told_from_what_is_evaluated() -> None:
+    r = step()
+    load = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    r.host(load, 0, 50, "user_annotation")
+    r.function("nn.Module: Net_0", 60, 160)
+    r.host("aten::addmm", 70, 150)
+    r.host("aten::mse_loss", 180, 190)
+    r.function("torch/autograd/graph.py(1059): _engine_run_backward", 200, 400)
+    r.events += [
+        {"ph": phase, "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": at, "name": "fwdbwd"}
+        for phase, at in (("s", 70), ("f", 300))
+    ]
+    r.function("nn.Module: Net_0", 250, 290)  # a checkpoint's second forward
+    r.host("Optimizer.step#AdamW.step", 400, 500, "user_annotation")
+    r.host(load, 510, 600, "user_annotation")  # feeds an evaluation
+    r.function("nn.Module: Net_0", 610, 700)
+    r.host(load, 710, 720, "user_annotation")  # feeds nothing: an epoch's end
+    r.host(load, 730, 740, "user_annotation")
+    assert [tuple(span) for span in Trace(r.events).spans] == [
+        (0, 50, "loader_wait"),
+        (60, 200, "forward"),
+        (200, 400, "backward"),
+        (400, 500, "update"),
+        (710, 720, "loader_wait"),
+        (730, 740, "loader_wait"),
+    ]
+
+
+def test_the_gpus_memory_comes_before_the_hosts_and_keeps_its_peak() -> None:
+    r = step()
+    r.phase("backward", 500, 600)
+    for at in range(1, 999):
+        for device, index, allocated in ((0, -1, 10**9), (1, 0, 5000 if at == 555 else at)):
+            told = {"Device Type": device, "Device Id": index, "Total Allocated": allocated}
+            r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at, "args": told})
+    seen = memory.memory(Trace(r.events))
+    assert seen is not None
+    assert (seen.device, seen.peak, seen.peak_phase) == ("cuda:0", 5000, "backward")
+    assert len(seen.timeline) <= 400
+    assert max(allocated for _, allocated in seen.timeline) == 5000
+
+
+def test_a_trace_without_steps_is_refused() -> None:
+    r = Recording()
+    r.boundary(3)
+    with pytest.raises(ValueError, match="at least one step, between two boundaries; it has 1"):
+        Trace(r.events)
+
+
+def sync_bound() -> Profile:
+    r = Recording()
+    for index in range(4):
+        at = 1000.0 * index
+        r.boundary(at)
+        if index == 3:
+            break
+        r.phase("loader_wait", at, at + 50)
+        r.phase("forward", at + 60, at + 160)
+        r.kernel(at + 70, at + 75, at + 300, name="void at::native::relu<4, float>(int, (anonymous namespace)::F)")
+        r.phase("backward", at + 170, at + 280)
+        r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
+        r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
+        r.wait(at + 300, at + 605)
+    return summarise(Trace(r.events), samples=32, commands=("ncu -k {kernel} train.py",))
+
+
+def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
+    profile = sync_bound()
+    assert profile.device_busy == pytest.approx(0.525)
+    assert profile.gaps[0].cause == "sync"
+    assert profile.advice[0].startswith("The wait for the GPU at train<b>")
+    assert "48 % of it" in to_text(profile, 120, False)
+    assert profile.commands == ("ncu -k gemm train.py",)
+    assert json.loads(profile.to_json())["gaps"][0]["cause"] == "sync"
+    with pytest.raises(ValueError, match="no trace"):
+        profile.to_chrome_trace("trace.json")
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_terminal_and_page_show_it_all(width: int, ascii_only: bool, tmp_path: object) -> None:
+    profile = sync_bound()
+    text = to_text(profile, width, ascii_only)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    assert text.isascii() or not ascii_only
+    file = tmp_path / "profile.html"  # type: ignore[operator]
+    profile.to_html(file)
+    page = file.read_text(encoding="utf-8")
+    root = ET.fromstring(page)
+    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert not tags & {"script", "link", "img", "iframe", "b>"}
+    said = "".join(root.itertext())
+    assert 'train<b>&".py:12' in said
+    assert "ncu -k gemm train.py" in said
+    assert BOUNDARY not in said
+
+
+@pytest.mark.parametrize("width", [20, 40, 100])
+def test_a_long_command_is_continued_as_a_shell_reads_it(width: int) -> None:
+    command = shlex.join(["nsys", "profile", "--trace=cuda,nvtx", "train.py", "--name", "it's a name", "-x" * 20])
+    shown = continued(command, width)
+    assert shlex.split(shown.replace("\\\n", " ")) == shlex.split(command)
+    assert all(len(line) <= width or len(line.split()) <= 2 or "'" in line for line in shown.splitlines())
+    assert ("\n" in shown) == (len(command) > width - 2)

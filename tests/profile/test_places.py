@@ -1,0 +1,60 @@
+"""Whose code a file is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout.profile.places import is_users, of_frame, short
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "torch/nn/modules/module.py",
+        torch.__file__,
+        flatout.__file__,
+        "flatout/run.py",
+        "contextlib.py",
+        "multiprocessing/queues.py",
+        "numpy/lib/npyio.py",
+        "<string>",
+        "<built-in method item of Tensor object at 0x7f>",
+        "/tmp/torchinductor_me/ab/cabcd.py",
+    ],
+)
+def test_what_nobody_here_can_change(file: str) -> None:
+    assert not is_users(file)
+
+
+@pytest.mark.parametrize(
+    "file", ["train.py", "models/resnet.py", "timm/models/vision.py", "/elsewhere/data.py", "/tmp/ipykernel_1/2.py"]
+)
+def test_what_somebody_here_can_change(file: str) -> None:
+    assert is_users(file)
+
+
+def test_a_script_may_have_the_name_of_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_users("profile.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "profile.py"), raising=False)
+    assert is_users("profile.py")
+
+
+def test_the_longest_folder_of_the_path_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/a", "/a/b", ""])
+    assert short("/a/b/c/train.py") == "c/train.py"
+    assert short("/a/bc/train.py") == "bc/train.py"
+    assert short("/other/train.py") == "/other/train.py"
+
+
+def test_the_innermost_frame_of_the_user_counts() -> None:
+    place = of_frame(sys._getframe())
+    assert place is not None
+    assert place[0].startswith("tests/profile/test_places.py:") or "test_places.py:" in place[0]
+    assert place[1] == __file__
+    assert of_frame(None) is None

@@ -1,0 +1,303 @@
+"""run.profile: delays are found where they were put, syncs at their line, and training is not disturbed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import flatout
+from flatout.profile import Profile, profile_run
+from flatout.profile.summary import PHASES
+from tests.helpers import snapshot
+
+PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": False, "fused_optimizer": False}
+PAUSE = 0.05
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    def __init__(self, pause: float = 0.0) -> None:
+        self.pause = pause
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index % 8 == 0:
+            time.sleep(self.pause)
+        return torch.full((4,), float(index)), index % 2
+
+
+class Net(nn.Module):
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.pause = pause
+        self.looks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause)
+        hidden = torch.relu(self.first(x))
+        if self.looks and hidden.sum().item() > 1e9:  # the sync
+            hidden = hidden * 2
+        return self.second(hidden)
+
+
+def make(loader: Any = None, model: nn.Module | None = None, **kwargs: Any) -> flatout.Run:
+    torch.manual_seed(0)
+    model = model or Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(Samples(), batch_size=8) if loader is None else loader
+    kwargs.setdefault("techniques", PLAIN)
+    return flatout.optimize(model, loader, optimizer, functional.cross_entropy, budget=0, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    model = Net()
+    model.looks = True
+    return make(model=model).profile(steps=3, warmup=2)
+
+
+def test_phases_and_steps_add_up(profile: Profile) -> None:
+    assert len(profile.steps) == 3
+    assert set(profile.phases) == set(PHASES)
+    assert sum(profile.phases.values()) == pytest.approx(profile.seconds)
+    assert profile.seconds == pytest.approx(sum(step.seconds for step in profile.steps) / 3)
+    for step in profile.steps:
+        assert sum(step.phases.values()) == pytest.approx(step.seconds)
+        assert min(step.phases[phase] for phase in ("forward", "backward", "update", "loader_wait")) > 0
+    assert profile.samples == 8
+    assert profile.unprofiled_seconds is not None
+    assert profile.device_phases == {}
+    assert profile.gaps == ()
+    assert profile.device_busy is None
+
+
+def paused(phase: str) -> flatout.Run:
+    if phase == "loader_wait":
+        return make(DataLoader(Samples(PAUSE), batch_size=8))
+    if phase == "forward":
+        return make(model=Net(PAUSE))
+    run = make()
+    if phase == "backward":
+        run.model.first.weight.register_hook(lambda grad: time.sleep(PAUSE))  # type: ignore[union-attr]
+    else:
+        assert run.optimizer is not None
+        run.optimizer.register_step_post_hook(lambda *_: time.sleep(PAUSE))
+    return run
+
+
+@pytest.mark.parametrize("phase", ["loader_wait", "forward", "backward", "update"])
+def test_a_delay_is_found_in_its_phase(phase: str) -> None:
+    found = paused(phase).profile(steps=2, warmup=1).phases
+    assert found[phase] > 0.9 * PAUSE  # type: ignore[index]
+    assert found[phase] == max(found.values())  # type: ignore[index]
+
+
+def test_a_delay_between_steps_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make()
+    step = run.step
+
+    def slow_step(batch: Any) -> Tensor:
+        loss = step(batch)
+        time.sleep(PAUSE)
+        return loss
+
+    monkeypatch.setattr(run, "step", slow_step)
+    profile = run.profile(steps=2, warmup=1)
+    assert profile.phases["host_idle"] > 0.9 * PAUSE
+    assert profile.phases["host_idle"] == max(profile.phases.values())
+    assert "The loop's own code" in profile.advice[0]
+
+
+def test_slow_samples_are_the_first_advice_and_named() -> None:
+    advice = make(DataLoader(Samples(PAUSE), batch_size=8)).profile(steps=2, warmup=1).advice[0]
+    assert advice.startswith("Waiting for data takes ")
+    assert "test_profile.py" in advice
+    assert "__getitem__" in advice
+
+
+def test_what_workers_have_in_store_does_not_hide_that_they_are_slow() -> None:
+    loader = DataLoader(Samples(PAUSE), batch_size=8, num_workers=1, prefetch_factor=4)
+    profile = profile_run(loader, make().step, steps=2, warmup=1)
+    assert profile.phases["loader_wait"] > 0.5 * PAUSE
+
+
+def test_syncs_have_their_line(profile: Profile) -> None:
+    (sync,) = [sync for sync in profile.syncs if sync.phase == "forward"]
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sync"))
+    assert sync.where.endswith(f"test_profile.py:{line}")
+    assert sync.code == lines[line - 1].strip()
+    assert (sync.what, sync.per_step) == ("item", 1)
+
+
+def test_operators_are_ranked_and_placed(profile: Profile) -> None:
+    shares = [operator.share for operator in profile.operators]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1.001
+    linear = next(operator for operator in profile.operators if operator.name == "aten::addmm")
+    assert linear.calls == 2
+    assert "test_profile.py:" in linear.where
+
+
+def test_memory_has_a_peak_and_a_phase(profile: Profile) -> None:
+    memory = profile.memory
+    assert memory is not None
+    assert memory.device == "cpu"
+    assert memory.peak == max(allocated for _, allocated in memory.timeline)
+    assert memory.peak_phase in PHASES
+    times = [seconds for seconds, _ in memory.timeline]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] <= 3 * profile.seconds
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_those_of_the_same_steps_without_it(fused: bool) -> None:
+    force = PLAIN | {"fused_optimizer": fused}
+    run, twin = make(techniques=force), make(techniques=force)
+    state = torch.get_rng_state()
+    run.profile(steps=2, warmup=1)
+    torch.set_rng_state(state)
+    for _, batch in zip(range(5), twin.loader, strict=False):  # warm-up, two that look for syncs, two timed
+        twin.step(batch)
+    ours, theirs = snapshot(run.model, run.optimizer), snapshot(twin.model, twin.optimizer)
+    for part in ("parameters", "grads", "buffers", "modes", "hooks", "flags", "optimizer", "groups"):
+        assert ours[part] == theirs[part], part
+
+
+def test_the_loop_goes_on_as_after_a_break() -> None:
+    run = make(accumulate=2)
+    run.profile(steps=2, warmup=1)
+    assert [len(batch[0]) for batch in run.loader] == [8] * 8
+    assert run.stats.steps == 5
+
+
+def test_modes_filters_and_methods_are_put_back() -> None:
+    def seen() -> tuple[Any, ...]:
+        methods = [getattr(Tensor, name) for name in ("cpu", "to", "numpy", "tolist", "__array__")]
+        own = {"cpu", "to", "numpy", "tolist"} & vars(Tensor).keys()
+        return methods, own, list(warnings.filters), warnings.showwarning, _get_current_dispatch_mode_stack()
+
+    before = seen()
+    make().profile(steps=1, warmup=0)
+    assert seen() == before
+
+    run = make()
+    run.model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.profile(steps=1, warmup=0)
+    assert seen() == before
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_an_error_in_the_timed_steps_leaves_nothing_on() -> None:
+    run = make()
+    steps = 0
+
+    def fails_late(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            raise KeyError
+
+    run.model.register_forward_hook(fails_late)
+    with pytest.raises(KeyError):
+        run.profile(steps=3, warmup=1)
+    assert not torch.autograd._profiler_enabled()
+    run.profile(steps=1, warmup=0)
+
+
+def test_an_error_while_a_loaders_store_is_used_up_ends_the_profiler(capfd: pytest.CaptureFixture[str]) -> None:
+    steps = 0
+
+    def fails(batch: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:  # one to warm up, two that look for syncs, and the second of the store's four
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        profile_run(DataLoader(Samples(), batch_size=8, num_workers=1, prefetch_factor=4), fails, warmup=1)
+    make().profile(steps=1, warmup=0)
+    assert "Cancelling" not in capfd.readouterr().err
+
+
+def test_without_an_optimizer_there_is_nothing_to_step() -> None:
+    with pytest.raises(RuntimeError, match="needs an optimizer"):
+        flatout.optimize(Net(), [(torch.ones(2, 4), torch.zeros(2))], budget=0, techniques=PLAIN).profile()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [({"steps": 0}, "steps must be >= 1, got 0"), ({"warmup": -1}, "warmup must be >= 0, got -1")],
+)
+def test_bad_arguments_are_named(kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make().profile(**kwargs)
+
+
+class OneEpoch:
+    """A loader that can be iterated only once."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.left:
+            self.left -= 1
+            yield torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+
+
+def test_an_empty_loader_is_an_error_and_a_short_one_is_not() -> None:
+    step = make().step
+    for too_few in (0, 5):
+        with pytest.raises(ValueError, match="nothing to profile"):
+            profile_run(OneEpoch(too_few), step)
+    assert len(profile_run(OneEpoch(7), step).steps) == 2
+
+
+def test_an_epoch_that_ends_is_followed_by_another() -> None:
+    run = make(DataLoader(TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.long)), batch_size=8))
+    assert len(run.profile(steps=4, warmup=0).steps) == 4
+
+
+def test_what_it_writes(profile: Profile, tmp_path: Path) -> None:
+    text = profile.to_json(tmp_path / "p.json")
+    assert json.loads(text) == json.loads((tmp_path / "p.json").read_text())
+    assert json.loads(text)["schema"] == 1
+    assert json.loads(text)["phases"]["forward"] == profile.phases["forward"]
+    profile.to_chrome_trace(tmp_path / "t.json")
+    profile.to_chrome_trace(tmp_path / "t.json.gz")
+    trace = (tmp_path / "t.json").read_bytes()
+    assert gzip.decompress((tmp_path / "t.json.gz").read_bytes()) == trace
+    assert any(event.get("name") == "flatout.forward" for event in json.loads(trace)["traceEvents"])
+    profile.to_html(tmp_path / "p.html")
+    root = ET.fromstring((tmp_path / "p.html").read_text(encoding="utf-8"))
+    said = "".join(root.itertext())
+    for sentence in profile.advice:
+        assert sentence in said
+    assert "waiting for data" in str(profile)
+    ET.fromstring(profile._repr_html_())
+
+
+def test_the_trace_goes_with_its_profile() -> None:
+    profile = make().profile(steps=1, warmup=0)
+    assert profile.trace is not None
+    path = profile.trace.path
+    assert path.exists()
+    del profile
+    assert not path.exists()

@@ -1,0 +1,292 @@
+"""``flatout profile train.py``: scripts that know nothing of flatout, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from flatout.cli import main
+
+TRAIN = """\
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+PAUSED, PAUSE = sys.argv[1], 0.05
+
+def pause(where):
+    if where == PAUSED:
+        time.sleep(PAUSE)
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index % 8 == 0:
+            pause("loader_wait")
+        return torch.full((4,), float(index)), index % 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        pause("forward")
+        return self.second(torch.relu(self.first(x)))
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        for x in DataLoader(torch.ones(16, 4), 16):
+            pause("evaluation")
+            model(x)
+    model.train()
+
+def criterion(out, y):
+    pause("loss")
+    return nn.functional.cross_entropy(out, y)
+
+def main():
+    torch.manual_seed(0)
+    model = Net()
+    model.first.weight.register_hook(lambda grad: pause("backward"))
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    opt.register_step_pre_hook(lambda *_: pause("update"))
+    for epoch in range(2):
+        for x, y in DataLoader(Samples(), 8):
+            opt.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            opt.step()
+            pause("host_idle")
+            evaluate(model)
+            loss.item()  # the sync
+    print("trained", *sys.argv[1:], sum(p.double().sum().item() for p in model.parameters()))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    file = tmp_path / "profile.json"
+    brief = ["--steps", "2", "--warmup", "1", *options, "--json", str(file)]
+    assert main(["profile", *brief, str(script), *args]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("paused", "phase"),
+    [
+        ("loader_wait", "loader_wait"),
+        ("forward", "forward"),
+        ("loss", "forward"),
+        ("backward", "backward"),
+        ("update", "update"),
+        ("host_idle", "host_idle"),
+        ("evaluation", "host_idle"),
+    ],
+)
+def test_a_delay_is_found_in_its_phase(paused: str, phase: str, script: Path, tmp_path: Path) -> None:
+    phases = profile(tmp_path, script, paused)["phases"]
+    assert phases[phase] > 0.045
+    assert phases[phase] == max(phases.values())
+
+
+def test_syncs_and_advice_name_the_scripts_lines(script: Path, tmp_path: Path) -> None:
+    found = profile(tmp_path, script, "host_idle")
+    lines = TRAIN.splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sync"))
+    assert [(sync["what"], sync["where"], sync["per_step"]) for sync in found["syncs"]] == [
+        ("item", f"train.py:{line}", 1)
+    ]
+    asked = next(number for number, text in enumerate(lines, 1) if 'pause("host_idle")' in text)
+    defined = next(number for number, text in enumerate(lines, 1) if text.startswith("def pause"))
+    assert found["advice"][0].startswith("The loop's own code")
+    assert f"train.py:{asked} " in found["advice"][0] or f"train.py:{defined} (pause)" in found["advice"][0]
+
+
+def test_a_script_is_ended_when_the_profile_is_done(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--steps", "1", "--warmup", "1", str(script), "-"]) == 0
+    out = capfd.readouterr().out
+    assert "what to do" in out
+    assert "trained" not in out
+
+
+@pytest.mark.slow
+def test_a_script_that_keeps_going_trains_to_the_same_weights(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain = subprocess.run([sys.executable, script, "-", "--lr", "1"], capture_output=True, text=True, check=True)
+    assert main(["profile", "--keep-going", "--steps", "1", "--warmup", "1", str(script), "-", "--lr", "1"]) == 0
+    assert plain.stdout.startswith("trained - --lr 1 ")
+    assert plain.stdout.strip() in capfd.readouterr().out.splitlines()
+
+
+LOOP = """\
+import torch
+model = torch.nn.Linear(4, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    opt.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    opt.step()
+for _ in range(6):
+    step()
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_exit_status_is_the_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    brief = ["profile", "--keep-going", "--steps", "2", "--warmup", "1"]
+    assert main([*brief, write(tmp_path, LOOP + "import sys; sys.exit(3)")]) == 3
+    assert main([*brief, write(tmp_path, LOOP + "import sys; sys.exit()")]) == 0
+    assert main([*brief, write(tmp_path, LOOP + "raise SystemExit('went wrong')")]) == 1
+    assert "went wrong" in capfd.readouterr().err
+
+
+def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, LOOP + "raise KeyError('lost')")
+    assert main(["profile", "--steps", "50", "--warmup", "1", path]) == 1
+    captured = capfd.readouterr()
+    shown = captured.err[captured.err.index("Traceback") :].splitlines()
+    assert shown[1] == f'  File "{path}", line 10, in <module>'
+    assert shown[-1] == "KeyError: 'lost'"
+    assert "mean of 3 steps" in captured.out  # of six: one to warm up, two that look for syncs
+
+
+def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", write(tmp_path, LOOP)]) == 0  # just enough for one step
+    assert "mean of 1 step " in capfd.readouterr().out
+    assert main(["profile", "--warmup", "4", write(tmp_path, LOOP)]) == 1
+    assert "ended after 6 optimizer updates; a profile takes 7 or more" in capfd.readouterr().err
+    assert main(["profile", write(tmp_path, "print('no training')")]) == 1
+    captured = capfd.readouterr()
+    assert "ended after 0 optimizer updates" in captured.err
+    assert captured.out == "no training\n"
+
+
+def test_several_optimizers_accumulation_and_a_scaler(tmp_path: Path) -> None:
+    text = """
+import torch
+models = [torch.nn.Linear(4, 2) for _ in range(2)]
+opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(8):
+    for _ in range(3):
+        scaler.scale(sum(m(torch.ones(8, 4)).sum() for m in models)).backward()
+    for opt in opts:
+        scaler.step(opt)
+        opt.zero_grad()
+    scaler.update()
+"""
+    path = tmp_path / "two.py"
+    path.write_text(text)
+    found = profile(tmp_path, path)
+    assert len(found["steps"]) == 2
+    phases = found["phases"]
+    assert min(phases["forward"], phases["backward"], phases["update"]) > 0
+    addmm = next(operator for operator in found["operators"] if operator["name"] == "aten::addmm")
+    assert addmm["calls"] == 6
+
+
+def test_a_script_with_flatout_is_not_marked_twice(tmp_path: Path) -> None:
+    path = tmp_path / "with_flatout.py"
+    path.write_text("""
+import torch, flatout, time
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(80, 4), torch.zeros(80, dtype=torch.long))
+loss = lambda out, y: (time.sleep(0.05), torch.nn.functional.cross_entropy(out, y))[1]
+off = {"compile": False, "workers": False, "precision": False}
+run = flatout.optimize(model, DataLoader(data, batch_size=8), opt, loss, budget=0, techniques=off)
+for batch in run.loader:
+    run.step(batch)
+""")
+    found = profile(tmp_path, path)
+    assert 0.045 < found["phases"]["forward"] < found["seconds"]
+    assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
+
+
+def test_nothing_stays_behind(script: Path) -> None:
+    before = sys.argv, list(sys.path), sys.modules["__main__"], dict(_global_optimizer_post_hooks)
+    assert main(["profile", "--steps", "1", "--warmup", "1", str(script), "-"]) == 0
+    after = sys.argv, list(sys.path), sys.modules["__main__"], dict(_global_optimizer_post_hooks)
+    assert after == before
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_nsight_prints_lines_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "raise SystemExit('ran')")
+    assert main(["profile", "--nsight", "--steps", "7", path, "--name", "a b"]) == 0
+    nsys, ncu = capsys.readouterr().out.splitlines()
+    assert nsys.startswith("nsys profile ")
+    assert ncu.startswith("ncu ")
+    for line in (nsys, ncu):
+        assert "profile --capture --warmup 3" in line
+        assert line.endswith("--name 'a b'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_capture_needs_a_gpu(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--capture", str(script)]) == 1
+    assert "need a GPU" in capsys.readouterr().err
+
+
+def test_bad_arguments(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(tmp_path / "none.py")]) == 1
+    assert "there is no script" in capsys.readouterr().err
+    assert main(["profile", "--html", str(tmp_path / "no" / "file"), str(script)]) == 1
+    assert "--html must be a file that can be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["profile", "--steps", "0", str(script)])
+    assert "--steps: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_workers_of_a_script_that_spawns_find_their_main(tmp_path: Path) -> None:
+    path = tmp_path / "spawning.py"
+    path.write_text("""
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in DataLoader(Samples(), 4, num_workers=1, multiprocessing_context="spawn"):
+        opt.zero_grad()
+        model(x).sum().backward()
+        opt.step()
+""")
+    command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert "mean of 2 steps" in done.stdout

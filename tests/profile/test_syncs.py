@@ -1,0 +1,129 @@
+"""What would wait for a GPU, and what of torch's own sync debug mode is made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from flatout.profile import Sync
+from flatout.profile.syncs import SyncFinder
+
+HERE = Path(__file__)
+
+
+def found(code: Callable[[], object], cuda: bool = False, steps: int = 1) -> tuple[Sync, ...]:
+    finder = SyncFinder(cuda)
+    with finder.watching():
+        for _ in range(steps):
+            code()
+    return finder.syncs(steps)
+
+
+x = torch.tensor([1.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("item", lambda: x[0].item()),
+        ("item", lambda: float(x[0])),
+        ("item", lambda: bool(x[0])),
+        ("item", lambda: int(x[0])),
+        ("nonzero", lambda: x.nonzero()),
+        ("mask", lambda: x[x > 0]),
+        ("mask", lambda: x.clone().index_put_((x > 0,), x[:2])),
+        ("masked_select", lambda: x.masked_select(x > 0)),
+        ("unique", lambda: x.unique()),
+        ("equal", lambda: torch.equal(x, x)),
+        ("cpu", lambda: x.cpu()),
+        ("to", lambda: x.to("cpu")),
+        ("to", lambda: x.to(device=torch.device("cpu"))),
+        ("tolist", lambda: x.tolist()),
+        ("numpy", lambda: x.numpy()),
+        ("numpy", lambda: np.asarray(x)),
+        ("print", lambda: str(x)),
+        ("print", lambda: f"{x}"),
+    ],
+)
+def test_what_waits_is_found_with_its_line(what: str, code: Callable[[], object]) -> None:
+    syncs = found(code, steps=2)
+    assert what in {sync.what for sync in syncs}
+    (sync,) = {sync.where: sync for sync in syncs}.values()
+    assert sync.where.endswith(f"test_syncs.py:{code.__code__.co_firstlineno}")
+    assert "lambda" in sync.code
+    assert sync.phase == "host_idle"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda: (x + 1).sum().relu(),
+        lambda: x.to(torch.float64),
+        lambda: x.to(x.double()),
+        lambda: torch.where(x > 0, x, 0),
+        lambda: x[torch.tensor([0, 2])],
+        lambda: x.clone().masked_fill_(x > 0, 1.0),
+        lambda: x.clone().index_put_((x > 0,), torch.ones(())),
+        lambda: len(x) + x.numel() + x.dim(),
+    ],
+)
+def test_what_does_not_wait_is_not_found(code: Callable[[], object]) -> None:
+    assert found(code) == ()
+
+
+def test_an_optimizers_own_counts_are_on_the_host_anyway() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    assert found(optimizer.step) == ()
+
+
+def test_a_hook_of_the_backward_is_in_the_backward() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def look(grad: Tensor) -> None:
+        grad.sum().item()
+
+    weight.register_hook(look)  # type: ignore[arg-type]
+    (sync,) = found(lambda: (weight * 2).sum().backward())
+    assert (sync.what, sync.phase) == ("item", "backward")
+
+
+def test_an_error_puts_everything_back() -> None:
+    names = ("cpu", "to", "numpy", "tolist", "__array__", "__repr__")
+    before = [getattr(Tensor, name) for name in names], _get_current_dispatch_mode_stack()
+    with pytest.raises(ZeroDivisionError):
+        found(lambda: 1 / 0)
+    assert ([getattr(Tensor, name) for name in names], _get_current_dispatch_mode_stack()) == before
+
+
+def test_warnings_of_the_debug_mode_are_taken_and_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
+
+    def code() -> None:
+        waits()
+        waits()
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error", DeprecationWarning)
+        before = list(warnings.filters), warnings.showwarning
+        syncs = found(code, cuda=True)
+        assert (list(warnings.filters), warnings.showwarning) == before
+    assert [str(warning.message) for warning in shown] == ["something else"]
+    (sync,) = syncs
+    assert (sync.what, sync.per_step) == ("synchronize", 2)
+    assert sync.where.endswith(f"test_syncs.py:{waits.__code__.co_firstlineno + 1}")
+    assert modes == ["default", "warn", "default"]
