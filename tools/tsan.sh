@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Builds the prefetcher without CUDA under ThreadSanitizer (or: tools/tsan.sh address,undefined) and stresses it.
+# tools/tsan.sh [thread|address,undefined] [prefetch|step_timer]: builds that part without CUDA under sanitizers and
+# stresses it with tests/native/<part>_stress.cpp.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 sanitizer=${1:-thread}
-program=build/stress-${sanitizer//,/-}
+part=${2:-prefetch}
+program=build/stress-$part-${sanitizer//,/-}
 mkdir -p build
-sources=$(ls csrc/prefetch/*.cpp | grep -v bindings)
+case $part in
+  prefetch) sources=$(ls csrc/prefetch/*.cpp | grep -v bindings) ;;
+  step_timer) sources=csrc/mfu/counter.cpp ;;
+esac
 # shellcheck disable=SC2086  # a list of files
 "${CXX:-g++}" -std=c++20 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -Wall -Wextra -Wno-unused-parameter \
-  -Icsrc $sources tests/native/prefetch_stress.cpp -pthread -o "$program"
+  -Icsrc $sources "tests/native/${part}_stress.cpp" -pthread -o "$program"
 "$program"

@@ -1,6 +1,8 @@
 // clock_timer.h: the step timer on any clock whose instants may become known later.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -31,9 +33,13 @@ class ClockTimer final : public StepTimer {
   Token begin(std::uintptr_t stream) override {
     [[maybe_unused]] const auto scope = clock_.enter();
     const std::scoped_lock lock(mutex_);
-    if (clock_.is_recording(stream)) return kRecorded;
-    Span step{
-        .begun = clock_.now(stream), .alone = std::exchange(alone_, false), .measured = measures_next()};
+    if (clock_.is_recording(stream)) {
+      forget_gap();
+      return kRecorded;
+    }
+    Span step{.begun = clock_.now(stream),
+              .alone = std::exchange(alone_, false),
+              .measured = measures_next() && ahead_.size() < kMostAhead};
     step.before = std::exchange(ahead_, {});
     step.waited = std::exchange(waited_, 0.0);
     ++begun_;
@@ -70,15 +76,18 @@ class ClockTimer final : public StepTimer {
     const auto step = open_.find(token);
     if (step == open_.end()) return;  // recorded into a graph, or reset() came in between
     [[maybe_unused]] const auto scope = clock_.enter();
+    if (clock_.is_recording(stream)) return;
+    const Instant now = clock_.now(stream);
     if (step->second.ended) clock_.recycle(*step->second.ended);
-    step->second.ended = clock_.now(stream);
+    step->second.ended = now;
   }
 
   void finish(Token token, const Work& work) override {
     [[maybe_unused]] const auto scope = clock_.enter();
     const std::scoped_lock lock(mutex_);
     const auto step = open_.find(token);
-    if (step == open_.end() || !step->second.ended) return;
+    if (step == open_.end()) return;
+    if (!step->second.ended) return forget(step);
     step->second.work = work;
     pending_.push_back(std::move(step->second));
     open_.erase(step);
@@ -88,10 +97,7 @@ class ClockTimer final : public StepTimer {
   void drop(Token token) override {
     const std::scoped_lock lock(mutex_);
     const auto step = open_.find(token);
-    if (step == open_.end()) return;
-    recycle(step->second);
-    open_.erase(step);
-    forget_gap();
+    if (step != open_.end()) forget(step);
   }
 
   void waited(double seconds) override {
@@ -137,8 +143,9 @@ class ClockTimer final : public StepTimer {
   };
 
   static constexpr Token kRecorded = -1;
-  // A loop that only reads its loader marks without ever beginning a step.
-  static constexpr std::size_t kMostAhead = 16;
+  // A loop that only reads its loader marks without ever beginning a step. Where there were more marks than
+  // that, the phases of the step behind them are not measured.
+  static constexpr std::size_t kMostAhead = 256;
 
   bool measures_next() const {
     // The first step of a job warms everything up.
@@ -148,50 +155,62 @@ class ClockTimer final : public StepTimer {
   // Hands over what is known, in the order in which steps finished.
   void settle() {
     while (!pending_.empty()) {
-      Span& step = pending_.front();
-      if (step.alone && last_end_) clock_.recycle(*std::exchange(last_end_, std::nullopt));
-      const std::optional<Step> finished = finished_step(step);
-      if (!finished) return;
-      counter_.add(*finished);
-      if (last_end_) clock_.recycle(*last_end_);
-      last_end_ = std::exchange(step.ended, std::nullopt);
-      recycle(step);
+      Span& span = pending_.front();
+      const std::optional<Step> step = finished_step(span);
+      if (!step) return;
+      counter_.add(*step);
+      if (!last_end_ || !(step->gap + step->seconds < 0)) {  // the last of all ends, when steps overlap
+        if (last_end_) clock_.recycle(*last_end_);
+        last_end_ = std::exchange(span.ended, std::nullopt);
+      }
+      recycle(span);
       pending_.pop_front();
     }
   }
 
   std::optional<Step> finished_step(const Span& span) const {
     const std::optional<double> duration = clock_.seconds(span.begun, *span.ended);
-    const std::optional<double> gap = last_end_ ? clock_.seconds(*last_end_, span.begun) : kUnknown;
-    if (!duration || !gap) return std::nullopt;
-    Step step{.work = span.work, .seconds = *duration, .gap = *gap, .waited = span.waited, .phases = {}};
+    const std::optional<double> since_end = last_end_ ? clock_.seconds(*last_end_, span.begun) : kUnknown;
+    if (!duration || !since_end) return std::nullopt;
+    Step step{
+        .work = span.work, .seconds = *duration, .gap = *since_end, .waited = span.waited, .phases = {}};
+    if (span.alone && !(*since_end < 0)) {
+      // Training goes on with the wait for the batch; what of it another step overlapped is counted there.
+      if (span.before.empty()) {
+        step.gap = kUnknown;
+        step.waited = std::fmin(span.waited, *since_end);
+      } else {
+        const std::optional<double> lead = clock_.seconds(span.before.front().at, span.begun);
+        if (!lead) return std::nullopt;
+        step.gap = std::fmin(*lead, *since_end);
+      }
+    }
     if (!span.within.empty() && !add_phases(span, step)) return std::nullopt;
     return step;
   }
 
-  // The stretches between the marks, from the end of the step before to the end of this one.
+  // The stretches between the marks, over all the time that counts for the step. Marks that other streams or
+  // threads put elsewhere move to its nearest moment.
   bool add_phases(const Span& span, Step& step) const {
-    step.phases.emplace();
-    Phase phase = Phase::kHostIdle;
-    std::optional<Instant> since = last_end_;
-    const auto reach = [&](Instant at, Phase next) {
-      if (since) {
-        const std::optional<double> stretch = clock_.seconds(*since, at);
-        if (!stretch) return false;
-        (*step.phases)[static_cast<std::size_t>(phase)] += *stretch > 0 ? *stretch : 0;
-      }
-      since = at;
+    PhaseSeconds& phases = step.phases.emplace();
+    const double end = std::max(step.seconds, 0.0);  // all in seconds from `begun`
+    double since = std::min(-step.lead(), end);
+    Phase phase = std::isnan(step.gap) ? Phase::kLoaderWait : Phase::kHostIdle;
+    const auto reach = [&](std::optional<double> at, Phase next) {
+      if (!at) return false;
+      const double until = std::clamp(*at, since, end);
+      phases[static_cast<std::size_t>(phase)] += until - since;
+      since = until;
       phase = next;
       return true;
     };
-    for (const Mark& mark : span.before) {
-      if (!reach(mark.at, mark.phase)) return false;
-    }
-    if (!reach(span.begun, Phase::kHostIdle)) return false;
-    for (const Mark& mark : span.within) {
-      if (!reach(mark.at, mark.phase)) return false;
-    }
-    return reach(*span.ended, Phase::kHostIdle);
+    const auto reach_all = [&](const std::vector<Mark>& marks) {
+      return std::all_of(marks.begin(), marks.end(), [&](const Mark& mark) {
+        return reach(clock_.seconds(span.begun, mark.at), mark.phase);
+      });
+    };
+    return reach_all(span.before) && reach(0.0, Phase::kHostIdle) && reach_all(span.within) &&
+           reach(end, Phase::kHostIdle);
   }
 
   void recycle(Span& step) {
@@ -204,6 +223,12 @@ class ClockTimer final : public StepTimer {
   void recycle(std::vector<Mark>& marks) {
     for (const Mark& mark : marks) clock_.recycle(mark.at);
     marks.clear();
+  }
+
+  void forget(typename std::unordered_map<Token, Span>::iterator step) {
+    recycle(step->second);
+    open_.erase(step);
+    forget_gap();
   }
 
   void forget_gap() {

@@ -27,15 +27,13 @@ void Sums::Known::add(double more, double period) {
 void Sums::add(const Step& step) {
   // A wait stalls the device only as far as it shows in the gap: what a busy device did not notice costs
   // nothing.
-  const bool alone = std::isnan(step.gap);
-  const double gap = alone ? step.waited : step.gap;
-  const double period = step.seconds + gap;
+  const double period = step.seconds + step.lead();
   ++steps_;
   samples_ += step.work.samples;
   tokens_ += step.work.tokens;
   seconds_ += period;
   step_seconds_ += step.seconds;
-  stall_ += std::min(gap, step.waited);
+  stall_ += std::min(std::max(step.lead(), 0.0), step.waited);
   model_.add(step.work.flops, period);
   hardware_.add(step.work.hardware_flops, period);
   if (step.phases) {
@@ -67,9 +65,9 @@ Reading Sums::reading() const {
 }
 
 void Counter::add(Step step) {
-  // Two streams or two threads can put an end before a beginning.
+  // Two streams can put an end before its beginning, two threads before the end of a step that is counted.
   step.seconds = std::max(step.seconds, 0.0);
-  if (step.gap < 0) step.gap = 0;
+  if (step.gap < -step.seconds) step.gap = -step.seconds;
 
   const std::scoped_lock lock(mutex_);
   if (ring_.size() < capacity_) {

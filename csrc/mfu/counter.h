@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -32,10 +33,14 @@ struct Work {
 struct Step {
   Work work;
   double seconds = 0;     // from its beginning to its end, on the device's clock
-  double gap = kUnknown;  // seconds of the device between the end of the step before and its beginning; NaN:
-                          // not training time (nothing before, an evaluation in between)
+  double gap = kUnknown;  // seconds of the device between the last end of a step and its beginning: negative
+                          // where steps overlap, NaN where it is not training time (nothing before, an
+                          // evaluation in between)
   double waited = 0;      // seconds that the host waited for the loader meanwhile
   std::optional<PhaseSeconds> phases;  // of gap and step, where they were measured
+
+  // Seconds before its beginning that count. No time counts twice.
+  double lead() const { return std::isnan(gap) ? waited : gap; }
 };
 
 // Rates over a number of steps; NaN where nothing is known.
@@ -43,7 +48,7 @@ struct Reading {
   std::int64_t steps = 0;
   std::int64_t samples = 0;
   std::int64_t tokens = 0;
-  double seconds = 0;              // steps and the gaps before them
+  double seconds = 0;              // steps and the gaps before them, overlaps counted once
   double step_seconds = kUnknown;  // median over a window, mean over a total; without the gap
   double samples_per_second = kUnknown;
   double tokens_per_second = kUnknown;

@@ -100,7 +100,13 @@ class EventClock {
 
   bool is_recording(std::uintptr_t stream) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+    const cudaError_t asked = cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status);
+    if (asked == cudaErrorStreamCaptureImplicit) {
+      // The default stream may not be used while a blocking stream of another thread is recorded.
+      static_cast<void>(cudaGetLastError());
+      return true;
+    }
+    check(asked, "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
 
@@ -109,6 +115,7 @@ class EventClock {
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
     all_.push_back(event);
+    spare_.reserve(all_.size());  // recycling never fails
     return event;
   }
 

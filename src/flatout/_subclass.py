@@ -13,10 +13,20 @@ from typing import Any
 from torch import nn
 
 
+class _Unannounced(nn.Module):
+    """Keeps ``__init_subclass__`` of a user's class (a registry, say) from hearing of classes made for an instance."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
     """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        base: Any = subclass.__bases__[-1]
         reduced: Any = base.__reduce_ex__(self, protocol)
         make, args, *rest = reduced
         if make is copyreg.__newobj__ and args == (subclass,):  # type: ignore[attr-defined]
@@ -26,5 +36,18 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
 
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__qualname__", "__module__", "__doc__")}
     make_class: Any = type(base)  # a metaclass of the user's own
-    subclass: type[nn.Module] = make_class(base.__name__, (base,), names | members | {"__reduce_ex__": __reduce_ex__})
+    announced = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
+    bases = (_Unannounced, base) if announced and not issubclass(base, _Unannounced) else (base,)
+    subclass: type[nn.Module] = make_class(base.__name__, bases, names | members | {"__reduce_ex__": __reduce_ex__})
     return subclass
+
+
+def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module the class back that it had before ``cls``, or ``cls`` out of the middle where others followed."""
+    if type(model) is cls:
+        model.__class__ = cls.__bases__[-1]
+        return
+    for above in type(model).__mro__:
+        if above.__bases__[-1:] == (cls,):
+            above.__bases__ = cls.__bases__
+            return

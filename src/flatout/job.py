@@ -190,15 +190,7 @@ class Job:
         return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 
     def _count_flops(self, batch: Any) -> FlopCount:
-        held = [] if self.optimizer is None else [p for g in self.optimizer.param_groups for p in g["params"]]
-        gradients = [(p, p.grad) for p in held]  # some may be of modules that the loss function keeps to itself
-        for parameter in held:
-            parameter.grad = None
-        try:
-            return count_flops(_Loss(self), batch)
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        return count_flops(_Loss(self), batch)
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

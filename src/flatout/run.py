@@ -132,7 +132,10 @@ class Run:
 
     @property
     def stats(self) -> MfuCounter:
-        """Counts of steps, samples and tokens; rolling step and phase times, rates, MFU and HFU, loader stall."""
+        """Counts of steps, samples and tokens; rolling step and phase times, rates, MFU and HFU, loader stall.
+
+        The steps are those of :meth:`step`. For a loop of your own: ``run.stats.wrap(run.model)``.
+        """
         return self._counter
 
     @property

@@ -22,7 +22,7 @@ seconds = st.floats(0, 1e4, allow_subnormal=False)
 steps = st.lists(
     st.tuples(
         seconds,  # duration
-        st.none() | seconds,  # gap
+        st.none() | st.floats(-1e4, 1e4, allow_subnormal=False),  # gap
         seconds,  # waited
         st.integers(0, 10**6),  # samples
         st.integers(0, 10**9),  # tokens
@@ -42,11 +42,11 @@ def fed(window: int, fed_steps: Sequence[tuple[Any, ...]], **kwargs: float | Non
 
 def period_of(step: tuple[Any, ...]) -> float:
     duration, gap, waited, *_ = step
-    return duration + (waited if gap is None else gap)
+    return max(0, duration + (waited if gap is None else gap))  # no time counts twice
 
 
 def stall_of(gap: float | None, waited: float) -> float:
-    return waited if gap is None else min(gap, waited)
+    return waited if gap is None else min(max(gap, 0), waited)
 
 
 @pytest.mark.filterwarnings("ignore:MFU is")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch import nn
 
+from flatout.job import Job
 from flatout.mfu import FlopCount, FlopNode, signatures
 from flatout.mfu.signatures import CountedFlops
 
@@ -65,3 +69,62 @@ def test_what_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops(torch.ones(1)) is None
     assert len(tried) == 1
     assert flops.counts == []
+
+
+def test_the_number_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    flops = CountedFlops(clock)
+    for size in range(1, 400):
+        clock.now += 1000.0
+        flops(torch.ones(size))
+    assert len(clock.counted) == len(flops.counts) == signatures.MOST
+    assert flops(torch.ones(1)) is not None
+    assert flops(torch.ones(399)) is None
+
+
+def test_one_thread_counts_at_a_time() -> None:
+    under_way, may_end = threading.Event(), threading.Event()
+
+    def slow(x: torch.Tensor) -> FlopCount:
+        under_way.set()
+        may_end.wait(60)
+        return count(1)
+
+    flops = CountedFlops(slow)
+    thread = threading.Thread(target=flops, args=(torch.ones(1),))
+    thread.start()
+    under_way.wait(60)
+    other = CountedFlops(lambda x: count(2))
+    assert other(torch.ones(1)) is None
+    may_end.set()
+    thread.join()
+    known = other(torch.ones(1))
+    assert known is not None
+    assert known.total == 2
+
+
+def test_counting_leaves_no_trace_in_what_the_loss_keeps_to_itself() -> None:
+    critic, scale = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Parameter(torch.ones(4))
+    stepped = []
+    for parameter in (critic[0].weight, scale):
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    scale.grad = torch.full((4,), 7.0)
+    model, batch = nn.Linear(8, 4), torch.randn(3, 8)
+    job = Job(
+        model=model,
+        loader=[batch],
+        source=[batch],
+        optimizer=torch.optim.SGD([*model.parameters(), scale], lr=0.1),
+        loss_fn=None,
+        compute_loss=lambda model, x: (critic(model(x)) * scale).sum(),
+        device=torch.device("cpu"),
+    )
+    buffers = {name: buffer.clone() for name, buffer in critic.named_buffers()}
+    assert job.flops(batch) is not None
+    assert stepped == []
+    assert critic[0].weight.grad is None
+    assert torch.equal(scale.grad, torch.full((4,), 7.0))
+    for name, buffer in critic.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+    job.loss(batch).backward()
+    assert len(stepped) == 2

@@ -5,15 +5,23 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import pickle
+import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
+import flatout
 from flatout.mfu import MfuCounter, count_flops
 
 
@@ -203,3 +211,315 @@ def test_flops_that_cannot_be_counted_are_unknown_and_training_goes_on() -> None
         train(model)
     assert counter.steps == 3
     assert counter.mfu is None
+
+
+def test_a_backward_that_fails_is_no_step_and_counting_goes_on() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("in backward")
+
+    halfway = model(torch.ones(2, 8))
+    halfway.register_hook(fail)
+    with pytest.raises(KeyError):
+        halfway.sum().backward()
+    assert train(model) == train(mlp())
+    assert (counter.steps, counter.samples) == (3, 15)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_repeats_counts_once(reentrant: bool) -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+    for _ in range(3):
+        checkpoint(model, torch.ones(5, 8, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    assert (counter.steps, counter.samples) == (3, 15)
+
+
+def test_several_backwards_of_a_forward_are_one_step() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+    for _ in range(2):
+        output = model(torch.ones(2, 8))
+        output.sum().backward(retain_graph=True)
+        output.mean().backward()
+    assert (counter.steps, counter.samples) == (2, 4)
+
+
+class Recursive(nn.Linear):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return super().forward(x) if depth == 0 else self(super().forward(x), depth - 1)
+
+
+def test_a_model_that_calls_itself_is_counted_once() -> None:
+    counter, model = MfuCounter(device="cpu"), Recursive(8, 8)
+    counter.wrap(model)
+    model(torch.ones(2, 8)).sum().backward()
+    assert (counter.steps, counter.samples) == (1, 2)
+    expected = count_flops(Recursive(8, 8), torch.ones(2, 8)).total
+    assert counter.total.flops_per_second * counter.total.seconds == pytest.approx(expected)
+
+
+def test_threads_count_their_own_steps() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+
+    def run() -> None:
+        for _ in range(100):
+            model(torch.ones(3, 8)).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (counter.steps, counter.samples) == (400, 1200)
+
+
+def test_two_models_that_train_in_turns_share_a_counter() -> None:
+    counter, generator, critic = MfuCounter(1.0, device="cpu"), nn.Linear(8, 8), mlp()
+    counter.wrap(generator)
+    counter.wrap(critic)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, critic)]
+    for _ in range(3):
+        made = generator(torch.ones(2, 8))
+        critic(made.detach()).sum().backward()
+        optimizers[1].step()
+        critic(made).sum().backward()
+        optimizers[0].step()
+    assert counter.steps == 9
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Odd(nn.Linear):
+    """Returns what it is told to."""
+
+    make: Callable[[Tensor], Any]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda y: Output(y.sum(), (y, y * 2)), lambda output: output.loss),
+        (lambda y: (y, [y, None]), lambda output: output[1][0].sum()),
+        (lambda y: y, lambda y: y.mul_(2).sum()),  # in place behind the hook
+    ],
+    ids=["dataclass", "nested", "in place"],
+)
+def test_outputs_of_any_kind_train_as_without(make: Callable[[Tensor], Any], loss: Callable[[Any], Tensor]) -> None:
+    counter = MfuCounter(1.0, device="cpu")
+    torch.manual_seed(0)
+    model = Odd(4, 4)
+    model.make = make
+    plain = copy.deepcopy(model)
+    counter.wrap(model)
+    for trained in (model, plain):
+        loss(trained(torch.ones(2, 4))).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert counter.steps == 1
+
+
+def test_outputs_that_live_on_keep_no_hook() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), nn.Identity()
+    counter.wrap(model)
+    image = torch.ones(2, 8, requires_grad=True)
+    for _ in range(5):
+        model(image).sum().backward()
+    assert counter.steps == 5
+    assert not image._backward_hooks
+
+
+def test_a_backward_that_cannot_be_seen_shows_in_the_update() -> None:
+    def parts(y: Tensor) -> Iterator[Tensor]:
+        yield y
+
+    def write(view: Tensor) -> Tensor:
+        return view.add_(1)
+
+    counter = MfuCounter(1.0, device="cpu")
+    for make, first in ((parts, next), (lambda y: y.view(-1), write)):
+        model = Odd(4, 4)
+        model.make = make  # type: ignore[assignment]
+        counter.wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            first(model(torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+    assert (counter.steps, counter.samples) == (6, 12)
+
+
+def test_an_update_between_forward_and_backward_ends_nothing() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 8)).sum()
+    optimizer.step()
+    assert counter.steps == 0
+    loss.backward()
+    assert counter.steps == 1
+
+
+def test_a_frozen_model_is_no_step() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp().requires_grad_(False)
+    counter.wrap(model)
+    for _ in range(3):
+        model(torch.ones(2, 8))
+    model.requires_grad_(True)
+    model(torch.ones(2, 8)).sum().backward()
+    assert (counter.steps, counter.samples) == (1, 2)
+
+
+def test_nothing_of_a_batch_is_kept_alive() -> None:
+    counter, model = MfuCounter(device="cpu"), mlp()
+    counter.wrap(model)
+    batch = torch.ones(2, 8)
+    output = model(batch)
+    output.sum().backward()
+    gone = [weakref.ref(batch), weakref.ref(output)]
+    del batch, output
+    assert [tensor() for tensor in gone] == [None, None]
+    assert counter.steps == 1
+
+
+def test_counting_flops_of_a_wrapped_model_counts_it_once() -> None:
+    counter, model = MfuCounter(device="cpu"), mlp()
+    expected = count_flops(model, torch.ones(2, 8)).total
+    counter.wrap(model)
+    assert count_flops(model, torch.ones(2, 8)).total == expected
+    assert counter.steps == 0
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_transforms_and_traces_are_not_counted() -> None:
+    counter, model = MfuCounter(device="cpu"), mlp()
+    counter.wrap(model)
+    weights, x = dict(model.named_parameters()), torch.ones(2, 8)
+    torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
+    traced = torch.jit.trace(model, x)
+    assert str(traced.inlined_graph).count("aten::linear") == 2
+    scripted = torch.jit.script(model)
+    exported = torch.export.export(model, (x,)).module()
+    for twin in (traced, scripted, exported):
+        assert torch.equal(twin(x), model(x))
+    assert counter.steps == 0
+    torch.func.functional_call(model, weights, (x,)).sum().backward()
+    assert counter.steps == 1
+
+
+@pytest.mark.parametrize("first", ["wrap", "parametrize"])
+def test_parametrizations_go_with_it(first: str) -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), nn.Linear(8, 4)
+    if first == "parametrize":
+        weight_norm(model)
+    counter.wrap(model)
+    if first == "wrap":
+        weight_norm(model)
+    train(model)
+    twin = copy.deepcopy(model)
+    train(twin)
+    assert counter.steps == 3
+    MfuCounter(1.0, device="cpu").wrap(twin)
+
+
+class Meta(type):
+    pass
+
+
+class Registered(nn.Linear, metaclass=Meta):
+    """Slots, a metaclass, a registry of subclasses, pickling and calls of its own."""
+
+    __slots__ = ("calls",)
+    names: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, name: str, **rest: Any) -> None:
+        cls.names.append(name)
+        super().__init_subclass__(**rest)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().__call__(*args)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.in_features, self.out_features), self.__getstate__()
+
+    def __getstate__(self) -> Any:
+        return self.__dict__.copy()
+
+
+def test_classes_with_ways_of_their_own_are_wrapped() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), Registered(8, 4)
+    counter.wrap(model)
+    train(model)
+    assert (counter.steps, model.calls, Registered.names) == (3, 3, [])
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is Registered
+    assert torch.equal(twin.weight, model.weight)
+    run = flatout.optimize(model, [torch.ones(2, 8)], techniques={"precision": "bf16", "compile": False}, budget=0)
+    train(model)
+    run.undo()
+    train(model)
+    assert type(pickle.loads(pickle.dumps(model))) is Registered
+
+
+def test_several_processes_do_not_count_by_themselves() -> None:
+    """One of them would wait for the others in the middle of a count."""
+    counter, model = MfuCounter(peak_flops=1e12, device="cpu"), mlp()
+    counter.wrap(model)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.warns(RuntimeWarning, match="several processes train together: give MfuCounter flops_per_step"):
+            train(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (counter.steps, counter.mfu) == (3, None)
+
+
+def weight_of(model: nn.Module, answer: Any) -> None:
+    answer.put((type(model).__name__, next(model.parameters()).sum().item()))
+
+
+def test_a_wrapped_model_travels_to_a_spawned_process() -> None:
+    model = MfuCounter(1.0, device="cpu").wrap(mlp())
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=weight_of, args=(model, answer))
+    process.start()
+    assert answer.get(timeout=120) == ("Sequential", next(model.parameters()).sum().item())
+    process.join()
+
+
+@pytest.mark.parametrize("first", ["wrap", "optimize"])
+def test_undo_leaves_counting_and_takes_autocast_out(first: str) -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    if first == "wrap":
+        counter.wrap(model)
+    run = flatout.optimize(model, [torch.ones(2, 8)], techniques={"precision": "bf16", "compile": False}, budget=0)
+    if first == "optimize":
+        counter.wrap(model)
+    train(model, steps=1)
+    run.undo()
+    counter.reset()
+    plain = copy.deepcopy(model)
+    assert type(plain) is nn.Sequential
+    x = torch.randn(4, 8)
+    assert torch.equal(model(x), plain(x))  # in float32
+    train(model, steps=2)
+    assert counter.steps == 2
+    assert pickle.loads(pickle.dumps(model)) is not None
+
+
+def test_a_wrapped_part_of_a_compiled_whole_is_left_alone() -> None:
+    counter, part = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(part)
+    whole = torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager", fullgraph=True)
+    whole(torch.ones(2, 8)).sum().backward()
+    assert counter.steps == 0

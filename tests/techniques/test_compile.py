@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
+from flatout.mfu import count_flops
 from flatout.techniques.compile import RELEARN_AFTER, CompiledCall, CompileSwitch
 
 
@@ -43,6 +44,16 @@ def test_inputs_seen_while_learning_run_compiled_and_others_plain(recorded):
         call(torch.ones(8, 4))
     assert recorder.shapes == [(8, 4), (8, 4)]
     assert call.plain_calls == 3
+
+
+def test_counting_flops_runs_plain_and_is_not_noted(recorded):
+    module, recorder, call = recorded
+    module._compiled_call_impl = call
+    for call.learning in (True, False):
+        assert count_flops(module, torch.ones(8, 4)).forward == 2 * 8 * 4 * 2
+    call(torch.ones(8, 4))
+    assert recorder.shapes == []
+    assert call.plain_calls == 1
 
 
 def test_the_mode_is_part_of_what_was_compiled(recorded):

@@ -36,7 +36,9 @@ class MfuCounter:
 
     On the CPU a step is timed by the host's steady clock. On a CUDA device it is timed by events on the
     current stream that are polled and never waited for, so a reading covers the steps that the device has
-    finished so far. A step that is being captured into a CUDA graph is not counted; its replays are.
+    finished so far. A step that is being captured into a CUDA graph is not counted; its replays are. Steps may
+    overlap (threads, streams, several wrapped models): each moment counts once, so that rates are those of all of
+    them together.
 
     Example:
         >>> counter = MfuCounter(flops_per_step=6e9, peak_flops=1e12)
@@ -81,6 +83,8 @@ class MfuCounter:
         self.flops_per_step = _checked_flops("flops_per_step", flops_per_step)
         self.peak_flops = peak_flops
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._core = StepCounter(window)
         self._timer = make_timer(self._core, self.device)
         self.phases_every = phases_every
@@ -165,13 +169,17 @@ class MfuCounter:
         """Counts a model's training steps from now on, in whatever loop it is trained.
 
         A step is a forward in train mode with gradients enabled, its backward, and the optimizer's step if one follows;
-        with gradient accumulation each forward and backward is a step. Samples are counted by the first dimension of
-        the first tensor that the model gets, tokens by its elements where they are token ids (32- or 64-bit integers
-        in two dimensions). Where the counter has no ``flops_per_step``, the FLOPs of each signature of inputs are
-        counted once, in an eager forward and backward before its first step.
+        with gradient accumulation each forward and backward is a step. (A backward that starts from nothing which is
+        found in the model's output, a generator for example, shows only in the update.) Each thread's steps are its
+        own.
+
+        Samples are counted by the first dimension of the first tensor that the model gets, tokens by its elements where
+        they are token ids (32- or 64-bit integers in two dimensions). Where the counter has no ``flops_per_step``, the
+        FLOPs of each signature of inputs are counted once, in an eager forward and backward before its first step; not
+        among several processes, where one would wait for the others.
 
         Give it what the loop calls: ``counter.wrap(torch.compile(model))``. ``state_dict``, copies and pickles are as
-        before.
+        before. What ``torch.func`` differentiates, traces and exports is not counted.
 
         Returns:
             The same object.

@@ -33,7 +33,7 @@ from flatout.mfu.formulas import (
 )
 
 # What is replaced for the time of a count is the whole process's: the stance of torch.compile, hooks, a function.
-_one_at_a_time = threading.RLock()
+taking_turns = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,9 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
     Args:
         fn: a module: its forward, then a backward from the floating-point results that are found in tuples, lists,
             mappings and dataclasses: from the scalars, if there are any (they are the loss), else from all.
-            Parameters, gradients, buffers, random generators and inputs are afterwards as they were. Any other
-            callable: what it does, with whatever that changes, except for the random generators.
+            Parameters, gradients, buffers, random generators and inputs are afterwards as they were, also those
+            of modules that it calls without owning them. Any other callable: what it does, with whatever that
+            changes, except for the random generators.
         inputs: its arguments.
         backward: whether a module is counted with its backward. There is none where gradients are disabled.
         keywords: its keyword arguments.
@@ -177,11 +178,12 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
     original = getattr(fn, "_orig_mod", fn)
     model = original if isinstance(original, nn.Module) else None
     counting = _Counting(model)
-    with _one_at_a_time, contextlib.ExitStack() as stack:
+    with taking_turns, contextlib.ExitStack() as stack:
         stack.callback(RandomState.capture().restore)
         if model is not None:
             inputs, keywords = _detached((inputs, keywords), {})
             stack.enter_context(_untouched(model))
+            counting.adopted = lambda module: stack.enter_context(_untouched(module))
         stack.enter_context(_eager())
         with counting:
             result = original(*inputs, **keywords)
@@ -196,6 +198,12 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
             stacklevel=2,
         )
     return count
+
+
+def is_counting() -> bool:
+    """Whether ``count_flops`` is what runs the caller."""
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    return torch._C._len_torch_dispatch_stack() > 0 and any(isinstance(mode, _Counting) for mode in stack())
 
 
 def _named(calls: Mapping[str, int]) -> str:
@@ -240,28 +248,34 @@ def _backward(result: Any) -> None:
     outputs = [t for t in _tensors(result) if t.requires_grad]
     losses = [t for t in outputs if t.dim() == 0] or outputs
     if losses:
-        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+        with _gradients_aside(_leaves(losses)):
+            torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+
+
+def _leaves(results: list[Tensor]) -> list[Tensor]:
+    """What a backward from these leaves gradients in, whoever it belongs to."""
+    leaves, seen = [], set()
+    nodes: list[Any] = [result.grad_fn for result in results]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes.extend(following for following, _ in node.next_functions)
+    return leaves
 
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and modes back, and keeps the hooks of finished gradients from stepping an optimizer."""
+    """Puts gradients, buffers and modes back."""
     slots = ModuleSlots(module)
     buffers = [(b, b.detach().clone()) for b in module.buffers() if _is_comparable(b)]
-    gradients = [(p, p.grad) for p in module.parameters()]
-    hooks = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks))
-             for p, _ in gradients if p._post_accumulate_grad_hooks]  # fmt: skip
-    for registered, _ in hooks:
-        registered.clear()
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        yield
+        with _gradients_aside(list(module.parameters())):
+            yield
     finally:
-        for registered, saved in hooks:
-            registered.update(saved)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         slots.restore()
         for buffer, saved_bits in buffers:
             # Batch norm writes without a new version number; a needless write breaks graphs that hold the buffer.
@@ -274,6 +288,25 @@ def _is_comparable(buffer: Tensor) -> bool:
     """Not what has no bits, nor sparse, nested and 4-bit tensors: torch cannot compare them, and layers leave them."""
     plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.dtype != torch.float4_e2m1fn_x2
     return plain and not is_abstract(buffer)
+
+
+@contextlib.contextmanager
+def _gradients_aside(leaves: list[Tensor]) -> Iterator[None]:
+    """Puts gradients back, and keeps the hooks of finished gradients from stepping an optimizer."""
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [(leaf._post_accumulate_grad_hooks, dict(leaf._post_accumulate_grad_hooks))
+             for leaf in leaves if leaf._post_accumulate_grad_hooks]  # fmt: skip
+    for registered, _ in hooks:
+        registered.clear()
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for registered, saved in hooks:
+            registered.update(saved)
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
 
 
 @contextlib.contextmanager
@@ -359,6 +392,7 @@ class _Counting(TorchDispatchMode):
 
     def __init__(self, root: nn.Module | None) -> None:
         super().__init__()
+        self.adopted: Callable[[nn.Module], object] = lambda module: None
         self._root = _Tally("" if root is None else type(root).__name__)
         self._tallies: dict[nn.Module, _Tally] = {}
         if root is not None:
@@ -503,6 +537,7 @@ class _Counting(TorchDispatchMode):
 
     def _adopt(self, module: nn.Module, parent: _Tally) -> None:
         """A module that no known one has registered: it belongs to the one that calls it."""
+        self.adopted(module)
         name = type(module).__name__
         same = sum(child.name.partition("#")[0] == name for child in parent.children)
         tally = _Tally(f"{name}#{same + 1}" if same else name)

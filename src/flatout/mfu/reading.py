@@ -55,7 +55,7 @@ class Reading:
         steps: number of steps.
         samples: their samples.
         tokens: their tokens.
-        seconds: steps and the time before each.
+        seconds: steps and the time before each; where steps overlap it counts once.
         step_seconds: one step from its beginning to its end: the median over a window, the mean over a total.
         samples_per_second: samples / seconds; None when no samples were told.
         tokens_per_second: tokens / seconds; None when no tokens were told.

@@ -8,7 +8,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from flatout.data.batch import tensors_of
-from flatout.mfu.flops import FlopCount
+from flatout.mfu.flops import FlopCount, taking_turns
+
+MOST = 256
+"""Most signatures that are counted: a count holds a tree of all modules."""
 
 SHARE = 0.02
 """Most of the time since the first count that further counts may take: each runs an eager step."""
@@ -17,8 +20,8 @@ SHARE = 0.02
 class CountedFlops:
     """``CountedFlops(count)(*args, **kwargs)``: what ``count(*args, **kwargs)`` says, asked once per signature.
 
-    A signature is the shapes and dtypes of all tensors. Where batches take on many
-    (unpadded text), counting goes on as training does: a signature whose turn has not come has no FLOPs yet.
+    A signature is the shapes and dtypes of all tensors. Where batches take on many (unpadded text), counting goes on
+    as training does, up to ``MOST``: a signature whose turn has not come has no FLOPs yet.
     """
 
     def __init__(self, count: Callable[..., FlopCount]) -> None:
@@ -40,7 +43,9 @@ class CountedFlops:
         begun = time.perf_counter()
         if not self._known:
             self._since = begun
-        elif self._spent > SHARE * (begun - self._since):
+        elif len(self._known) == MOST or self._spent > SHARE * (begun - self._since):
+            return None
+        if not taking_turns.acquire(blocking=False):  # whoever counts may wait for this thread
             return None
         try:
             self._known[key] = self._count(*args, **kwargs)
@@ -51,5 +56,7 @@ class CountedFlops:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        finally:
+            taking_turns.release()
         self._spent += time.perf_counter() - begun
         return self._known[key]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -89,20 +91,36 @@ class EventTimer(_CoreTimer):
         self._core.touch(token, torch._C._cuda_getCurrentRawStream(self._index))
 
 
+@dataclass(eq=False)
+class _Span:
+    """A step between torch's events."""
+
+    begun: Any
+    alone: bool
+    waited: float
+    ended: Any = None
+    work: tuple[Any, ...] = ()
+
+
 class TorchEventTimer:
     """torch's events, for a GPU that this build has no CUDA code for; it knows no phases."""
 
     def __init__(self, core: StepCounter, device: torch.device) -> None:
         self._core = core
         self._device = device
-        self._pending: deque[Any] = deque()
-        self._last_end: torch.cuda.Event | None = None
+        self._lock = threading.Lock()
+        self._pending: deque[_Span] = deque()
+        self._last_end: Any = None
         self._alone = True
         self._waited = 0.0
 
-    def begin(self) -> list[torch.cuda.Event | None]:
-        self.poll()
-        return [self._now(), None]
+    def begin(self) -> _Span | None:
+        """None while the current stream is recorded into a graph."""
+        with self._lock:
+            alone, waited = self._alone, self._waited
+            recording = self._is_recording()
+            self._alone, self._waited = recording, 0.0
+            return None if recording else _Span(self._now(), alone, waited)
 
     def measure_phases_every(self, steps: int) -> None:
         """No phases."""
@@ -113,42 +131,63 @@ class TorchEventTimer:
     def mark(self, token: Any, phase: int) -> None:
         """No phases."""
 
-    def touch(self, token: list[torch.cuda.Event | None]) -> None:
-        token[1] = self._now()
+    def touch(self, token: _Span | None) -> None:
+        if token is not None and not self._is_recording():
+            token.ended = self._now()
 
     def finish(
-        self,
-        token: list[torch.cuda.Event | None],
-        samples: int,
-        tokens: int,
-        flops: float | None,
-        hardware_flops: float | None,
+        self, token: _Span | None, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
     ) -> None:
-        self._pending.append((*token, self._alone, self._waited, (samples, tokens, flops, hardware_flops)))
-        self._alone, self._waited = False, 0.0
+        if token is None:
+            return
+        if token.ended is None:
+            self.drop(token)
+            return
+        token.work = (samples, tokens, flops, hardware_flops)
+        with self._lock:
+            self._pending.append(token)
+        self.poll()
 
-    def drop(self, token: Any) -> None:
-        self.pause()
+    def drop(self, token: _Span | None) -> None:
+        if token is not None:
+            self.pause()
 
     def waited(self, seconds: float) -> None:
-        self._waited += seconds
+        with self._lock:
+            self._waited += seconds
 
     def pause(self) -> None:
-        self._alone, self._waited = True, 0.0
+        with self._lock:
+            self._alone, self._waited = True, 0.0
 
     def poll(self) -> None:
-        while self._pending and self._pending[0][1].query():
-            begin, end, alone, waited, work = self._pending.popleft()
-            gap = None if alone or self._last_end is None else self._last_end.elapsed_time(begin) * 1e-3
-            self._core.add(begin.elapsed_time(end) * 1e-3, gap, waited, *work)
-            self._last_end = end
+        with self._lock:
+            if self._is_recording():  # asking an event would break the graph
+                return
+            while self._pending and self._pending[0].ended.query() and self._pending[0].begun.query():
+                self._count(self._pending.popleft())
 
     def reset(self) -> None:
-        self._pending.clear()
-        self._last_end = None
+        with self._lock:
+            self._pending.clear()
+            self._last_end = None
         self.pause()
 
-    def _now(self) -> torch.cuda.Event:
+    def _count(self, step: _Span) -> None:
+        """The same arithmetic as the core's."""
+        seconds = step.begun.elapsed_time(step.ended) * 1e-3
+        gap = None if self._last_end is None else self._last_end.elapsed_time(step.begun) * 1e-3
+        if gap is None or gap + seconds >= 0:
+            self._last_end = step.ended
+        if step.alone and gap is not None and gap >= 0:
+            self._core.add(seconds, None, min(step.waited, gap), *step.work)
+        else:
+            self._core.add(seconds, gap, step.waited, *step.work)
+
+    def _now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def _is_recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from flatout._subclass import instance_class
 from flatout.data.batch import batch_size_of, tensors_of, tokens_of
-from flatout.mfu.flops import FlopCount, count_flops
+from flatout.mfu.flops import FlopCount, count_flops, is_counting
 from flatout.mfu.ranges import range
 from flatout.mfu.reading import PHASES
 from flatout.mfu.signatures import CountedFlops
+from flatout.mfu.timers import Timer
 
 if TYPE_CHECKING:
     from flatout.mfu.counter import MfuCounter
@@ -27,22 +30,46 @@ def count_calls(counter: MfuCounter, model: nn.Module) -> Calls:
     """Count the training steps of ``model`` on ``counter`` for as long as the model lives."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("the calls of a ScriptModule cannot be seen: use counter.step in the loop instead")
-    if hasattr(type(model), "flatout_calls"):
+    counted_by = getattr(type(model), "flatout_calls", None)
+    if counted_by is not None and counted_by.are_of(model):  # a copy may share the class
         raise ValueError(f"this {type(model).__name__} is wrapped already")
-    base = type(model)
     calls = Calls(counter, model)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = super(counted, self).__call__
         if torch.compiler.is_compiling() or not calls.counts(self):
-            return base.__call__(self, *args, **kwargs)
-        return calls.forward(lambda: base.__call__(self, *args, **kwargs), args, kwargs)
+            return call(*args, **kwargs)
+        return calls.forward(call, args, kwargs)
 
-    model.__class__ = instance_class(base, __call__=__call__, flatout_calls=calls)
+    counted = instance_class(type(model), __call__=__call__, flatout_calls=calls)
+    model.__class__ = counted
     return calls
 
 
+class UnderWay:
+    """A step of one thread: some forwards, and behind them a backward."""
+
+    def __init__(self, token: Any) -> None:
+        self.token = token
+        self.samples = self.tokens = 0
+        self.flops: float | None = 0
+        self.hardware_flops: float | None = 0
+        self.in_forward = self.sees_backward = self.going_back = self.went_back = False
+        self.leaf_hooks: list[RemovableHandle] = []
+
+    def add(self, samples: int, tokens: int, flops: FlopCount | float | None) -> None:
+        """One more forward is part of the step; the FLOPs are not known as soon as those of a part are not."""
+        model, hardware = model_and_hardware(flops)
+        self.samples += samples
+        self.tokens += tokens
+        self.flops = None if self.flops is None or model is None else self.flops + model
+        self.hardware_flops = (
+            None if self.hardware_flops is None or hardware is None else self.hardware_flops + hardware
+        )
+
+
 class Calls:
-    """What becomes of a model's calls; at most one step is under way.
+    """What becomes of a model's calls; in each thread at most one step is under way.
 
     It begins with a forward. Where it ends shows only later: behind its backward, or behind an update if one follows
     before the next forward.
@@ -50,11 +77,9 @@ class Calls:
 
     def __init__(self, counter: MfuCounter, model: nn.Module) -> None:
         self._counter = counter
-        self._timer = counter._timer
         self._model = weakref.ref(model)
         self._flops = CountedFlops(self._counted)
-        self._counting = False
-        self._begin_anew()
+        self._steps: dict[int, UnderWay] = {}
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
 
@@ -65,62 +90,90 @@ class Calls:
 
         weakref.finalize(self, register_optimizer_step_post_hook(behind_update).remove)
 
-    def _begin_anew(self) -> None:
-        self._token: Any = None
-        self._going = self._went_back = False
-        self._samples = self._tokens = 0
-        self._work: list[FlopCount | float | None] = []
+    @property
+    def _timer(self) -> Timer:
+        return self._counter._timer
+
+    def are_of(self, module: nn.Module) -> bool:
+        """Whether it is this module's calls that are counted."""
+        return module is self._model()
 
     def counts(self, module: nn.Module) -> bool:
         """Whether a call of the module is part of a training step."""
-        if self._counting or module is not self._model():  # a replica shares the class
+        if not self.are_of(module) or is_counting() or _is_transformed():
             return False
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and any(step.going_back for step in list(self._steps.values())):
+            return False  # a checkpoint repeats the forward
+        step = self._steps.get(threading.get_ident())
+        if step is not None and step.in_forward:
+            return False  # the model calls itself
         if module.training and torch.is_grad_enabled():
             return True
         self.settle()
         self._timer.pause()  # an evaluation
         return False
 
-    def forward(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a training forward, as the beginning of a step or as one more before its backward."""
         self.settle()
+        model, thread = self._model(), threading.get_ident()
+        assert model is not None
+        step = self._steps.get(thread)
+        if step is not None and step.going_back:  # its backward failed
+            self._drop(thread)
+            step = None
         flops = self._counter.flops_per_step
-        self._work.append(self._flops(*args, **kwargs) if flops is None else flops)
-        batch = (args, kwargs)
-        self._samples += batch_size_of(batch) if tensors_of(batch) else 0
-        self._tokens += tokens_of(batch)
-        if self._token is None:
-            self._token = self._timer.begin()
-        self._timer.mark(self._token, FORWARD)
+        if flops is None:
+            flops = self._flops(*args, **kwargs)
+        if step is None:
+            step = self._steps[thread] = UnderWay(self._timer.begin())
+        tensors = tensors_of((args, kwargs))
+        step.add(batch_size_of(tensors) if tensors else 0, tokens_of(tensors), flops)
+        self._timer.mark(step.token, FORWARD)
+        step.in_forward = True
         try:
             with range("flatout.forward"):
-                output = call()
+                output = call(*args, **kwargs)
         except BaseException:
-            self._timer.drop(self._token)
-            self._begin_anew()
+            self._drop(thread)
             raise
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._going_back)
+        finally:
+            step.in_forward = False
+        self._listen(step, output)
+        if not step.sees_backward and not any(p.requires_grad for p in model.parameters()):
+            self._drop(thread)  # a frozen model
         return output
 
-    def _going_back(self, gradient: Tensor) -> None:
-        """The backward has reached what the model returned."""
-        if self._token is None or self._counting or self._going:
-            return
-        self._going = True
-        self._timer.mark(self._token, BACKWARD)
-        torch.autograd.Variable._execution_engine.queue_callback(self._gone_back)
+    def _listen(self, step: UnderWay, output: Any) -> None:
+        """Hear of the backward that reaches what the model returned."""
+        ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        for tensor in ends:
+            handle = tensor.register_hook(lambda _: self._going_back(step))
+            if tensor.is_leaf:  # it outlives the step
+                step.leaf_hooks.append(handle)
+            if not tensor._is_view():  # a write into a view loses its hooks
+                step.sees_backward = True
 
-    def _gone_back(self) -> None:
-        if self._token is not None:
-            self._going, self._went_back = False, True
-            self._timer.touch(self._token)
-            self._timer.mark(self._token, UPDATE)
+    def _going_back(self, step: UnderWay) -> None:
+        """The backward has reached what the model returned."""
+        if not step.going_back:
+            step.going_back = True
+            self._timer.mark(step.token, BACKWARD)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._gone_back(step))
+
+    def _gone_back(self, step: UnderWay) -> None:
+        self._timer.touch(step.token)
+        self._timer.mark(step.token, UPDATE)
+        step.going_back, step.went_back = False, True
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped; it may be another model's."""
-        if not self._went_back:
+        """An optimizer has stepped; it may be another model's.
+
+        This alone ends the step where nothing tells of the backward: the model returned a generator, say.
+        """
+        step = self._steps.get(threading.get_ident())
+        if step is None or step.going_back or (step.sees_backward and not step.went_back):
             return
         if optimizer not in self._optimizers:
             model = self._model()
@@ -128,30 +181,45 @@ class Calls:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._optimizers[optimizer] = not own.isdisjoint(held)
         if self._optimizers[optimizer]:
-            self._timer.touch(self._token)
+            self._timer.touch(step.token)
+            step.went_back = True
 
     def settle(self) -> None:
-        """Hand over the step under way, if its backward is done."""
-        if self._went_back:
-            self._timer.finish(self._token, self._samples, self._tokens, *_sum(self._work))
-            self._begin_anew()
+        """Hand over the steps whose backward is done."""
+        for thread, step in list(self._steps.items()):
+            if step.went_back and not step.going_back and self._take(thread) is step:
+                self._timer.finish(step.token, step.samples, step.tokens, step.flops, step.hardware_flops)
+
+    def _drop(self, thread: int) -> None:
+        step = self._take(thread)
+        if step is not None:
+            self._timer.drop(step.token)
+
+    def _take(self, thread: int) -> UnderWay | None:
+        step = self._steps.pop(thread, None)
+        if step is not None:
+            for hook in step.leaf_hooks:
+                hook.remove()
+        return step
 
     def _counted(self, *args: Any, **kwargs: Any) -> FlopCount:
         model = self._model()
         assert model is not None
-        self._counting = True
-        try:
-            return count_flops(model, *args, **kwargs)
-        finally:
-            self._counting = False
+        if _processes() > 1:  # each counts when it has the time: none may wait for another meanwhile
+            raise RuntimeError("several processes train together: give MfuCounter flops_per_step")
+        return count_flops(model, *args, **kwargs)
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _is_transformed() -> bool:
+    """Whether calls are recorded by ``torch.jit.trace``, or their gradients are taken by ``torch.func``."""
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def model_and_hardware(flops: FlopCount | float | None) -> tuple[float | None, float | None]:
     """FLOPs of the model and of the hardware, None where not known."""
     return (flops.total, flops.hardware) if isinstance(flops, FlopCount) else (flops, None)
-
-
-def _sum(parts: Iterable[FlopCount | float | None]) -> tuple[float | None, float | None]:
-    """FLOPs of a step that consists of parts; None as soon as those of a part are not known."""
-    model, hardware = zip(*map(model_and_hardware, parts), strict=True)
-    return None if None in model else sum(model), None if None in hardware else sum(hardware)

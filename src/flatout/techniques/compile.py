@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout.mfu.flops import is_counting
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class CompiledCall:
         self._plain: Counter[Any] | None = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_counting():
             return self._module._call_impl(*args, **kwargs)
         signature = (self._module.training, torch.is_grad_enabled(), *_signature(args, kwargs))
         if self.learning:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from flatout._subclass import take_class_out
 from flatout.techniques.autocast import autocast_class
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
@@ -24,18 +25,21 @@ class AutocastSwitch(Switch):
     def __init__(self, model: nn.Module, device_type: str, label: str) -> None:
         self.label = self.value = label
         self._model = weakref.ref(model)
-        self._class = autocast_class(type(model), device_type, DTYPES[label])
+        self._device_type = device_type
+        self._class: type[nn.Module] | None = None
 
     def _turn_on(self) -> None:
-        self._swap()
+        model = self._model()
+        if model is None:
+            return
+        if self._class is None or self._class.__bases__[-1] is not type(model):  # what is compiled knows the class
+            self._class = autocast_class(type(model), self._device_type, DTYPES[self.label])
+        model.__class__ = self._class
 
     def _turn_off(self) -> None:
-        self._swap()
-
-    def _swap(self) -> None:
         model = self._model()
-        if model is not None:
-            model.__class__, self._class = self._class, type(model)
+        if model is not None and self._class is not None:
+            take_class_out(model, self._class)
 
 
 class Precision(StepTechnique):
