@@ -15,7 +15,7 @@ from flatout.data import tensors_of
 from flatout.mfu.flops import FlopCount, count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.ranges import range
-from flatout.mfu.signatures import CountedFlops
+from flatout.mfu.signatures import CountedWork
 from flatout.optim import update
 from flatout.techniques.autocast import autocast_dtype
 
@@ -43,7 +43,7 @@ class Job:
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
         expected_steps: steps that the training is going to take, for break-even decisions.
-        flops: ``flops(batch)``: FLOPs of forward, loss and backward of a batch that is on the device.
+        work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
 
     model: nn.Module
@@ -57,12 +57,12 @@ class Job:
     max_grad_norm: float | None = None
     deterministic: bool = False
     expected_steps: int = 0
-    flops: CountedFlops = field(init=False)
+    work: CountedWork = field(init=False)
     _pending: int = field(default=0, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.flops = CountedFlops(self._count_flops)
+        self.work = CountedWork(self._count_flops)
 
     @property
     def scaler(self) -> GradScaler | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatout import mfu
-from flatout.data import batch_size_of, clone_loader, is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.machine import usable_cores
 from flatout.data.replay import Replayed
 from flatout.job import Job
@@ -138,7 +138,7 @@ def optimize(
         bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
         _check_loss(job, bench.batches[0])
         with _saying("counting FLOPs"):
-            job.flops(bench.batches[0])
+            job.work(bench.batches[0])
         peak_before, _ = job.peak_flops(measure=budget > 0)
         here = fingerprint(model, bench.batches[0], job.device)
         if plan is not None:
@@ -359,11 +359,10 @@ def _check_loss(job: Job, batch: Any) -> None:
 
 def _with_mfu(pace: Pace | None, job: Job, bench: Bench, peak: float | None) -> Pace | None:
     """The pace with the MFU that it comes to."""
-    batch = bench.batches[0]
-    flops = job.flops(batch)
+    samples, _, flops = job.work(bench.batches[0])
     if pace is None or flops is None or peak is None:
         return pace
-    return replace(pace, mfu=pace.samples_per_second * flops.total / batch_size_of(batch) / peak)
+    return replace(pace, mfu=pace.samples_per_second * flops.total / samples / peak)
 
 
 def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data import Prefetcher, batch_size_of, to_device
-from flatout.data.batch import tokens_of
 from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.measure.judge import judged
@@ -165,8 +164,7 @@ class Run:
         """
         if self.optimizer is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
-        flops = self._job.flops(batch)
-        with self._counter.step(batch_size_of(batch), tokens_of(batch), flops) as step:
+        with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.device)
             loss = self._job.step(batch, step.phase)

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.job import Job
 from flatout.mfu import FlopCount, FlopNode, signatures
-from flatout.mfu.signatures import CountedFlops
+from flatout.mfu.signatures import CountedWork
 
 
 def count(total: int) -> FlopCount:
@@ -33,25 +33,24 @@ class Clock:
 
 def test_each_signature_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    flops = CountedFlops(clock)
+    work = CountedWork(clock)
     for size in (4, 4, 3, 4, 3):
         clock.now += 1000.0
-        known = flops(torch.ones(size, 2))
-        assert known is not None
-        assert known.total == 2 * size
+        done = work(torch.ones(size, 2))
+        assert (done.samples, done.tokens, done.flops) == (size, 0, count(2 * size))
     assert clock.counted == [(4, 2), (3, 2)]
     clock.now += 1000.0
-    flops(torch.ones(4, 2, dtype=torch.float64))
-    flops(torch.ones(4, 2, requires_grad=True))
+    work(torch.ones(4, 2, dtype=torch.float64))
+    work(torch.ones(4, 2, requires_grad=True))
     assert len(clock.counted) == 4
-    assert [known.total for known in flops.counts] == [8, 6, 8, 8]
+    assert [known.total for known in work.counts] == [8, 6, 8, 8]
 
 
 def test_counting_takes_two_per_cent_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    flops = CountedFlops(clock)
+    work = CountedWork(clock)
     for size in range(1, 400):  # a step a second, no two alike
-        flops(torch.ones(size))
+        work(torch.ones(size))
         clock.now += 1.0
     assert 7 <= len(clock.counted) <= 9
 
@@ -63,23 +62,23 @@ def test_what_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(x)
         raise torch.OutOfMemoryError("full")
 
-    flops = CountedFlops(fail)
+    work = CountedWork(fail)
     with pytest.warns(RuntimeWarning, match="OutOfMemoryError: full"):
-        assert flops(torch.ones(1)) is None
-    assert flops(torch.ones(1)) is None
+        assert work(torch.ones(1)).flops is None
+    assert work(torch.ones(1)) == (1, 0, None)
     assert len(tried) == 1
-    assert flops.counts == []
+    assert work.counts == []
 
 
 def test_the_number_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    flops = CountedFlops(clock)
+    work = CountedWork(clock)
     for size in range(1, 400):
         clock.now += 1000.0
-        flops(torch.ones(size))
-    assert len(clock.counted) == len(flops.counts) == signatures.MOST
-    assert flops(torch.ones(1)) is not None
-    assert flops(torch.ones(399)) is None
+        work(torch.ones(size))
+    assert len(clock.counted) == len(work.counts) == signatures.MOST
+    assert work(torch.ones(1)).flops is not None
+    assert work(torch.ones(399)) == (399, 0, None)
 
 
 def test_one_thread_counts_at_a_time() -> None:
@@ -90,17 +89,15 @@ def test_one_thread_counts_at_a_time() -> None:
         may_end.wait(60)
         return count(1)
 
-    flops = CountedFlops(slow)
-    thread = threading.Thread(target=flops, args=(torch.ones(1),))
+    work = CountedWork(slow)
+    thread = threading.Thread(target=work, args=(torch.ones(1),))
     thread.start()
     under_way.wait(60)
-    other = CountedFlops(lambda x: count(2))
-    assert other(torch.ones(1)) is None
+    other = CountedWork(lambda x: count(2))
+    assert other(torch.ones(1)).flops is None
     may_end.set()
     thread.join()
-    known = other(torch.ones(1))
-    assert known is not None
-    assert known.total == 2
+    assert other(torch.ones(1)).flops == count(2)
 
 
 def test_counting_leaves_no_trace_in_what_the_loss_keeps_to_itself() -> None:
@@ -120,7 +117,7 @@ def test_counting_leaves_no_trace_in_what_the_loss_keeps_to_itself() -> None:
         device=torch.device("cpu"),
     )
     buffers = {name: buffer.clone() for name, buffer in critic.named_buffers()}
-    assert job.flops(batch) is not None
+    assert job.work(batch).flops is not None
     assert stepped == []
     assert critic[0].weight.grad is None
     assert torch.equal(scale.grad, torch.full((4,), 7.0))

@@ -17,7 +17,7 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
         mfu: 0..1; None when not known.
         where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
     """
-    counts = job.flops.counts
+    counts = job.work.counts
     family = family_of(counts[0].by_op) if counts else DENSE
     _, peak = job.peak_flops(measure=False)
     gpu = _gpu(job)

@@ -1,13 +1,13 @@
-"""FLOPs of steps whose batches differ in shape: each signature is counted once."""
+"""What a step on a batch does, by the batch's signature: samples, tokens, and FLOPs that are counted once."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
-from flatout.data.batch import tensors_of
+from flatout.data.batch import batch_size_of, tensors_of, tokens_of
 from flatout.mfu.flops import FlopCount, taking_turns
 
 MOST = 256
@@ -17,40 +17,56 @@ SHARE = 0.02
 """Most of the time since the first count that further counts may take: each runs an eager step."""
 
 
-class CountedFlops:
-    """``CountedFlops(count)(*args, **kwargs)``: what ``count(*args, **kwargs)`` says, asked once per signature.
+class Work(NamedTuple):
+    """What a step does, in the order of ``MfuCounter.step``'s arguments.
 
-    A signature is the shapes and dtypes of all tensors. Where batches take on many (unpadded text), counting goes on
-    as training does, up to ``MOST``: a signature whose turn has not come has no FLOPs yet.
+    Attributes:
+        samples: as ``batch_size_of`` counts them.
+        tokens: as ``tokens_of`` counts them.
+        flops: None where they are not known.
     """
 
-    def __init__(self, count: Callable[..., FlopCount]) -> None:
+    samples: int
+    tokens: int
+    flops: FlopCount | None
+
+
+class CountedWork:
+    """``CountedWork(count)(*args, **kwargs)``: samples, tokens, and the FLOPs that ``count(*args, **kwargs)`` finds.
+
+    ``count`` is called once per signature: the shapes and dtypes of all tensors. Where batches take on many (unpadded
+    text), counting goes on as training does, up to ``MOST``: a signature whose turn has not come has no FLOPs yet.
+    """
+
+    def __init__(self, count: Callable[..., FlopCount | None]) -> None:
         self._count = count
-        self._known: dict[Hashable, FlopCount | None] = {}
+        self._known: dict[Hashable, Work] = {}
         self._spent = 0.0
         self._since = 0.0
 
     @property
     def counts(self) -> list[FlopCount]:
         """Those known so far, in the order in which their signatures came."""
-        return [count for count in self._known.values() if count is not None]
+        return [work.flops for work in self._known.values() if work.flops is not None]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> FlopCount | None:
-        """The FLOPs of such a call; None where they are not known."""
-        key = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_of((args, kwargs)))
-        if key in self._known:
-            return self._known[key]
+    def __call__(self, *args: Any, **kwargs: Any) -> Work:
+        """The work of such a call."""
+        tensors = tensors_of((args, kwargs))
+        key = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        work = Work(batch_size_of(tensors) if tensors else 0, tokens_of(tensors), None)
         begun = time.perf_counter()
         if not self._known:
             self._since = begun
         elif len(self._known) == MOST or self._spent > SHARE * (begun - self._since):
-            return None
+            return work
         if not taking_turns.acquire(blocking=False):  # whoever counts may wait for this thread
-            return None
+            return work
         try:
-            self._known[key] = self._count(*args, **kwargs)
+            work = work._replace(flops=self._count(*args, **kwargs))
         except Exception as error:  # of the user's code, or out of memory: training is not to end for a figure
-            self._known[key] = None
             warnings.warn(
                 f"the FLOPs of a step could not be counted, its MFU is not known: {type(error).__name__}: {error}",
                 RuntimeWarning,
@@ -58,5 +74,6 @@ class CountedFlops:
             )
         finally:
             taking_turns.release()
+        self._known[key] = work
         self._spent += time.perf_counter() - begun
-        return self._known[key]
+        return work

@@ -13,11 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from flatout._subclass import instance_class
-from flatout.data.batch import batch_size_of, tensors_of, tokens_of
+from flatout.data.batch import tensors_of
 from flatout.mfu.flops import FlopCount, count_flops, is_counting
 from flatout.mfu.ranges import range
 from flatout.mfu.reading import PHASES
-from flatout.mfu.signatures import CountedFlops
+from flatout.mfu.signatures import CountedWork
 from flatout.mfu.timers import Timer
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Calls:
     def __init__(self, counter: MfuCounter, model: nn.Module) -> None:
         self._counter = counter
         self._model = weakref.ref(model)
-        self._flops = CountedFlops(self._counted)
+        self._work = CountedWork(self._counted)
         self._steps: dict[int, UnderWay] = {}
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
@@ -123,13 +123,10 @@ class Calls:
         if step is not None and step.going_back:  # its backward failed
             self._drop(thread)
             step = None
-        flops = self._counter.flops_per_step
-        if flops is None:
-            flops = self._flops(*args, **kwargs)
+        samples, tokens, flops = self._work(*args, **kwargs)
         if step is None:
             step = self._steps[thread] = UnderWay(self._timer.begin())
-        tensors = tensors_of((args, kwargs))
-        step.add(batch_size_of(tensors) if tensors else 0, tokens_of(tensors), flops)
+        step.add(samples, tokens, flops if self._counter.flops_per_step is None else self._counter.flops_per_step)
         self._timer.mark(step.token, FORWARD)
         step.in_forward = True
         try:
@@ -202,7 +199,9 @@ class Calls:
                 hook.remove()
         return step
 
-    def _counted(self, *args: Any, **kwargs: Any) -> FlopCount:
+    def _counted(self, *args: Any, **kwargs: Any) -> FlopCount | None:
+        if self._counter.flops_per_step is not None:
+            return None
         model = self._model()
         assert model is not None
         if _processes() > 1:  # each counts when it has the time: none may wait for another meanwhile
