@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/fast_call.h"
 #include "core/nvtx.h"
 #include "mfu/counter.h"
 #include "mfu/step_timer.h"
@@ -28,11 +29,6 @@ std::optional<double> known(double value) {
   return value == value ? std::optional<double>(value) : std::nullopt;
 }
 
-Work work(std::int64_t samples, std::int64_t tokens, std::optional<double> flops,
-          std::optional<double> hardware_flops) {
-  return {samples, tokens, flops.value_or(mfu::kUnknown), hardware_flops.value_or(mfu::kUnknown)};
-}
-
 // A counter with its timer. The timer is optional: without one, steps arrive through add().
 class StepCounter {
  public:
@@ -41,25 +37,37 @@ class StepCounter {
   void use_host_clock() { timer_ = mfu::make_host_timer(counter_); }
   void use_events(int device) { timer_ = mfu::make_event_timer(counter_, device); }
 
-  StepTimer& timer() { return *timer_; }
+  void measure_phases_every(std::int64_t steps) { timer_->measure_phases_every(steps); }
+  void pause() { timer_->pause(); }
 
-  void mark(StepTimer::Token token, int phase, std::uintptr_t stream) {
+  // Called in every step.
+  std::int64_t begin(std::uintptr_t stream) { return timer_->begin(stream); }
+  bool measures_phases(std::int64_t token) { return timer_->measures_phases(token); }
+  void mark(std::int64_t token, std::int64_t phase, std::uintptr_t stream) {
     timer_->mark(token, static_cast<Phase>(phase), stream);
   }
-
-  void finish(StepTimer::Token token, std::int64_t samples, std::int64_t tokens, std::optional<double> flops,
-              std::optional<double> hardware_flops) {
-    timer_->finish(token, work(samples, tokens, flops, hardware_flops));
+  void touch(std::int64_t token, std::uintptr_t stream) { timer_->touch(token, stream); }
+  void finish(std::int64_t token, std::int64_t samples, std::int64_t tokens, double flops,
+              double hardware_flops) {
+    timer_->finish(token, Work{samples, tokens, flops, hardware_flops});
   }
+  void end(std::int64_t token, std::int64_t samples, std::int64_t tokens, double flops, double hardware_flops,
+           std::uintptr_t stream) {
+    timer_->touch(token, stream);
+    finish(token, samples, tokens, flops, hardware_flops);
+  }
+  void drop(std::int64_t token) { timer_->drop(token); }
+  void waited(double seconds) { timer_->waited(seconds); }
 
   void add(double seconds, std::optional<double> gap, double waited, std::int64_t samples,
            std::int64_t tokens, std::optional<double> flops, std::optional<double> hardware_flops,
            std::optional<PhaseSeconds> phases) {
-    counter_.add({.work = work(samples, tokens, flops, hardware_flops),
-                  .seconds = seconds,
-                  .gap = gap.value_or(mfu::kUnknown),
-                  .waited = waited,
-                  .phases = phases});
+    counter_.add(
+        {.work = Work{samples, tokens, flops.value_or(mfu::kUnknown), hardware_flops.value_or(mfu::kUnknown)},
+         .seconds = seconds,
+         .gap = gap.value_or(mfu::kUnknown),
+         .waited = waited,
+         .phases = phases});
   }
 
   void reset() {
@@ -106,30 +114,16 @@ void bind_mfu(py::module_& m) {
       .def(py::init<std::size_t>(), py::arg("window"))
       .def("use_host_clock", &StepCounter::use_host_clock)
       .def("use_events", &StepCounter::use_events, py::arg("device"))
-      .def(
-          "begin", [](StepCounter& c, std::uintptr_t stream) { return c.timer().begin(stream); },
-          py::arg("stream") = 0)
-      .def(
-          "measure_phases_every",
-          [](StepCounter& c, std::int64_t steps) { c.timer().measure_phases_every(steps); }, py::arg("steps"))
-      .def(
-          "measures_phases",
-          [](StepCounter& c, StepTimer::Token token) { return c.timer().measures_phases(token); },
-          py::arg("token"))
-      .def("mark", &StepCounter::mark, py::arg("token"), py::arg("phase"), py::arg("stream") = 0)
-      .def(
-          "touch",
-          [](StepCounter& c, StepTimer::Token token, std::uintptr_t stream) {
-            c.timer().touch(token, stream);
-          },
-          py::arg("token"), py::arg("stream") = 0)
-      .def("finish", &StepCounter::finish, py::arg("token"), py::arg("samples"), py::arg("tokens"),
-           py::arg("flops"), py::arg("hardware_flops"))
-      .def(
-          "drop", [](StepCounter& c, StepTimer::Token token) { c.timer().drop(token); }, py::arg("token"))
-      .def(
-          "waited", [](StepCounter& c, double seconds) { c.timer().waited(seconds); }, py::arg("seconds"))
-      .def("pause", [](StepCounter& c) { c.timer().pause(); })
+      .def("measure_phases_every", &StepCounter::measure_phases_every, py::arg("steps"))
+      .def("pause", &StepCounter::pause)
+      .def_property_readonly("begin", &FastCall<&StepCounter::begin>::bind)
+      .def_property_readonly("measures_phases", &FastCall<&StepCounter::measures_phases>::bind)
+      .def_property_readonly("mark", &FastCall<&StepCounter::mark>::bind)
+      .def_property_readonly("touch", &FastCall<&StepCounter::touch>::bind)
+      .def_property_readonly("finish", &FastCall<&StepCounter::finish>::bind)
+      .def_property_readonly("end", &FastCall<&StepCounter::end>::bind)
+      .def_property_readonly("drop", &FastCall<&StepCounter::drop>::bind)
+      .def_property_readonly("waited", &FastCall<&StepCounter::waited>::bind)
       .def("add", &StepCounter::add, py::arg("seconds"), py::arg("gap") = py::none(), py::arg("waited") = 0.0,
            py::arg("samples") = 0, py::arg("tokens") = 0, py::arg("flops") = py::none(),
            py::arg("hardware_flops") = py::none(), py::arg("phases") = py::none())

@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
+#include <list>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -37,13 +36,17 @@ class ClockTimer final : public StepTimer {
       forget_gap();
       return kRecorded;
     }
-    Span step{.begun = clock_.now(stream),
-              .alone = std::exchange(alone_, false),
-              .measured = measures_next() && ahead_.size() < kMostAhead};
-    step.before = std::exchange(ahead_, {});
+    const Instant begun = clock_.now(stream);
+    if (spare_.empty()) spare_.emplace_back();
+    Span& step = spare_.front();
+    step.begun = begun;
+    step.alone = std::exchange(alone_, false);
+    step.measured = measures_next() && ahead_.size() < kMostAhead;
+    step.before.swap(ahead_);
     step.waited = std::exchange(waited_, 0.0);
+    step.token = ++last_token_;
     ++begun_;
-    open_.emplace(++last_token_, std::move(step));
+    open_.splice(open_.end(), spare_, spare_.begin());
     return last_token_;
   }
 
@@ -54,8 +57,8 @@ class ClockTimer final : public StepTimer {
 
   bool measures_phases(Token token) override {
     const std::scoped_lock lock(mutex_);
-    const auto step = open_.find(token);
-    return step != open_.end() && step->second.measured;
+    const auto step = find(token);
+    return step != open_.end() && step->measured;
   }
 
   void mark(Token token, Phase phase, std::uintptr_t stream) override {
@@ -63,8 +66,8 @@ class ClockTimer final : public StepTimer {
     std::vector<Mark>* marks = nullptr;
     if (token == kNext) {
       if (measures_next() && ahead_.size() < kMostAhead) marks = &ahead_;
-    } else if (const auto step = open_.find(token); step != open_.end() && step->second.measured) {
-      marks = &step->second.within;
+    } else if (const auto step = find(token); step != open_.end() && step->measured) {
+      marks = &step->within;
     }
     if (marks == nullptr) return;
     [[maybe_unused]] const auto scope = clock_.enter();
@@ -73,30 +76,29 @@ class ClockTimer final : public StepTimer {
 
   void touch(Token token, std::uintptr_t stream) override {
     const std::scoped_lock lock(mutex_);
-    const auto step = open_.find(token);
+    const auto step = find(token);
     if (step == open_.end()) return;  // recorded into a graph, or reset() came in between
     [[maybe_unused]] const auto scope = clock_.enter();
     if (clock_.is_recording(stream)) return;
     const Instant now = clock_.now(stream);
-    if (step->second.ended) clock_.recycle(*step->second.ended);
-    step->second.ended = now;
+    if (step->ended) clock_.recycle(*step->ended);
+    step->ended = now;
   }
 
   void finish(Token token, const Work& work) override {
     [[maybe_unused]] const auto scope = clock_.enter();
     const std::scoped_lock lock(mutex_);
-    const auto step = open_.find(token);
+    const auto step = find(token);
     if (step == open_.end()) return;
-    if (!step->second.ended) return forget(step);
-    step->second.work = work;
-    pending_.push_back(std::move(step->second));
-    open_.erase(step);
+    if (!step->ended) return forget(step);
+    step->work = work;
+    pending_.splice(pending_.end(), open_, step);
     settle();
   }
 
   void drop(Token token) override {
     const std::scoped_lock lock(mutex_);
-    const auto step = open_.find(token);
+    const auto step = find(token);
     if (step != open_.end()) forget(step);
   }
 
@@ -118,10 +120,8 @@ class ClockTimer final : public StepTimer {
 
   void reset() override {
     const std::scoped_lock lock(mutex_);
-    for (auto& [token, step] : open_) recycle(step);
-    open_.clear();
-    for (Span& step : pending_) recycle(step);
-    pending_.clear();
+    while (!open_.empty()) recycle(open_, open_.begin());
+    while (!pending_.empty()) recycle(pending_, pending_.begin());
     forget_gap();
     if (last_end_) clock_.recycle(*std::exchange(last_end_, std::nullopt));
     begun_ = 0;
@@ -133,19 +133,26 @@ class ClockTimer final : public StepTimer {
     Instant at;
   };
   struct Span {
-    Instant begun;
-    bool alone;     // the time before it is not training
-    bool measured;  // its phases are
-    std::optional<Instant> ended{};
-    std::vector<Mark> before{}, within{};  // marks before and behind `begun`
-    Work work{};
+    Token token = kNext;
+    Instant begun{};
+    bool alone = false;     // the time before it is not training
+    bool measured = false;  // its phases are
+    std::optional<Instant> ended;
+    std::vector<Mark> before, within;  // marks before and behind `begun`
+    Work work;
     double waited = 0;
   };
+  using Spans = std::list<Span>;
 
   static constexpr Token kRecorded = -1;
   // A loop that only reads its loader marks without ever beginning a step. Where there were more marks than
   // that, the phases of the step behind them are not measured.
   static constexpr std::size_t kMostAhead = 256;
+
+  // Seldom more than one is open.
+  typename Spans::iterator find(Token token) {
+    return std::find_if(open_.begin(), open_.end(), [&](const Span& step) { return step.token == token; });
+  }
 
   bool measures_next() const {
     // The first step of a job warms everything up.
@@ -163,8 +170,7 @@ class ClockTimer final : public StepTimer {
         if (last_end_) clock_.recycle(*last_end_);
         last_end_ = std::exchange(span.ended, std::nullopt);
       }
-      recycle(span);
-      pending_.pop_front();
+      recycle(pending_, pending_.begin());
     }
   }
 
@@ -213,11 +219,12 @@ class ClockTimer final : public StepTimer {
            reach(end, Phase::kHostIdle);
   }
 
-  void recycle(Span& step) {
-    clock_.recycle(step.begun);
-    if (step.ended) clock_.recycle(*step.ended);
-    recycle(step.before);
-    recycle(step.within);
+  void recycle(Spans& spans, typename Spans::iterator step) {
+    clock_.recycle(step->begun);
+    if (step->ended) clock_.recycle(*std::exchange(step->ended, std::nullopt));
+    recycle(step->before);
+    recycle(step->within);
+    spare_.splice(spare_.begin(), spans, step);
   }
 
   void recycle(std::vector<Mark>& marks) {
@@ -225,9 +232,8 @@ class ClockTimer final : public StepTimer {
     marks.clear();
   }
 
-  void forget(typename std::unordered_map<Token, Span>::iterator step) {
-    recycle(step->second);
-    open_.erase(step);
+  void forget(typename Spans::iterator step) {
+    recycle(open_, step);
     forget_gap();
   }
 
@@ -241,11 +247,10 @@ class ClockTimer final : public StepTimer {
   std::int64_t phases_every_ = 0;
   Clock clock_;
   std::mutex mutex_;
-  std::unordered_map<Token, Span> open_;
+  Spans open_, pending_, spare_;  // under way, waiting for the clock, to be used again
   Token last_token_ = kNext;
   std::int64_t begun_ = 0;
   std::vector<Mark> ahead_;  // of the step that begins next
-  std::deque<Span> pending_;
   std::optional<Instant> last_end_;
   double waited_ = 0;
   bool alone_ = true;

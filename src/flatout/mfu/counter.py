@@ -344,8 +344,7 @@ class Step:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None:
-            self._timer.touch(self._token)
-            self._timer.finish(self._token, self._samples, self._tokens, *model_and_hardware(self._flops))
+            self._timer.end(self._token, self._samples, self._tokens, *model_and_hardware(self._flops))
         else:
             self._timer.drop(self._token)
         self._range.__exit__(None, None, None)

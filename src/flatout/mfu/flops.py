@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import sys
 import threading
 import warnings
@@ -130,12 +131,12 @@ class FlopCount:
     by_op: Mapping[str, int]
     unknown: Mapping[str, int]
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """Model FLOPs: forward and backward, nothing twice."""
         return self.forward + self.backward
 
-    @property
+    @functools.cached_property
     def hardware(self) -> int:
         """Hardware FLOPs: ``total`` and what is computed again."""
         return self.total + self.recomputed

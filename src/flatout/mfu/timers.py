@@ -15,7 +15,10 @@ from flatout._host import StepCounter
 
 
 class Timer(Protocol):
-    """Times steps and hands them to a ``StepCounter``; ``begin`` returns what the others get as ``token``."""
+    """Times steps and hands them to a ``StepCounter``; ``begin`` returns what the others get as ``token``.
+
+    ``end`` is ``touch`` and ``finish`` in one call.
+    """
 
     def begin(self) -> Any: ...
     def measure_phases_every(self, steps: int) -> None: ...
@@ -25,6 +28,7 @@ class Timer(Protocol):
     def finish(
         self, token: Any, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
     ) -> None: ...
+    def end(self, token: Any, samples: int, tokens: int, flops: float | None, hardware_flops: float | None) -> None: ...
     def drop(self, token: Any) -> None: ...
     def waited(self, seconds: float) -> None: ...
     def pause(self) -> None: ...
@@ -70,6 +74,7 @@ class HostTimer(_CoreTimer):
         self.begin = core.begin
         self.mark = core.mark
         self.touch = core.touch
+        self.end = core.end
 
 
 class EventTimer(_CoreTimer):
@@ -89,6 +94,10 @@ class EventTimer(_CoreTimer):
 
     def touch(self, token: int) -> None:
         self._core.touch(token, torch._C._cuda_getCurrentRawStream(self._index))
+
+    def end(self, token: int, samples: int, tokens: int, flops: float | None, hardware_flops: float | None) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        self._core.end(token, samples, tokens, flops, hardware_flops, stream)
 
 
 @dataclass(eq=False)
@@ -147,6 +156,12 @@ class TorchEventTimer:
         with self._lock:
             self._pending.append(token)
         self.poll()
+
+    def end(
+        self, token: _Span | None, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
+    ) -> None:
+        self.touch(token)
+        self.finish(token, samples, tokens, flops, hardware_flops)
 
     def drop(self, token: _Span | None) -> None:
         if token is not None:
