@@ -280,7 +280,7 @@ class Run:
             ValueError: ``steps`` < 1, ``warmup`` < 0, or the loader ended before a step could be timed.
             RuntimeError: ``optimize`` was not given an optimizer.
         """
-        return profile_run(self.loader, self.step, steps, warmup)
+        return profile_run(self.loader, self.step, steps, warmup, verdict=lambda: str(self.verdict))
 
     def undo(self) -> None:
         """Give the user's objects back: model, optimizer, device and backend flags work as before ``optimize``.

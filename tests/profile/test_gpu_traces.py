@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.profile import Profile, gaps, memory, operators
+from flatout.profile import Memory, Profile, charts, gaps, memory, operators
 from flatout.profile.record import summarise
+from flatout.profile.summary import PHASES
 from flatout.profile.terminal import continued, to_text
 from flatout.profile.trace import BOUNDARY, Trace
+from flatout.profile.wording import sections as sections_of
+from flatout.report.words import clean
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
 
 HOSTILE = 'train<b>&"\x1b[31m.py'
@@ -114,6 +117,80 @@ def test_a_blocking_copy_is_a_copy() -> None:
     assert found(r)[0] == (0, 280, "copy", "h2d", "")
 
 
+@pytest.mark.parametrize(("name", "pageable"), [("Device -> Pageable", True), ("Device -> Pinned", False)])
+def test_a_copy_to_pageable_memory_waits_and_one_to_pinned_memory_does_not(name: str, pageable: bool) -> None:
+    r = step()
+    r.kernel(0, 0, 400)
+    r.function("<built-in method cpu of Tensor object at 0x7f>", 90, 520, "train.py:7")
+    r.kernel(100, 400, 500, name=f"Memcpy DtoH ({name})", call="cudaMemcpyAsync", takes=410)
+    r.wait(512, 515)
+    r.kernel(600, 605, 1000)
+    expected = ("sync", "host_idle", "train.py:7") if pageable else ("own code", "host_idle", "")
+    assert found(r) == [(500, 605, *expected)]
+
+
+def test_what_follows_a_blocking_copy_to_the_device_is_the_copys() -> None:
+    r = step()
+    r.phase("h2d", 0, 300)
+    r.kernel(10, 0, 290, name="Memcpy HtoD (Pinned -> Device)", call="cudaMemcpyAsync")
+    r.wait(20, 295)
+    r.phase("forward", 310, 500)
+    r.kernel(340, 350, 1000)
+    assert {(cause, phase) for _, _, cause, phase, _ in found(r)} == {("copy", "h2d")}
+
+
+@pytest.mark.parametrize("thread", [AUTOGRAD, 99])
+def test_only_waits_of_training_count(thread: int) -> None:
+    r = step()
+    r.phase("backward", 0, 900)
+    r.kernel(0, 0, 400)
+    r.host("autograd::engine::evaluate_function: MulBackward0", 50, 420, thread=AUTOGRAD)
+    r.host("cudaEventSynchronize", 60, 410, "cuda_runtime", thread)  # of a hook, or of a thread that pins batches
+    r.kernel(650, 660, 1000)
+    assert [cause for _, _, cause, *_ in found(r)] == ["sync" if thread == AUTOGRAD else "launch"]
+
+
+def test_waits_that_the_debug_mode_is_silent_about_are_taken_from_the_trace() -> None:
+    r = step()
+    r.boundary(2000)
+    for at in (100, 1100):
+        r.function("train.py(1): <module>", at, at + 50, "")
+        r.function("torch/cuda/__init__.py(1): synchronize", at + 1, at + 45, "train.py:9")
+        r.wait(at + 5, at + 40, "cudaDeviceSynchronize")
+        r.wait(at + 41, at + 42, "cudaStreamSynchronize")
+    r.host("cudaEventSynchronize", 200, 210, "cuda_runtime", 99)
+    r.wait(300, 310, "cudaEventSynchronize")  # of nobody's code that could be named
+    profile = summarise(Trace(r.events))
+    assert [(s.what, s.where, s.per_step) for s in profile.syncs] == [("cudaDeviceSynchronize", "train.py:9", 1)]
+
+
+def test_a_trace_that_lacks_things_gives_less() -> None:
+    r = step()
+    r.phase("forward", 0, 300)
+    r.kernel(10, 20, 500)
+    r.events[-1]["args"] = {}  # no correlation
+    r.host("cudaLaunchKernel", 30, 35, "cuda_runtime")
+    r.kernel(600, 610, 700)
+    del r.events[-2]  # its launch is not there
+    for told in ({}, {"Device Type": 1, "Device Id": 0}):
+        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 5, "args": told})
+    r.events.append({"ph": "s", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": 20, "name": "fwdbwd"})
+    profile = summarise(Trace(r.events))
+    assert profile.device_phases["forward"] == pytest.approx(480e-6)
+    assert profile.memory is None
+    assert profile.device_busy == pytest.approx(0.57)
+
+
+def test_a_gpu_whose_kernels_were_not_recorded_is_no_cpu() -> None:
+    r = step()
+    r.host("aten::mm", 10, 20)
+    told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 512}
+    r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 15, "args": told})
+    profile = summarise(Trace(r.events))
+    assert profile.advice[0].startswith("The trace has no kernels")
+    assert not any("this CPU" in line for line in (*profile.advice, str(profile)))
+
+
 def test_time_after_the_last_kernel_is_accounted_for() -> None:
     r = step()
     r.kernel(0, 0, 400)
@@ -162,7 +239,7 @@ def test_busy_and_gaps_are_all_of_the_steps_and_overlap_nowhere(
     assert sum(group.seconds for group in grouped) * 1e6 * trace.steps == pytest.approx(
         sum(gap.end - gap.start for gap in idle)
     )
-    assert all(gap.phase == trace.phase_at(gap.start) for gap in idle if gap.cause in ("loader", "copy", "launch"))
+    assert all(gap.phase == trace.phase_at(gap.start) for gap in idle if gap.cause in ("loader", "launch"))
 
 
 @given(
@@ -235,6 +312,26 @@ def test_unmarked_copies_to_the_device_are_found() -> None:
     assert [(span.start, span.end, span.phase) for span in trace.spans] == [(10, 200, "h2d")]
 
 
+def test_only_the_copying_itself_is_a_copy() -> None:
+    r = step()
+    r.host("Torch-Compiled Region: 0/0", 10, 500)
+    r.kernel(30, 40, 180, name="Memcpy HtoD (Pageable -> Device)", call="cudaMemcpyAsync", takes=155)
+    assert [(s.start, s.end, s.phase) for s in Trace(r.events).spans] == [(30, 185, "h2d")]
+
+
+def test_what_prepares_an_update_belongs_to_it() -> None:
+    r = step()
+    r.function("torch/amp/grad_scaler.py(302): unscale_", 10, 20)
+    r.function("torch/nn/utils/clip_grad.py(39): _no_grad_wrapper", 30, 40)
+    r.function("torch/amp/grad_scaler.py(375): step", 50, 80)
+    r.host("Optimizer.step#AdamW.step", 60, 70, "user_annotation")
+    r.function("torch/optim/lr_scheduler.py(162): wrapper", 90, 100)
+    r.host("Optimizer.zero_grad#AdamW.zero_grad", 110, 120, "user_annotation")
+    r.function("torch/amp/grad_scaler.py(193): scale", 130, 140)
+    spans = [(s.start, s.end) for s in Trace(r.events).spans if s.phase == "update"]
+    assert spans == [(10, 20), (30, 40), (50, 80), (90, 100), (110, 120)]
+
+
 def test_a_part_that_is_marked_is_not_inferred_too() -> None:
     r = step()
     r.phase("loader_wait", 0, 50)
@@ -304,12 +401,14 @@ def sync_bound() -> Profile:
             break
         r.phase("loader_wait", at, at + 50)
         r.phase("forward", at + 60, at + 160)
+        r.function("model.py(3): forward", at + 65, at + 150)
         r.kernel(at + 70, at + 75, at + 300, name="void at::native::relu<4, float>(int, (anonymous namespace)::F)")
         r.phase("backward", at + 170, at + 280)
         r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
         r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
         r.wait(at + 300, at + 605)
-    return summarise(Trace(r.events), samples=32, commands=("ncu -k {kernel} train.py",))
+    verdict = "MFU 12 % <of> the peak."
+    return summarise(Trace(r.events), samples=32, commands=("ncu -k {kernel} train.py",), verdict=verdict)
 
 
 def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
@@ -322,6 +421,25 @@ def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
     assert json.loads(profile.to_json())["gaps"][0]["cause"] == "sync"
     with pytest.raises(ValueError, match="no trace"):
         profile.to_chrome_trace("trace.json")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "operator", "said"),
+    [
+        ("AdamW", "aten::_foreach_addcdiv_", "flatout.optim.fuse(optimizer)"),
+        ("AdamW", "aten::_fused_adamw_", "fewer of them help"),
+        ("AdamW", "flatout::step_bucket_", "fewer of them help"),
+        ("LBFGS", "aten::dot", "takes 0.900 ms of a step."),
+    ],
+)
+def test_an_update_is_not_told_to_be_what_it_is_or_cannot_be(optimizer: str, operator: str, said: str) -> None:
+    r = step()
+    r.host(f"Optimizer.step#{optimizer}.step", 0, 900, "user_annotation")
+    r.host(operator, 10, 800)
+    advice = summarise(Trace(r.events)).advice
+    (sentence,) = [line for line in advice if line.startswith("The optimizer's update")]
+    assert said in sentence
+    assert any(line.startswith("The costliest operator") for line in advice) == (operator == "aten::dot")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -339,9 +457,39 @@ def test_terminal_and_page_show_it_all(width: int, ascii_only: bool, tmp_path: o
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert not tags & {"script", "link", "img", "iframe", "b>"}
     said = "".join(root.itertext())
+    assert profile.verdict in said
+    sections, wide = list(sections_of(profile)), to_text(profile, 300, ascii_only)
+    assert [section.title for section in sections] == ["Why the GPU idled", "Costliest operators"]
+    assert "model.py:3 (forward)" in said
+    for cell in (cell for section in sections for column in section.columns for cell in column.cells):
+        assert clean(cell) in said
+        assert clean(cell) in wide
+    assert page.count('<rect class="step"') == len(profile.operators)
+    assert text.isascii() or "█" in text
+    assert profile.verdict in " ".join(text.split())
+    assert json.loads(profile.to_json())["verdict"] == profile.verdict
     assert 'train<b>&".py:12' in said
     assert "ncu -k gemm train.py" in said
     assert BOUNDARY not in said
+
+
+def numbers(element: ET.Element, *names: str) -> list[float]:
+    return [float(element.attrib[name]) for name in names]
+
+
+def test_charts_are_drawn_to_scale() -> None:
+    profile = sync_bound()
+    host = [numbers(rect, "x", "width") for rect in ET.fromstring(charts.mean(profile)).iter() if "rx" in rect.attrib]
+    host = host[: len(PHASES)]
+    assert [x for x, _ in host[1:]] == pytest.approx([x + width for x, width in host[:-1]], abs=0.2)
+    assert sum(host[-1]) == pytest.approx(charts.WIDTH, abs=0.2)
+    for column in ET.fromstring(charts.steps(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
+        bars = [numbers(rect, "y", "height") for rect in column if rect.tag.endswith("rect")]
+        assert [y + height for y, height in bars[1:]] == pytest.approx([y for y, _ in bars[:-1]], abs=0.02)
+        assert bars[-1][0] == pytest.approx(8, abs=0.1)  # all steps take as long: up to the top
+    drawn = charts.memory(Memory("cuda:0", ((0.1, 0), (0.2, 100), (0.3, 50)), 100, "forward"), 0.4)
+    line = next(path for path in ET.fromstring(drawn).iter() if "stroke:" in path.attrib.get("style", ""))
+    assert line.attrib["d"].endswith(f"L{charts.WIDTH:.1f} 73.0")  # half of the peak, to the end
 
 
 @pytest.mark.parametrize("width", [20, 40, 100])

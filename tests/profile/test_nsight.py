@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -24,8 +25,8 @@ def test_lines_are_for_this_script_and_survive_a_shell() -> None:
     assert ncu[ncu.index("--kernel-name") + 1] == "{kernel}"
     assert ncu[ncu.index("--set") + 1] == "full"
     assert ncu[-6:] == ["2", "--steps", "1", "my train.py", "--name", "it's"]
-    assert "sudo" not in nsys + ncu
-    assert "nvprof" not in nsys + ncu
+    assert ncu[ncu.index("--launch-count") + 1] == "3"
+    assert " {kernel} " in nsight.commands("train.py", [], 7, 2)[1]  # the name brings its own quotes
 
 
 @pytest.mark.parametrize(("level", "samples"), [("0", True), ("2", True), ("3", False), ("4", False), (None, False)])
@@ -36,7 +37,8 @@ def test_sampling_is_off_where_perf_is_not_allowed(
     if level is not None:
         file.write_text(f"{level}\n")
     monkeypatch.setattr(nsight, "_PARANOID", file)
-    assert ("--sample=none" not in nsight.commands("t.py", [], 1, 1)[0]) == samples
+    line = nsight.commands("t.py", [], 1, 1)[0]
+    assert ("--sample=none" not in line) == ("--cpuctxsw=none" not in line) == samples
 
 
 @pytest.mark.parametrize(
@@ -61,3 +63,5 @@ def test_only_a_script_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     main.__file__ = "train.py"
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
     assert nsight.commands_of_main(10, 3) == nsight.commands("train.py", ["--lr", "1"], 10, 3)
+    main.__spec__ = ModuleSpec("package.train", None)
+    assert nsight.commands_of_main(10, 3) == ()  # python -m package.train

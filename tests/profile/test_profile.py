@@ -107,6 +107,12 @@ def test_a_delay_is_found_in_its_phase(phase: str) -> None:
     assert found[phase] == max(found.values())  # type: ignore[index]
 
 
+def test_a_runs_verdict_is_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make()
+    monkeypatch.setattr(flatout.Run, "verdict", property(lambda run: f"after {run.stats.steps} steps"))
+    assert run.profile(steps=1, warmup=2).verdict == "after 2 steps"
+
+
 def test_a_delay_between_steps_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make()
     step = run.step
@@ -234,6 +240,24 @@ def test_an_error_while_a_loaders_store_is_used_up_ends_the_profiler(capfd: pyte
         profile_run(DataLoader(Samples(), batch_size=8, num_workers=1, prefetch_factor=4), fails, warmup=1)
     make().profile(steps=1, warmup=0)
     assert "Cancelling" not in capfd.readouterr().err
+
+
+def test_a_profiler_of_the_loops_own_is_refused_before_it_ends_the_process() -> None:
+    steps = 0
+
+    def starts_one(batch: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            torch.profiler.profile().start()
+
+    with pytest.raises(RuntimeError, match="torch has only one profiler"):
+        profile_run(DataLoader(Samples(), batch_size=8), starts_one, warmup=1)
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="torch has only one profiler"):
+        make().profile(steps=1, warmup=0)
+    with torch.profiler.profile() as own:  # and works again
+        torch.ones(3) + 1
+    assert any(event.key == "aten::add" for event in own.key_averages())
 
 
 def test_without_an_optimizer_there_is_nothing_to_step() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert main(["profile", write(tmp_path, LOOP)]) == 0  # just enough for one step
     assert "mean of 1 step " in capfd.readouterr().out
     assert main(["profile", "--warmup", "4", write(tmp_path, LOOP)]) == 1
-    assert "ended after 6 optimizer updates; a profile takes 7 or more" in capfd.readouterr().err
+    assert "ended after 6 optimizer updates in this process; a profile takes 7 or more" in capfd.readouterr().err
     assert main(["profile", write(tmp_path, "print('no training')")]) == 1
     captured = capfd.readouterr()
     assert "ended after 0 optimizer updates" in captured.err
@@ -209,6 +210,83 @@ for _ in range(8):
     assert min(phases["forward"], phases["backward"], phases["update"]) > 0
     addmm = next(operator for operator in found["operators"] if operator["name"] == "aten::addmm")
     assert addmm["calls"] == 6
+
+
+def test_without_modules_the_forward_is_what_a_backward_follows(tmp_path: Path) -> None:
+    path = tmp_path / "functional.py"
+    path.write_text("""
+import time, torch
+w = torch.randn(4, 2, requires_grad=True)
+opt = torch.optim.SGD([w], lr=0.1)
+for _ in range(8):
+    out = torch.ones(8, 4) @ w
+    time.sleep(0.05)
+    loss = out.square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""")
+    phases = profile(tmp_path, path)["phases"]
+    assert phases["forward"] > 0.045
+    assert phases["forward"] == max(phases.values())
+
+
+def test_what_lbfgs_evaluates_is_no_update(tmp_path: Path) -> None:
+    path = tmp_path / "lbfgs.py"
+    path.write_text("""
+import time, torch
+model = torch.nn.Linear(4, 2)
+opt = torch.optim.LBFGS(model.parameters(), max_iter=1)
+def closure():
+    opt.zero_grad()
+    loss = model(torch.ones(8, 4)).square().mean()
+    time.sleep(0.05)
+    loss.backward()
+    return loss
+for _ in range(8):
+    opt.step(closure)
+""")
+    found = profile(tmp_path, path)
+    assert found["phases"]["forward"] == max(found["phases"].values())
+    assert 0 < found["phases"]["update"] < 0.045
+
+
+def alone(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mean of 2 steps") == 1
+    return done
+
+
+def test_an_end_in_a_thread_is_quiet(tmp_path: Path) -> None:
+    start = "t = threading.Thread(target=train)\nt.start()\nt.join()\n"
+    path = write(tmp_path, f"import threading\ndef train():\n{textwrap.indent(LOOP, '    ')}{start}")
+    assert "Traceback" not in alone(path).stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_forked_children_end_as_themselves_and_take_nothing_along(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        f"""
+import os
+for idle in (True, False):
+    child = os.fork()
+    if child == 0:
+        if not idle:
+{textwrap.indent(LOOP, " " * 12)}
+        raise SystemExit(3 if idle else 4)
+    print("ended with", os.waitpid(child, 0)[1] >> 8)
+if os.fork() == 0:
+    pass  # runs off the script's end
+else:
+{textwrap.indent(LOOP, "    ")}
+""",
+    )
+    done = alone(path)
+    assert "ended with 3\nended with 4\n" in done.stdout
+    assert "optimizer updates" not in done.stderr
 
 
 def test_a_script_with_flatout_is_not_marked_twice(tmp_path: Path) -> None:
@@ -286,7 +364,4 @@ if __name__ == "__main__":
         model(x).sum().backward()
         opt.step()
 """)
-    command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
-    assert done.returncode == 0, done.stderr
-    assert "mean of 2 steps" in done.stdout
+    alone(str(path))

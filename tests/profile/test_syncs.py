@@ -42,6 +42,7 @@ x = torch.tensor([1.0, 0.0, 2.0])
         ("masked_select", lambda: x.masked_select(x > 0)),
         ("unique", lambda: x.unique()),
         ("equal", lambda: torch.equal(x, x)),
+        ("repeat_interleave", lambda: torch.repeat_interleave(torch.tensor([1, 2]))),
         ("cpu", lambda: x.cpu()),
         ("to", lambda: x.to("cpu")),
         ("to", lambda: x.to(device=torch.device("cpu"))),
@@ -59,6 +60,7 @@ def test_what_waits_is_found_with_its_line(what: str, code: Callable[[], object]
     assert sync.where.endswith(f"test_syncs.py:{code.__code__.co_firstlineno}")
     assert "lambda" in sync.code
     assert sync.phase == "host_idle"
+    assert {sync.per_step for sync in syncs if sync.what == what} == {1}
 
 
 @pytest.mark.parametrize(
@@ -67,10 +69,12 @@ def test_what_waits_is_found_with_its_line(what: str, code: Callable[[], object]
         lambda: (x + 1).sum().relu(),
         lambda: x.to(torch.float64),
         lambda: x.to(x.double()),
+        lambda: x.to(x.device),
         lambda: torch.where(x > 0, x, 0),
         lambda: x[torch.tensor([0, 2])],
         lambda: x.clone().masked_fill_(x > 0, 1.0),
         lambda: x.clone().index_put_((x > 0,), torch.ones(())),
+        lambda: torch.repeat_interleave(torch.tensor([1, 2]), output_size=3),
         lambda: len(x) + x.numel() + x.dim(),
     ],
 )
@@ -83,6 +87,14 @@ def test_an_optimizers_own_counts_are_on_the_host_anyway() -> None:
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
     assert found(optimizer.step) == ()
+
+
+def test_a_scalers_look_at_the_gradients_is_in_the_update() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    syncs = found(lambda: scaler.step(optimizer))
+    assert {(sync.what, sync.phase) for sync in syncs} == {("item", "update")}
 
 
 def test_a_hook_of_the_backward_is_in_the_backward() -> None:
@@ -98,16 +110,23 @@ def test_a_hook_of_the_backward_is_in_the_backward() -> None:
 
 def test_an_error_puts_everything_back() -> None:
     names = ("cpu", "to", "numpy", "tolist", "__array__", "__repr__")
-    before = [getattr(Tensor, name) for name in names], _get_current_dispatch_mode_stack()
+    before = [vars(Tensor).get(name) for name in names], _get_current_dispatch_mode_stack()
     with pytest.raises(ZeroDivisionError):
         found(lambda: 1 / 0)
-    assert ([getattr(Tensor, name) for name in names], _get_current_dispatch_mode_stack()) == before
+    assert ([vars(Tensor).get(name) for name in names], _get_current_dispatch_mode_stack()) == before
+    assert not {"cpu", "to"} & vars(Tensor).keys()  # those of its base class show again
 
 
 def test_warnings_of_the_debug_mode_are_taken_and_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = ["default"]
+    modes = ["error"]
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
 
     def waits() -> None:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
@@ -126,4 +145,4 @@ def test_warnings_of_the_debug_mode_are_taken_and_others_left(monkeypatch: pytes
     (sync,) = syncs
     assert (sync.what, sync.per_step) == ("synchronize", 2)
     assert sync.where.endswith(f"test_syncs.py:{waits.__code__.co_firstlineno + 1}")
-    assert modes == ["default", "warn", "default"]
+    assert modes == ["error", "warn", "error"]

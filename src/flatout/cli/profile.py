@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         if ended.error is None:
             least = least_updates(1, args.warmup)
             raise CommandError(
-                f"{args.script} ended after {ended.updates} optimizer updates; a profile takes {least} or more, and "
-                f"what its loader workers have in store (--warmup {args.warmup})"
+                f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
+                f"{least} or more, and what its loader workers have in store (--warmup {args.warmup})"
             )
         return status
     console = Console()

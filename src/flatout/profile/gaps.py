@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flatout.profile.summary import Cause, Gaps, Phase
-from flatout.profile.trace import Event, Trace
+from flatout.profile.trace import RUNTIME, Event, Trace
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def gaps(trace: Trace) -> list[Gap]:
     found: list[Gap] = []
     at = trace.start
     starts = [work.start for work in trace.device]
-    waits = [event for event in trace.host if _waits(event)]
+    waits = _waits(trace)
     wait_starts = [wait.start for wait in waits]
     for start, end in [*busy(trace), (trace.end, trace.end)]:
         if start > at:
@@ -74,10 +74,18 @@ def grouped(trace: Trace, found: Iterable[Gap]) -> tuple[Gaps, ...]:
     return tuple(sorted(groups, key=lambda group: -group.seconds))
 
 
-def _waits(event: Event) -> bool:
-    return event.kind in ("cuda_runtime", "cuda_driver") and (
-        "Synchronize" in event.name or event.name in ("cudaMemcpy", "hipMemcpy")
-    )
+def _waits(trace: Trace) -> list[Event]:
+    """Calls of training that return when the device is done. A copy from or to pageable memory is one."""
+    paged = {
+        id(trace.launch_of(work)) for work in trace.device if work.kind == "gpu_memcpy" and "Pageable" in work.name
+    }
+    return [
+        event
+        for event in trace.host
+        if event.kind in RUNTIME
+        and event.thread in trace.training_threads
+        and ("Synchronize" in event.name or event.name in ("cudaMemcpy", "hipMemcpy") or id(event) in paged)
+    ]
 
 
 def _divided(trace: Trace, start: float, end: float, launch: Event | None, wait: Event | None) -> Iterator[Gap]:
@@ -88,13 +96,9 @@ def _divided(trace: Trace, start: float, end: float, launch: Event | None, wait:
     drained_by = "" if wait is None else trace.where(wait) or wait.name
     drained_in = None if wait is None else trace.phase_of(wait)
     for span in trace.divided(start, end):
-        if span.phase == "loader_wait":
-            yield Gap(span.start, span.end, "loader", span.phase, "")
-        elif span.phase == "h2d":
-            yield Gap(span.start, span.end, "copy", span.phase, "")
+        if span.phase in ("loader_wait", "h2d"):
+            yield Gap(span.start, span.end, "loader" if span.phase == "loader_wait" else "copy", span.phase, "")
         elif drained_in is not None:
-            yield Gap(span.start, span.end, "sync", drained_in, drained_by)
-        elif span.phase == "host_idle":
-            yield Gap(span.start, span.end, "own code", span.phase, "")
+            yield Gap(span.start, span.end, "copy" if drained_in == "h2d" else "sync", drained_in, drained_by)
         else:
-            yield Gap(span.start, span.end, "launch", span.phase, "")
+            yield Gap(span.start, span.end, "own code" if span.phase == "host_idle" else "launch", span.phase, "")

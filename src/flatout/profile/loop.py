@@ -11,7 +11,14 @@ from flatout.profile.record import Session
 from flatout.profile.summary import Profile
 
 
-def profile_run(loader: Iterable[Any], step: Callable[[Any], Any], steps: int = 10, warmup: int = 3) -> Profile:
+def profile_run(
+    loader: Iterable[Any],
+    step: Callable[[Any], Any],
+    steps: int = 10,
+    warmup: int = 3,
+    *,
+    verdict: Callable[[], str] = str,
+) -> Profile:
     """Profiles a loop of ``step(batch)`` over ``loader``, which goes on from epoch to epoch.
 
     Args:
@@ -20,6 +27,8 @@ def profile_run(loader: Iterable[Any], step: Callable[[Any], Any], steps: int = 
         steps: to time.
         warmup: steps before; two more look for syncs, and some more use up what loader workers have in store.
 
+        verdict: for ``Profile.verdict``; asked for after the warm-up.
+
     Raises:
         ValueError: ``steps`` < 1, ``warmup`` < 0, or a loader that ends before a step could be timed.
     """
@@ -27,7 +36,7 @@ def profile_run(loader: Iterable[Any], step: Callable[[Any], Any], steps: int = 
         raise ValueError(f"steps must be >= 1, got {steps}")
     if warmup < 0:
         raise ValueError(f"warmup must be >= 0, got {warmup}")
-    session = Session(steps, warmup)
+    session = Session(steps, warmup, verdict)
     samples: list[int] = []
     try:
         session.boundary()

@@ -17,7 +17,7 @@ def memory(trace: Trace) -> Memory | None:
     timelines: dict[tuple[bool, int], list[tuple[float, int]]] = defaultdict(list)
     for event in trace.memory:
         told = event["args"]
-        if trace.start <= event["ts"] < trace.end:
+        if told.keys() >= {"Device Type", "Device Id", "Total Allocated"} and trace.start <= event["ts"] < trace.end:
             key = (told["Device Type"] != _CPU, int(told["Device Id"]))
             timelines[key].append((event["ts"], int(told["Total Allocated"])))
     if not timelines:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from html import escape
 
 from flatout.profile import charts, wording
 from flatout.profile.summary import PHASES, Profile
 from flatout.report import html, words
 from flatout.report.style import STYLE
-
-_NUMBER = re.compile(r"[\d.,]+( ms| %)?")
 
 
 def document(profile: Profile) -> str:
@@ -26,8 +22,8 @@ def embedded(profile: Profile) -> str:
 
 def fragment(profile: Profile) -> str:
     """The profile's parts, top to bottom, without document and style."""
-    parts = [_header(profile), _advice(profile), _steps(profile), _gaps(profile), _operators(profile)]
-    parts += [_syncs(profile), _memory(profile), _commands(profile), _footer(profile)]
+    parts = [_header(profile), _advice(profile), _steps(profile), *map(_section, wording.sections(profile))]
+    parts += [_memory(profile), _commands(profile), _footer(profile)]
     return f"<section>{''.join(parts)}</section>"
 
 
@@ -38,9 +34,10 @@ def _text(value: str) -> str:
 def _header(profile: Profile) -> str:
     return (
         f'<header><h1><span class="factor">{wording.ms(profile.seconds)}</span> a step</h1>'
-        f'<p class="lead">{_text(_capital(wording.biggest(profile)))}.'
+        f'<p class="lead">{_text(wording.capital(wording.biggest(profile)))}.'
         f"{_rate(profile)}</p>"
-        f'<p class="quiet">{_text(_capital(wording.basis(profile)))}.</p></header>'
+        f'<p class="quiet">{_text(wording.capital(wording.basis(profile)))}.</p>'
+        f"{f'<p>{_text(profile.verdict)}</p>' if profile.verdict else ''}</header>"
     )
 
 
@@ -69,68 +66,30 @@ def _steps(profile: Profile) -> str:
     )
 
 
-def _operators(profile: Profile) -> str:
-    if not profile.operators:
-        return ""
-    on_gpu = bool(profile.device_phases)
-    longest = max(operator.share for operator in profile.operators) or 1.0
-    rows = [
-        [
-            _text(wording.share(operator.share, 1)),
-            charts.bar(operator.share / longest),
-            f"<b>{_text(operator.name)}</b>",
-            wording.times(operator.calls),
-            wording.ms(operator.host_seconds),
-            *([wording.ms(operator.device_seconds)] if on_gpu else []),
-            _text(operator.where),
-        ]
-        for operator in profile.operators
-    ]
-    own = "kernels of its own" if on_gpu else "time of its own, without what it calls"
-    table = _table(["", "", "operator", "calls", "host", *(["GPU"] if on_gpu else []), "mostly for"], rows)
-    return f'<h2>Costliest operators</h2><p class="quiet">Share of a step: {own}.</p>{table}'
+def _section(section: wording.Section) -> str:
+    columns = [(column.heading, [_cell(column.look, cell) for cell in column.cells]) for column in section.columns]
+    if section.bars:
+        columns.insert(1, ("", [f"<td>{charts.bar(share)}</td>" for share in section.bars]))
+    head = "".join(f"<th>{heading}</th>" for heading, _ in columns)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*(cells for _, cells in columns), strict=True))
+    note = f'<p class="quiet">{_text(section.note)}</p>' if section.note else ""
+    return f"<h2>{section.title}</h2>{note}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _gaps(profile: Profile) -> str:
-    if not profile.gaps:
-        return ""
-    rows = [
-        [
-            wording.share(gap.seconds, profile.seconds),
-            _text(wording.CAUSES[gap.cause]),
-            wording.ms(gap.seconds),
-            wording.times(gap.count),
-            wording.ms(gap.longest),
-            wording.PHASE_NAMES[gap.phase],
-            f"<b>{_text(gap.where)}</b>",
-        ]
-        for gap in profile.gaps
-    ]
-    headings = ["", "because", "per step", "times", "longest", "in", "at"]
-    return f"<h2>Why the GPU idled</h2>{_table(headings, rows)}"
-
-
-def _syncs(profile: Profile) -> str:
-    if not profile.syncs:
-        return ""
-    rows = [
-        [
-            wording.times(sync.per_step),
-            _text(sync.what),
-            f"<b>{_text(sync.where or 'not in your code')}</b>",
-            wording.PHASE_NAMES[sync.phase],
-            f"<code>{_text(sync.code)}</code>",
-        ]
-        for sync in profile.syncs
-    ]
-    table = _table(["per step", "call", "at", "in", "code"], rows)
-    return f'<h2>Sync points</h2><p class="quiet">{wording.sync_note(profile)}</p>{table}'
+def _cell(look: wording.Look, text: str) -> str:
+    opened, closed = {
+        "number": ('<td class="gain">', "</td>"),
+        "strong": ("<td><b>", "</b></td>"),
+        "plain": ("<td>", "</td>"),
+        "quiet": ("<td><code>", "</code></td>"),
+    }[look]
+    return f"{opened}{_text(text)}{closed}"
 
 
 def _memory(profile: Profile) -> str:
     if profile.memory is None:
         return ""
-    note = _capital(wording.memory_note(profile))
+    note = wording.capital(wording.memory_note(profile))
     total = sum(step.seconds for step in profile.steps)
     return f'<h2>Memory</h2><p class="quiet">{_text(note)}.</p>{charts.memory(profile.memory, total)}'
 
@@ -149,18 +108,3 @@ def _commands(profile: Profile) -> str:
 def _footer(profile: Profile) -> str:
     facts = " · ".join(f"{_text(key)} {_text(value)}" for key, value in profile.environment.items())
     return f'<footer class="quiet">{facts}</footer>'
-
-
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f"<th>{heading}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(content: str) -> str:
-    number = _NUMBER.fullmatch(content) is not None
-    return f'<td class="gain">{content}</td>' if number else f"<td>{content}</td>"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -6,7 +6,8 @@ import gc
 import platform
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -21,13 +22,14 @@ from flatout.profile.memory import memory
 from flatout.profile.nsight import kernel_filter
 from flatout.profile.operators import device_phases, operators, top_kernel
 from flatout.profile.summary import PHASES, Phase, Profile, Step, Sync, TraceFile
-from flatout.profile.syncs import SyncFinder
+from flatout.profile.syncs import SyncFinder, silent
 from flatout.profile.trace import BOUNDARY, Trace
 
 SEARCHED_STEPS = 2
 """Steps in which syncs are looked for, before the timed ones: watching every operator slows them down."""
 _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
+_ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
 
 
 class Course(ABC):
@@ -66,15 +68,18 @@ class Session(Course):
     Args:
         steps: to time.
         warmup: steps before anything is looked at.
+        verdict: for ``Profile.verdict``; asked for after the warm-up, while nothing slows the steps down.
 
     Attributes:
         timed: steps timed so far.
     """
 
-    def __init__(self, steps: int, warmup: int) -> None:
+    def __init__(self, steps: int, warmup: int, verdict: Callable[[], str] = str) -> None:
         super().__init__()
         self._steps = steps
         self._warmup = warmup
+        self._judge = verdict
+        self._verdict = ""
         self.timed = 0
         self._unprofiled: float | None = None
         self._syncs: tuple[Sync, ...] = ()
@@ -98,6 +103,7 @@ class Session(Course):
             syncs=self._syncs,
             samples=samples,
             commands=commands,
+            verdict=self._verdict,
             trace_file=self._trace,
         )
 
@@ -109,6 +115,7 @@ class Session(Course):
             yield
         if self._warmup > 1:
             self._unprofiled = (_now() - begun) / (self._warmup - 1)
+        self._verdict = self._judge()
 
         finder = SyncFinder(torch.cuda.is_initialized())
         with finder.watching():
@@ -120,8 +127,11 @@ class Session(Course):
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=True)
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(_ONE)
         profiler.prepare_trace()
         running = False
+        others = _refused(profiler)
         try:
             # Loaders have run ahead in all this: what they have in store must not make them look fast.
             for _ in range(_ahead()):
@@ -140,8 +150,29 @@ class Session(Course):
             if not running:  # what was prepared can only be ended by way of a start
                 profiler.start_trace()
             profiler.stop_trace()
+            others.close()
             if self.timed:
                 profiler.export_chrome_trace(str(self._trace.path))
+
+
+def _refused(ours: profile) -> ExitStack:
+    """Until it is closed, other profilers raise: torch would end the process when a second one starts."""
+    stack = ExitStack()
+
+    def guard(name: str) -> None:
+        method = getattr(torch.autograd.profiler.profile, name)
+
+        def call(self: torch.autograd.profiler.profile) -> None:
+            if self is not ours.profiler:
+                raise RuntimeError(_ONE)
+            method(self)
+
+        setattr(torch.autograd.profiler.profile, name, call)
+        stack.callback(setattr, torch.autograd.profiler.profile, name, method)
+
+    guard("_prepare_trace")
+    guard("_start_trace")
+    return stack
 
 
 def summarise(
@@ -151,6 +182,7 @@ def summarise(
     syncs: tuple[Sync, ...] = (),
     samples: float | None = None,
     commands: Sequence[str] = (),
+    verdict: str = "",
     trace_file: TraceFile | None = None,
 ) -> Profile:
     """A profile of a trace."""
@@ -170,11 +202,12 @@ def summarise(
         device_phases=device_phases(trace),
         operators=costliest,
         gaps=found,
-        syncs=syncs,
+        syncs=(*syncs, *silent(trace)),
         memory=memory(trace),
         advice=advise(trace, seconds, phases, costliest, found, syncs),
         commands=tuple(command.replace("{kernel}", kernel_filter(top_kernel(trace))) for command in commands),
         environment=_environment(),
+        verdict=verdict,
         trace=trace_file,
     )
 

@@ -6,6 +6,7 @@ from the trace. Only the two steps that look for syncs run under a dispatch mode
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -21,10 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.profile import nsight
 from flatout.profile.record import SEARCHED_STEPS, Course, Session
 from flatout.profile.summary import Profile
-
-
-class Enough(BaseException):
-    """Ends a script whose profile is done. No ``Exception``: a script's own handlers are not for it."""
 
 
 @dataclass(frozen=True)
@@ -87,31 +84,37 @@ def run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
         stop: end the script when the course is done.
     """
     leaders: list[Optimizer] = []
+    process = os.getpid()  # a child that the script forks is not profiled, and its end is its own
 
     def updated(optimizer: Optimizer, *_: object) -> None:
         if not leaders:
             leaders.append(optimizer)
-        if optimizer is not leaders[0] or course.done:
+        if optimizer is not leaders[0] or course.done or os.getpid() != process:
             return
         course.boundary()
         if stop and course.done:
-            raise Enough
+            raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
     hook = register_optimizer_step_post_hook(updated)
     try:
         with _as_main(path, args):
             runpy.run_path(path, run_name="__main__")
-    except Enough:
-        return Ended(0, None, course.passed)
-    except SystemExit as end:
-        return Ended(_status(end.code), None, course.passed)
+        ended = Ended(0, None, course.passed)
     except BaseException as error:
-        return Ended(1, error.with_traceback(_from_script(error.__traceback__, path)), course.passed)
+        if os.getpid() != process:
+            raise
+        if isinstance(error, SystemExit):
+            ended = Ended(_status(error.code), None, course.passed)
+        else:
+            ended = Ended(1, error.with_traceback(_from_script(error.__traceback__, path)), course.passed)
     finally:
         hook.remove()
-        course.close()
+        if os.getpid() == process:
+            course.close()
         leaders.clear()
-    return Ended(0, None, course.passed)
+    if os.getpid() != process:
+        raise SystemExit(0)
+    return ended
 
 
 class _Capture(Course):
@@ -134,6 +137,8 @@ class _Capture(Course):
             finally:
                 torch.cuda.synchronize()
                 torch.cuda.profiler.stop()
+            self.done = True
+            yield  # until the operators under way have ended: emit_nvtx minds being taken away within one
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, Literal, get_args
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -123,8 +125,14 @@ class TraceFile:
     """A Chrome trace in a temporary directory that goes when this object does."""
 
     def __init__(self) -> None:
-        self._directory = TemporaryDirectory(prefix="flatout-profile-")
-        self.path = Path(self._directory.name) / "trace.json"
+        folder = mkdtemp(prefix="flatout-profile-")
+        self.path = Path(folder) / "trace.json"
+        weakref.finalize(self, _remove, folder, os.getpid())
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child's end is not ours
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,8 @@ class Profile:
         syncs: where the host waits for the GPU, or would.
         memory: what tensors take over time.
         advice: what costs most and what to do, costliest first.
+        verdict: of a run on its last steps: MFU beside NVML's utilisation, what is usual, what limits it; empty for a
+            script.
         commands: lines for Nsight Systems and Nsight Compute, for what only they show; empty without a script.
         environment: what the figures must be read with.
         trace: the file behind ``to_chrome_trace``; None for a profile that was read or made by hand.
@@ -163,6 +173,7 @@ class Profile:
     advice: tuple[str, ...]
     commands: tuple[str, ...]
     environment: Mapping[str, str]
+    verdict: str = ""
     trace: TraceFile | None = field(default=None, repr=False, compare=False)
 
     @property

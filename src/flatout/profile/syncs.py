@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.profile.places import of_frame, short
 from flatout.profile.summary import Phase, Sync
+from flatout.profile.trace import Trace
 
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING_OPERATORS = {
@@ -40,6 +41,8 @@ _METHODS = {
     "__repr__": "print",
 }
 """Methods of tensors that copy to the host without any dispatcher's seeing it, where the tensor is there already."""
+
+_UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
 
 
 class SyncFinder:
@@ -80,8 +83,28 @@ class SyncFinder:
             self._seen[what, "", "", phase] += 1
             return
         where, path = found
-        code = linecache.getline(path, int(where.rpartition(":")[2])).strip()
+        code = _line(where, path)
+        if what == "to" and "cpu" not in code:  # .to(device), where the device happens to be this one
+            return
         self._seen[what, where, code, phase] += 1
+
+
+def silent(trace: Trace) -> tuple[Sync, ...]:
+    """Waits of the user's code that torch's sync debug mode does not tell of: for the whole device, and for events."""
+    seen = Counter(
+        (event.name, trace.where(event), trace.phase_of(event))
+        for event in trace.within(trace.host)
+        if event.name in ("cudaDeviceSynchronize", "cudaEventSynchronize") and event.thread in trace.training_threads
+    )
+    return tuple(
+        Sync(what, where, _line(where.partition(" ")[0], where.rpartition(":")[0]), phase, count / trace.steps)
+        for (what, where, phase), count in seen.most_common()
+        if where
+    )
+
+
+def _line(where: str, path: str) -> str:
+    return linecache.getline(path, int(where.rpartition(":")[2])).strip()
 
 
 Note = Callable[[str, "FrameType | None"], None]
@@ -176,7 +199,7 @@ def _phase_of(frame: FrameType | None) -> Phase:
         file, name = short(frame.f_code.co_filename), frame.f_code.co_name
         if name == "_engine_run_backward":
             return "backward"
-        if file == "torch/optim/optimizer.py" or (file == "flatout/job.py" and name == "flush"):
+        if file in _UPDATES or (file == "flatout/job.py" and name == "flush"):
             return "update"
         if file == "torch/utils/data/dataloader.py" or file.startswith("flatout/data/"):
             return "loader_wait"

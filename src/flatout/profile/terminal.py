@@ -28,7 +28,7 @@ _STYLES: dict[Phase, str] = {
 _ASCII = str.maketrans({"█": "#", "→": ">", "…": ".", "×": "x", "–": "-", "−": "-", "·": "|"})
 Say = Callable[..., Text]
 """Text for this terminal: (text, style)."""
-_OPERATORS, _GAPS, _SYNCS = 8, 6, 8  # rows; the page has more
+_ROWS = 8  # of a table; the page has more
 
 
 def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -41,13 +41,14 @@ def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType
     yield Text.assemble(("flatout", "bold magenta"), "  ", say(wording.pace(profile), "bold"))
     yield say(wording.biggest(profile), "bold")
     yield say(wording.basis(profile), "dim")
+    if profile.verdict:
+        yield say(profile.verdict)
     yield Text("")
     yield _phases(profile, max(10, min(40, options.max_width - 62)), say)
     yield from _section("what to do", say, [_numbered(profile.advice, say)])
-    yield from _section("costliest operators", say, [_operators(profile, say)] if profile.operators else [])
-    yield from _section("why the GPU idled", say, [_gaps(profile, say)] if profile.gaps else [])
-    if profile.syncs:
-        yield from _section("sync points", say, [say(wording.sync_note(profile), "dim"), _syncs(profile, say)])
+    for section in wording.sections(profile):
+        note = [say(section.note, "dim")] if section.note else []
+        yield from _section(section.title[0].lower() + section.title[1:], say, [*note, _rows(section.columns, say)])
     if profile.memory is not None:
         yield from _section("memory", say, [say(wording.memory_note(profile))])
     if profile.commands:
@@ -89,16 +90,15 @@ def to_text(profile: Profile, width: int | None = None, ascii_only: bool | None 
 
 
 def _section(title: str, say: Say, parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    parts = list(parts)
-    if parts:
-        yield Text("")
-        yield say(title, "bold cyan")
-        yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
+    yield Text("")
+    yield say(title, "bold cyan")
+    yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
 
 
 def _phases(profile: Profile, width: int, say: Say) -> Table:
     on_gpu = bool(profile.device_phases)
-    table = _table("", "part of the step", *(("host", "", "GPU") if on_gpu else ("time", "")))
+    headings = [("", True), ("part of the step", False), ("host" if on_gpu else "time", True), ("", False)]
+    table = _table([*headings, ("GPU", True)] if on_gpu else headings)
     longest = max(profile.phases.values())
     for phase in PHASES:
         seconds = profile.phases[phase]
@@ -120,56 +120,19 @@ def _numbered(lines: Iterable[str], say: Say) -> Table:
     return grid
 
 
-def _operators(profile: Profile, say: Say) -> Table:
-    on_gpu = bool(profile.device_phases)
-    table = _table("", "operator", "calls", "host", *(("GPU",) if on_gpu else ()), "mostly for")
-    for operator in profile.operators[:_OPERATORS]:
-        device = [say(wording.ms(operator.device_seconds))] if on_gpu else []
-        table.add_row(
-            say(wording.share(operator.share, 1)),
-            say(operator.name, "bold"),
-            say(wording.times(operator.calls)),
-            say(wording.ms(operator.host_seconds)),
-            *device,
-            say(operator.where, "dim"),
-        )
+_STYLE_OF: dict[wording.Look, str] = {"number": "", "strong": "bold", "plain": "", "quiet": "dim"}
+
+
+def _rows(columns: Iterable[wording.Column], say: Say) -> Table:
+    columns = list(columns)
+    table = _table((column.heading, column.look == "number") for column in columns)
+    for row in zip(*(column.cells[:_ROWS] for column in columns), strict=True):
+        table.add_row(*(say(cell, _STYLE_OF[column.look]) for cell, column in zip(row, columns, strict=True)))
     return table
 
 
-def _gaps(profile: Profile, say: Say) -> Table:
-    table = _table("", "because", "per step", "times", "longest", "in", "at")
-    for gap in profile.gaps[:_GAPS]:
-        table.add_row(
-            say(wording.share(gap.seconds, profile.seconds)),
-            say(wording.CAUSES[gap.cause]),
-            say(wording.ms(gap.seconds)),
-            say(wording.times(gap.count)),
-            say(wording.ms(gap.longest)),
-            say(wording.PHASE_NAMES[gap.phase]),
-            say(gap.where, "bold"),
-        )
-    return table
-
-
-def _syncs(profile: Profile, say: Say) -> Table:
-    table = _table("per step", "call", "at", "in", "code")
-    for sync in profile.syncs[:_SYNCS]:
-        table.add_row(
-            say(wording.times(sync.per_step)),
-            say(sync.what),
-            say(sync.where or "not in your code", "bold"),
-            say(wording.PHASE_NAMES[sync.phase]),
-            say(sync.code, "dim"),
-        )
-    return table
-
-
-_RIGHT = {"", "calls", "host", "GPU", "time", "per step", "times", "longest"}
-
-
-def _table(*headings: str) -> Table:
+def _table(headings: Iterable[tuple[str, bool]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
-    for index, heading in enumerate(headings):
-        right = heading in _RIGHT and (index == 0 or heading != "")
+    for heading, right in headings:
         table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

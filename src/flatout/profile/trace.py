@@ -30,8 +30,13 @@ _MARKED: dict[str, Phase] = {
     "flatout.update": "update",
 }
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_RUNTIME = {"cuda_runtime", "cuda_driver"}
+RUNTIME = {"cuda_runtime", "cuda_driver"}
 _FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
+_UPDATES = re.compile(
+    r"Optimizer\.(step|zero_grad)#.*|torch/amp/grad_scaler\.py\(\d+\): (unscale_|step|update)"
+    r"|torch/nn/utils/clip_grad\.py\(\d+\): .+|torch/optim/lr_scheduler\.py\(\d+\): (step|wrapper)"
+)
+_COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 
 
 @dataclass(eq=False)
@@ -93,7 +98,7 @@ class Trace:
                 (forward if raw["ph"] == "s" else backward)[raw["id"]] = (_thread(raw), raw["ts"])
             elif kind == "cpu_instant_event" and raw["name"] == "[memory]":
                 self.memory.append(raw)
-            elif raw.get("ph") == "X" and (kind in _DEVICE or kind in _RUNTIME or kind in _HOST):
+            elif raw.get("ph") == "X" and (kind in _DEVICE or kind in RUNTIME or kind in _HOST):
                 start = float(raw["ts"])
                 event = Event(
                     raw["name"], kind, start, start + float(raw.get("dur", 0)), _thread(raw), raw.get("args", {})
@@ -198,6 +203,17 @@ class Trace:
             following == len(self.spans) or event.end <= self.spans[following].start
         )
 
+    @cached_property
+    def training_threads(self) -> set[Any]:
+        """The main thread and autograd's own: not those that load or pin batches."""
+        engine = {event.thread for event in self.host if event.name.startswith("autograd::engine::")}
+        return engine | {self.main}
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether tensors were on a GPU, its kernels recorded or not."""
+        return bool(self.device) or any(told["args"].get("Device Type") == 1 for told in self.memory)
+
     def launch_of(self, work: Event) -> Event | None:
         """The runtime call on the host that a kernel or copy comes from."""
         return self._launches.get(work.args.get("correlation"))
@@ -215,7 +231,7 @@ class Trace:
         return {
             event.args["correlation"]: event
             for event in self.host
-            if event.kind in _RUNTIME and "correlation" in event.args
+            if event.kind in RUNTIME and "correlation" in event.args
         }
 
     @cached_property
@@ -245,31 +261,33 @@ class Trace:
 
     def _inferred(self, main: list[Event]) -> list[Span]:
         spans = []
+        backwards = _outermost(event for event in main if event.name.endswith(": _engine_run_backward"))
+        spans += [Span(event.start, event.end, "backward") for event in backwards]
+        spans += [Span(e.start, e.end, "update") for e in _outermost(e for e in main if _UPDATES.fullmatch(e.name))]
+
         calls = _outermost(event for event in main if event.name.startswith("nn.Module: "))
-        trained = sorted(start for thread, start in self._forward_of.values() if thread == self.main)
-        learns = {
-            id(call): bisect_left(trained, call.start) < bisect_right(trained, call.end)
-            for call in calls
-            if not any("_engine_run_backward" in outer.name for outer in call.ancestors())  # recomputes a forward
+        ops = [event for (thread, _), event in self._forward_ops.items() if thread == self.main]
+        trained = [op.start for op in ops]
+        learning = {
+            id(call)
+            for call in [*calls, *ops]
+            if bisect_left(trained, call.start) < bisect_right(trained, call.end)
+            and not any("_engine_run_backward" in outer.name for outer in call.ancestors())  # recomputes a forward
         }
-        forwards = [call for call in calls if learns.get(id(call))]
-        spans += [Span(call.start, call.end, "forward") for call in forwards]
-        for event in _outermost(event for event in main if event.name.endswith(": _engine_run_backward")):
-            spans.append(Span(event.start, event.end, "backward"))
-        for event in _outermost(event for event in main if event.name.startswith("Optimizer.step#")):
-            spans.append(Span(event.start, event.end, "update"))
+        spans += [Span(call.start, call.end, "forward") for call in [*calls, *ops] if id(call) in learning]
+
         waits = _outermost(event for event in main if event.name.startswith("enumerate(DataLoader)#"))
         for wait, following in zip_longest(waits, waits[1:]):
             until = self.end if following is None else following.start
             between = [call for call in calls if wait.end <= call.start < until]
-            if not between or any(learns.get(id(call)) for call in between):  # else it feeds an evaluation
+            if not between or any(id(call) in learning for call in between):  # else it feeds an evaluation
                 spans.append(Span(wait.start, wait.end, "loader_wait"))
+
         for copy in self.device:
-            if copy.kind == "gpu_memcpy" and "HtoD" in copy.name:
-                call = self.launch_of(copy)
-                outer = [e for e in call.ancestors() if e.kind == "cpu_op"] if call and call.thread == self.main else []
-                if outer:
-                    spans.append(Span(outer[-1].start, outer[-1].end, "h2d"))
+            call = self.launch_of(copy) if copy.kind == "gpu_memcpy" and "HtoD" in copy.name else None
+            if call is not None and call.thread == self.main:
+                outer = [event for event in call.ancestors() if event.name in _COPIES] or [call]
+                spans.append(Span(outer[-1].start, outer[-1].end, "h2d"))
         return spans
 
 
@@ -305,21 +323,20 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _losses(spans: list[Span]) -> list[Span]:
-    """From a forward to its backward everything is forward too: the loss."""
+    """From a forward to its backward whatever is nothing else is forward too: the loss."""
     losses: list[Span] = []
     begun: float | None = None
-    for span in sorted((span for span in spans if span.phase != "h2d"), key=lambda span: span.start):
-        if span.phase == "forward":
-            begun = span.start if begun is None else begun
-        else:
-            if span.phase == "backward" and begun is not None:
-                losses.append(Span(begun, span.start, "forward"))
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.phase == "forward" and begun is None:
+            begun = span.start
+        elif span.phase == "backward" and begun is not None:
+            losses.append(Span(begun, span.start, "forward"))
             begun = None
     return losses
 
 
 def _flat(spans: list[Span]) -> list[Span]:
-    """Without overlap: waits and copies count where they happen, else the outer part wins."""
+    """Without overlap: the innermost counts (an update of LBFGS runs forwards and backwards)."""
     edges = sorted({edge for span in spans for edge in (span.start, span.end)})
     flat: list[Span] = []
     pending, active = list(reversed(spans)), list[Span]()
@@ -329,7 +346,7 @@ def _flat(spans: list[Span]) -> list[Span]:
         active = [span for span in active if span.end > start]
         if not active:
             continue
-        phase = next((span.phase for span in active if span.phase in ("loader_wait", "h2d")), active[0].phase)
+        phase = active[-1].phase
         if flat and flat[-1].phase == phase and flat[-1].end == start:
             flat[-1] = flat[-1]._replace(end=end)
         else:
