@@ -42,7 +42,7 @@ struct FastCall<method> {
   }
 
   // A property's getter: the method of one object, which it keeps alive.
-  static pybind11::object bind(pybind11::object owner) {
+  static pybind11::object bind(const pybind11::object& owner) {
     static PyMethodDef definition = {
         "method",
         reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<PyCFunctionFast>(call))),

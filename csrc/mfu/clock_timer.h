@@ -81,7 +81,7 @@ class ClockTimer final : public StepTimer {
     [[maybe_unused]] const auto scope = clock_.enter();
     if (clock_.is_recording(stream)) return;
     const Instant now = clock_.now(stream);
-    if (step->ended) clock_.recycle(*step->ended);
+    recycle(step->ended);
     step->ended = now;
   }
 
@@ -123,7 +123,7 @@ class ClockTimer final : public StepTimer {
     while (!open_.empty()) recycle(open_, open_.begin());
     while (!pending_.empty()) recycle(pending_, pending_.begin());
     forget_gap();
-    if (last_end_) clock_.recycle(*std::exchange(last_end_, std::nullopt));
+    recycle(last_end_);
     begun_ = 0;
   }
 
@@ -167,7 +167,7 @@ class ClockTimer final : public StepTimer {
       if (!step) return;
       counter_.add(*step);
       if (!last_end_ || !(step->gap + step->seconds < 0)) {  // the last of all ends, when steps overlap
-        if (last_end_) clock_.recycle(*last_end_);
+        recycle(last_end_);
         last_end_ = std::exchange(span.ended, std::nullopt);
       }
       recycle(pending_, pending_.begin());
@@ -175,7 +175,8 @@ class ClockTimer final : public StepTimer {
   }
 
   std::optional<Step> finished_step(const Span& span) const {
-    const std::optional<double> duration = clock_.seconds(span.begun, *span.ended);
+    const Instant ended = span.ended.value_or(span.begun);  // there is one: the step is finished
+    const std::optional<double> duration = clock_.seconds(span.begun, ended);
     const std::optional<double> since_end = last_end_ ? clock_.seconds(*last_end_, span.begun) : kUnknown;
     if (!duration || !since_end) return std::nullopt;
     Step step{
@@ -221,10 +222,15 @@ class ClockTimer final : public StepTimer {
 
   void recycle(Spans& spans, typename Spans::iterator step) {
     clock_.recycle(step->begun);
-    if (step->ended) clock_.recycle(*std::exchange(step->ended, std::nullopt));
+    recycle(step->ended);
     recycle(step->before);
     recycle(step->within);
     spare_.splice(spare_.begin(), spans, step);
+  }
+
+  void recycle(std::optional<Instant>& instant) {
+    if (instant) clock_.recycle(*instant);
+    instant.reset();
   }
 
   void recycle(std::vector<Mark>& marks) {
