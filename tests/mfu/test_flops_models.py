@@ -33,6 +33,7 @@ def strict():
 
 @pytest.fixture
 def transformers():
+    torchvision_models()  # transformers imports it too, and breaks with one for another torch
     return pytest.importorskip("transformers")
 
 

@@ -136,7 +136,7 @@ def test_models_with_several_outputs_are_counted() -> None:
 def test_compiled_models_are_counted(compiled: str) -> None:
     model: Any = mlp()
     if compiled == "in place":
-        model.compile(backend="eager", fullgraph=True)
+        model.compile(backend="eager")
     else:
         model = torch.compile(model, backend="eager", fullgraph=True)
     counter = MfuCounter(device="cpu")
@@ -150,7 +150,7 @@ def test_compiled_models_are_counted(compiled: str) -> None:
 def test_compiling_afterwards_goes_on_counting() -> None:
     counter, model = MfuCounter(1.0, device="cpu"), mlp()
     counter.wrap(model)
-    model.compile(backend="eager", fullgraph=True)
+    model.compile(backend="eager")
     train(model)
     assert counter.steps == 3
 
