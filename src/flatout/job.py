@@ -180,11 +180,11 @@ class Job:
         Args:
             measure: whether it may be measured now (a second or two) where no data sheet tells it.
         """
-        dtype = autocast_dtype(self.model) or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        real = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtype = autocast_dtype(self.model) or next(real, torch.float32)  # complex products are made of these
         if self.device.type != "cuda":
-            return measured_peak_flops(
-                self.device, dtype, measure=measure
-            ), f"the fastest matrix product here in {_short(dtype)}"
+            peak = measured_peak_flops(self.device, dtype, measure=measure)
+            return peak, f"the fastest matrix product here in {_short(dtype)}"
         tf32 = dtype is torch.float32 and multiplies_in_tf32(self.device)
         peak = peak_flops(self.device, "tf32" if tf32 else dtype)
         return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"

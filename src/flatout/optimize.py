@@ -151,17 +151,13 @@ def optimize(
                     rows[technique.name] = tuner.decide(technique)
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
+        peak, _ = job.peak_flops(measure=budget > 0)
+        before, after = _with_mfu(tuner.before, job, bench, peak_before), _with_mfu(tuner.after, job, bench, peak)
+        verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
         for technique in REGISTRY:
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
                     rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
-        peak, _ = job.peak_flops(measure=budget > 0)
-        before, after = _with_mfu(tuner.before, job, bench, peak_before), _with_mfu(tuner.after, job, bench, peak)
-        verdict = (
-            ""
-            if after is None
-            else str(judged(job, after.mfu, stall_fraction=after.load_ms / (after.load_ms + after.step_ms)))
-        )
         bench.rewind(to_train=False)
     except BaseException:
         if bench is not None:

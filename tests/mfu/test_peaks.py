@@ -213,3 +213,10 @@ def test_without_a_place_for_a_cache(cache):
 def test_what_cannot_be_multiplied_has_no_peak(cache):
     assert measured_peak_flops("cpu", torch.bool) is None
     assert not cache.exists()
+
+
+def test_measuring_draws_from_nobodys_generator(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    state = torch.get_rng_state()
+    assert measured_peak_flops("cpu", torch.float32) is not None
+    assert torch.equal(torch.get_rng_state(), state)

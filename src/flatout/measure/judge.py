@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from flatout.job import Job
 from flatout.mfu.verdict import DENSE, Verdict, family_of, judge
-from flatout.monitor import GpuSample, Sampler
+from flatout.monitor import GpuSample
+from flatout.monitor.nvml import Gpus
 
 
 def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
@@ -23,8 +25,7 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
     gpu = _gpu(job)
     if gpu is not None:
         where |= {
-            "utilisation": _share(gpu.util_percent),
-            "tensor_cores": _share(gpu.tensor_active_percent),
+            "utilisation": None if gpu.util_percent is None else gpu.util_percent / 100,
             "throttle": gpu.throttle or (),
         }
     return judge(mfu, peak, family, **where)
@@ -34,12 +35,9 @@ def _gpu(job: Job) -> GpuSample | None:
     """The job's GPU as NVML sees it now; None where there is none or it cannot be told which."""
     if job.device.type != "cuda":
         return None
-    sampler = Sampler()
+    nvml = Gpus(interval=1.0)
     try:
-        return next((gpu for gpu in sampler.take().gpus if gpu.cuda_index == job.device.index), None)
+        gpus, _ = nvml.sample(os.environ)
+        return next((gpu for gpu in gpus if gpu.cuda_index == job.device.index), None)
     finally:
-        sampler.close()
-
-
-def _share(percent: float | None) -> float | None:
-    return None if percent is None else percent / 100
+        nvml.close()

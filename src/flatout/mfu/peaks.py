@@ -225,7 +225,8 @@ def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _rate(place: torch.device, dtype: torch.dtype, size: int) -> float:
-    a, b = (torch.randn(size, size, device=place).to(dtype) for _ in range(2))
+    generator = torch.Generator(place).manual_seed(0)  # the global one is training's
+    a, b = (torch.randn(size, size, device=place, generator=generator).to(dtype) for _ in range(2))
     out = torch.matmul(a, b)
     taken: list[float] = []
     end = time.perf_counter() + _SWEEP_SECONDS

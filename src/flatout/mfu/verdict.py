@@ -100,7 +100,6 @@ def judge(
     stall_fraction: float | None = None,
     phases: Phases | None = None,
     utilisation: float | None = None,
-    tensor_cores: float | None = None,
     throttle: Sequence[str] = (),
 ) -> Verdict:
     """Compare an MFU with what is usual, and name what limits it.
@@ -112,11 +111,10 @@ def judge(
         stall_fraction: share of the time in which the device waited for the loader.
         phases: where the time of a step goes.
         utilisation: NVML's, 0..1; None without a GPU.
-        tensor_cores: time in which the tensor cores worked, 0..1, where the GPU tells it.
         throttle: what holds the GPU's clocks down, in words.
     """
-    return Verdict(mfu, peak, family, utilisation, _limit(mfu, family, stall_fraction, phases, utilisation,
-                                                          tensor_cores, throttle))  # fmt: skip
+    limit = _limit(mfu, family, stall_fraction, phases, utilisation, throttle)
+    return Verdict(mfu, peak, family, utilisation, limit)
 
 
 def _limit(
@@ -125,7 +123,6 @@ def _limit(
     stall_fraction: float | None,
     phases: Phases | None,
     utilisation: float | None,
-    tensor_cores: float | None,
     throttle: Sequence[str],
 ) -> str:
     outside = {"waiting for the loader": stall_fraction or 0.0}
@@ -144,11 +141,6 @@ def _limit(
         return "the GPU waits for kernels to be launched: larger batches, torch.compile or CUDA graphs help"
     if mfu is not None and family.usual is not None and mfu >= family.usual[0]:
         return "nothing stands out"
-    if tensor_cores is not None:
-        return (
-            f"the tensor cores work {100 * tensor_cores:.0f} % of the time: the rest goes to operations that move "
-            "memory, or to products too small to fill the GPU"
-        )
     if mfu is not None:
         return (
             "the step computes all the time, in operations that move memory or products too small to fill the device: "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from flatout.data import batch_size_of
 from flatout.profile import nsight
 from flatout.profile.record import Session
@@ -26,7 +28,6 @@ def profile_run(
         step: trains on a batch.
         steps: to time.
         warmup: steps before; two more look for syncs, and some more use up what loader workers have in store.
-
         verdict: for ``Profile.verdict``; asked for after the warm-up.
 
     Raises:
@@ -49,7 +50,8 @@ def profile_run(
     finally:
         session.close()
     recent = samples[-steps:]
-    return session.profile(sum(recent) / max(1, len(recent)), nsight.commands_of_main(steps, warmup))
+    commands = nsight.commands_of_main(steps, warmup) if torch.cuda.is_initialized() else ()
+    return session.profile(sum(recent) / max(1, len(recent)), commands)
 
 
 def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:

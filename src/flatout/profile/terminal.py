@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shlex
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from flatout.profile import wording
 from flatout.profile.summary import PHASES, Phase, Profile
+from flatout.report.terminal import plain_text
 from flatout.report.words import clean
 
 _STYLES: dict[Phase, str] = {
@@ -70,23 +68,8 @@ def continued(command: str, width: int) -> str:
 
 
 def to_text(profile: Profile, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """The summary as plain text.
-
-    Args:
-        profile: what to show.
-        width: columns; None takes the terminal's, 100 where there is none.
-        ascii_only: avoid every other character; None asks what standard output can show.
-    """
-    if width is None:
-        width = shutil.get_terminal_size((100, 24)).columns
-    if ascii_only is None:
-        ascii_only = not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    buffer = io.BytesIO()
-    sink = io.TextIOWrapper(buffer, encoding="ascii" if ascii_only else "utf-8", errors="replace")
-    console = Console(file=sink, width=max(40, width), color_system=None, legacy_windows=False)
-    console.print(Group(*render(profile, console.options)))
-    sink.flush()
-    return "\n".join(line.rstrip() for line in buffer.getvalue().decode().splitlines())
+    """The summary as plain text; see ``report.terminal.plain_text``."""
+    return plain_text(lambda options: render(profile, options), width, ascii_only)
 
 
 def _section(title: str, say: Say, parts: Iterable[RenderableType]) -> Iterator[RenderableType]:

@@ -95,6 +95,11 @@ class Pace:
     samples_per_second: float
     mfu: float | None = None
 
+    @property
+    def load_fraction(self) -> float:
+        """Share of the time that goes to waiting for the next batch, 0..1."""
+        return self.load_ms / (self.load_ms + self.step_ms)
+
 
 @dataclass(frozen=True)
 class Summary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -35,10 +35,17 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
 
 
 def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """The report as plain text.
+    """The report as plain text; see :func:`plain_text`."""
+    return plain_text(lambda options: render(summary, options), width, ascii_only)
+
+
+def plain_text(
+    render: Callable[[ConsoleOptions], Iterable[RenderableType]], width: int | None, ascii_only: bool | None
+) -> str:
+    """What a console would show, as plain text.
 
     Args:
-        summary: what to show.
+        render: makes the parts, top to bottom.
         width: columns; None takes the terminal's, 100 where there is none.
         ascii_only: avoid every other character; None asks what standard output can show.
     """
@@ -49,7 +56,7 @@ def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None 
     buffer = io.BytesIO()
     sink = io.TextIOWrapper(buffer, encoding="ascii" if ascii_only else "utf-8", errors="replace")
     console = Console(file=sink, width=max(40, width), color_system=None, legacy_windows=False)
-    console.print(Group(*render(summary, console.options)))
+    console.print(Group(*render(console.options)))
     sink.flush()
     return "\n".join(line.rstrip() for line in buffer.getvalue().decode().replace("\u00a0", " ").splitlines())
 
