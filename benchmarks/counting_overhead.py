@@ -10,6 +10,7 @@ default); it takes part where lightning is there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -94,8 +95,9 @@ def loader_and_phases_of(counter: MfuCounter) -> Callable[[], None]:
 
 
 def lightning_monitor() -> Callable[[], None] | None:
-    """The callback's own work, driven as a Trainer drives it; None where lightning is not there."""
+    """What the callback does behind a step, driven as a Trainer drives it; None where lightning is not there."""
     try:
+        from lightning.fabric.utilities.throughput import Throughput
         from lightning.pytorch.callbacks import ThroughputMonitor
         from lightning.pytorch.trainer.states import RunningStage
     except ImportError:
@@ -110,18 +112,17 @@ def lightning_monitor() -> Callable[[], None] | None:
     module: Any = SimpleNamespace(flops_per_batch=10**9)
     batch = torch.ones(32, 1)
     monitor = ThroughputMonitor(batch_size_fn=len)
-    from lightning.fabric.utilities.throughput import Throughput
-
     monitor._throughputs[stage] = Throughput(available_flops=10**12, world_size=1)
+    monitor._start(trainer)
+    steps = itertools.count(1)
 
-    def loop() -> None:
-        monitor._start(trainer)
-        for step in range(1, STEPS + 1):
-            monitor._update(trainer, module, batch, step)
-            if step % 10 == 0:
-                monitor._compute(trainer, step)
+    def behind_step() -> None:
+        step = next(steps)
+        monitor._update(trainer, module, batch, step)
+        if step % 10 == 0:
+            monitor._compute(trainer, step)
 
-    return loop
+    return behind_step
 
 
 def test_host_time_of_a_step(benchmark):
@@ -135,7 +136,7 @@ def test_host_time_of_a_step(benchmark):
     }
     peer = lightning_monitor()
     if peer is not None:
-        tried["Lightning's ThroughputMonitor"] = peer
+        tried["Lightning's ThroughputMonitor"] = lambda: [peer() for _ in range(STEPS)]
     took = by_turns(tried, ROUNDS)
     empty = statistics.median(took.pop("an empty loop"))
     micros = {name: 1e6 * (statistics.median(each) - empty) / STEPS for name, each in took.items()}
@@ -239,17 +240,25 @@ def test_counting_flops_once(benchmark):
     benchmark.pedantic(lambda: count_flops(model, tokens), rounds=3)
 
 
+def small_run() -> flatout.Run:
+    """Training so small that the host's time is all there is."""
+    model = nn.Linear(4, 1).to(DEVICE)
+    batches = [(torch.ones(8, 4, device=DEVICE), torch.ones(8, 1, device=DEVICE))] * 4
+    return flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), lr=1e-3), functional.mse_loss, budget=0)
+
+
 def test_host_time_within_training(benchmark):
-    """What counting adds to a step that is so small that the host's time is all there is.
+    """What counting adds to a step of training.
 
     In a tight loop the counter's code is in the caches, which training leaves to nobody: here it is not.
     """
-    model = nn.Linear(4, 1).to(DEVICE)
-    batches = [(torch.ones(8, 4, device=DEVICE), torch.ones(8, 1, device=DEVICE))] * 4
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    run = flatout.optimize(model, batches, optimizer, functional.mse_loss, budget=0)
-    job, batch, steps = run._job, batches[0], 50
+    run, steps = small_run(), 50
+    job, batch = run._job, next(iter(run.loader))
     counter, unheard = MfuCounter(1e9, 1e12, device=DEVICE), contextlib.nullcontext()
+    wrapped_run = small_run()
+    wrapped_counter = MfuCounter(1e9, 1e12, device=DEVICE)
+    wrapped_counter.wrap(wrapped_run.model)
+    peer = lightning_monitor()
 
     def bare() -> None:
         for _ in range(steps):
@@ -260,14 +269,27 @@ def test_host_time_within_training(benchmark):
             with counter.step(8) as step:
                 job.step(to_device(batch, job.device), step.phase)
 
+    def wrapped() -> None:
+        for _ in range(steps):
+            wrapped_run._job.step(to_device(batch, job.device), lambda name: unheard)
+
     def whole() -> None:
         for _ in range(steps):
             run.step(batch)
 
-    took = by_turns({"bare": bare, "MfuCounter.step and phases": counted, "run.step": whole}, 300)
-    print(f"\nbare step: {1e6 * statistics.median(took['bare']) / steps:.0f} us", end="")
-    for name in ("MfuCounter.step and phases", "run.step"):
-        added = statistics.median(b - a for a, b in zip(took["bare"], took[name], strict=True)) / steps
+    def watched() -> None:
+        for _ in range(steps):
+            job.step(to_device(batch, job.device), lambda name: unheard)
+            peer()
+
+    tried = {"bare": bare, "MfuCounter.step and phases": counted, "run.step": whole, "MfuCounter.wrap": wrapped}
+    if peer is not None:
+        tried["Lightning's ThroughputMonitor"] = watched
+    took = by_turns(tried, 300)
+    empty = took.pop("bare")
+    print(f"\nbare step: {1e6 * statistics.median(empty) / steps:.0f} us", end="")
+    for name, each in took.items():
+        added = statistics.median(b - a for a, b in zip(empty, each, strict=True)) / steps
         print(f"\n{name:42} {1e6 * added:7.2f} us a step, {100 * added / STEP_SECONDS:.3f} % of 5 ms", end="")
         benchmark.extra_info[name] = {"us": round(1e6 * added, 2), "share of 5 ms": round(added / STEP_SECONDS, 6)}
     benchmark.pedantic(counted, rounds=5)

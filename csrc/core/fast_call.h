@@ -20,11 +20,43 @@ T from_python(PyObject* value) {
   if (value == nullptr) return T{};
   if constexpr (std::is_same_v<T, double>) {
     return value == Py_None ? std::numeric_limits<double>::quiet_NaN() : PyFloat_AsDouble(value);
-  } else if constexpr (std::is_unsigned_v<T>) {
-    return static_cast<T>(PyLong_AsUnsignedLongLong(value));
   } else {
     return static_cast<T>(PyLong_AsLongLong(value));
   }
+}
+
+// Runs `work`; what it throws becomes Python's error, and false.
+template <class F>
+bool without_throwing(F&& work) {
+  try {
+    std::forward<F>(work)();
+    return true;
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return false;
+}
+
+using PyCFunctionFast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+// For a PyMethodDef.
+inline PyCFunction as_method(PyCFunctionFast function) noexcept {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// A function of one object: what it gets as `self` is a capsule that holds the object's C++ side and keeps it
+// alive. `definition` lives forever.
+template <class Owner>
+pybind11::object bind_to(PyMethodDef& definition, const pybind11::object& owner) {
+  PyObject* capsule = PyCapsule_New(owner.cast<Owner*>(), nullptr, [](PyObject* dying) {
+    Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(dying)));
+  });
+  if (capsule == nullptr) throw pybind11::error_already_set();
+  const auto self = pybind11::reinterpret_steal<pybind11::object>(capsule);
+  PyCapsule_SetContext(capsule, owner.inc_ref().ptr());
+  return pybind11::reinterpret_steal<pybind11::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
 }
 
 template <auto method>
@@ -32,7 +64,13 @@ struct FastCall;
 
 template <class Owner, class Result, class... Args, Result (Owner::*method)(Args...)>
 struct FastCall<method> {
-  // Bound to the capsule in which `bind` keeps the owner.
+  // A property's getter.
+  static pybind11::object bind(const pybind11::object& owner) {
+    static PyMethodDef definition = {"method", as_method(call), METH_FASTCALL, nullptr};
+    return bind_to<Owner>(definition, owner);
+  }
+
+ private:
   static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (count > static_cast<Py_ssize_t>(sizeof...(Args))) {
       PyErr_SetString(PyExc_TypeError, "too many arguments");
@@ -41,43 +79,24 @@ struct FastCall<method> {
     return call(self, args, count, std::index_sequence_for<Args...>{});
   }
 
-  // A property's getter: the method of one object, which it keeps alive.
-  static pybind11::object bind(const pybind11::object& owner) {
-    static PyMethodDef definition = {
-        "method",
-        reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<PyCFunctionFast>(call))),
-        METH_FASTCALL, nullptr};
-    PyObject* capsule = PyCapsule_New(owner.cast<Owner*>(), nullptr, [](PyObject* dying) {
-      Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(dying)));
-    });
-    if (capsule == nullptr) throw pybind11::error_already_set();
-    const auto self = pybind11::reinterpret_steal<pybind11::object>(capsule);
-    PyCapsule_SetContext(capsule, owner.inc_ref().ptr());
-    return pybind11::reinterpret_steal<pybind11::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
-  }
-
- private:
-  using PyCFunctionFast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
   template <std::size_t... I>
   static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, std::index_sequence<I...>) {
     auto* owner = static_cast<Owner*>(PyCapsule_GetPointer(self, nullptr));
     const std::tuple<Args...> values{
         from_python<Args>(static_cast<Py_ssize_t>(I) < count ? args[I] : nullptr)...};
     if (PyErr_Occurred() != nullptr) return nullptr;
-    try {
+    PyObject* result = nullptr;
+    without_throwing([&] {
       if constexpr (std::is_void_v<Result>) {
         (owner->*method)(std::get<I>(values)...);
-        Py_RETURN_NONE;
+        result = Py_NewRef(Py_None);
       } else if constexpr (std::is_same_v<Result, bool>) {
-        return PyBool_FromLong((owner->*method)(std::get<I>(values)...));
+        result = PyBool_FromLong((owner->*method)(std::get<I>(values)...));
       } else {
-        return PyLong_FromLongLong((owner->*method)(std::get<I>(values)...));
+        result = PyLong_FromLongLong((owner->*method)(std::get<I>(values)...));
       }
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return nullptr;
-    }
+    });
+    return result;
   }
 };
 

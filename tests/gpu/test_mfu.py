@@ -20,7 +20,7 @@ MILLISECOND_CYCLES = 1_000_000  # of the device's clock: half a millisecond to a
 def counter(request: pytest.FixtureRequest) -> MfuCounter:
     counter = MfuCounter(flops_per_step=1e6, device="cuda")
     if request.param == "torch":
-        counter._timer = TorchEventTimer(counter._core, counter.device)
+        counter._core.use_timer(TorchEventTimer(counter._core, counter.device))
     return counter
 
 

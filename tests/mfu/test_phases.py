@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import Counter
@@ -152,9 +153,10 @@ def test_phases_are_measured_on_every_nth_step_from_the_second_on() -> None:
     measured = []
     for _ in range(8):
         with counter.step() as step:
-            measured.append(counter._timer.measures_phases(step._token))
+            before = counter.total.phases
             with step.phase("forward"):
                 pass
+        measured.append(counter.total.phases != before)
     assert measured == [False, True, False, False, True, False, False, True]
     counter.phases_every = 0
     counter.reset()
@@ -175,6 +177,27 @@ def test_steps_whose_phases_nobody_named_have_none() -> None:
 def test_an_unknown_phase_is_named() -> None:
     with MfuCounter(device="cpu").step() as step, pytest.raises(ValueError, match="one of loader_wait, h2d, forward"):
         step.phase("sideways")
+
+    with MfuCounter(device="cpu").step() as step, pytest.raises(ValueError, match="got 3"):
+        step.phase(3)  # type: ignore[arg-type]
+    assert flatout._host.PHASES == NAMES
+
+
+def test_steps_and_phases_leave_nothing_behind() -> None:
+    counter = MfuCounter(device="cpu", phases_every=2)
+    with counter.step():
+        pass
+    objects = counter._core, flatout.mfu.range, flatout._host.Step, flatout._host.Phase
+    held = [sys.getrefcount(each) for each in objects]
+    for listened in (False, True):
+        with torch.autograd.profiler.profile(enabled=listened):
+            for _ in counter.batches(range(20)):
+                with contextlib.suppress(KeyError), counter.step() as step, step.phase("forward"):
+                    with pytest.raises(ValueError, match="phase"):
+                        step.phase("sideways")
+                    raise KeyError
+    del step
+    assert [sys.getrefcount(each) for each in objects] == held
 
 
 def test_what_is_not_training_is_in_no_phase() -> None:

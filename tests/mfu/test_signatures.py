@@ -3,14 +3,79 @@
 from __future__ import annotations
 
 import threading
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from flatout._host import signature
+from flatout.data.batch import tensors_of
 from flatout.job import Job
 from flatout.mfu import FlopCount, FlopNode, signatures
 from flatout.mfu.signatures import CountedWork
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Record:
+    left: Any
+    right: Any
+
+
+TENSORS = st.builds(
+    lambda kind, shape, dtype, grad: kind(torch.empty(shape, dtype=dtype)).requires_grad_(grad),
+    st.sampled_from([torch.Tensor.detach, lambda t: nn.Parameter(t, requires_grad=False)]),
+    st.lists(st.integers(0, 2), max_size=3),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+)
+OTHERS = st.sampled_from([None, "text", b"", 1, True, 1.5, {1}, object()])
+BATCHES = st.recursive(
+    TENSORS | OTHERS,
+    lambda parts: st.one_of(
+        st.lists(parts, max_size=3),
+        st.lists(parts, max_size=3).map(tuple),
+        st.dictionaries(st.integers(), parts, max_size=3),
+        st.dictionaries(st.text(max_size=2), parts, max_size=3).map(UserDict),
+        st.builds(Pair, parts, parts),
+        st.builds(Record, parts, parts),
+    ),
+    max_leaves=6,
+)
+
+
+@given(BATCHES, BATCHES)
+def test_signatures_tell_apart_what_tensors_tell_apart(one: Any, other: Any) -> None:
+    def slowly(batch: Any) -> Any:
+        return [(t.shape, t.dtype, t.requires_grad) for t in tensors_of(batch)]
+
+    def quickly(batch: Any) -> bytes:
+        return signature(batch, Tensor, tensors_of)
+
+    assert (quickly(one) == quickly(other)) == (slowly(one) == slowly(other))
+    assert quickly((one, other)) == quickly([one, {"x": other}])
+
+
+def test_signatures_of_what_is_ragged_or_odd() -> None:
+    def of(*batch: Any) -> bytes:
+        return signature(batch, Tensor, tensors_of)
+
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    more = torch.nested.nested_tensor([torch.ones(3, 3), torch.ones(3, 3)], layout=torch.jagged)
+    assert of(ragged) == of(2 * ragged)
+    assert of(ragged) != of(more)
+    batch: list[Any] = []
+    batch.append(batch)
+    with pytest.raises(RecursionError):
+        of(batch)
+    with pytest.raises(TypeError, match="signature takes"):
+        signature(batch)  # type: ignore[call-arg]
 
 
 def count(total: int) -> FlopCount:

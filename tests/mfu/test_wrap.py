@@ -357,6 +357,14 @@ def test_a_backward_that_cannot_be_seen_shows_in_the_update() -> None:
     assert (counter.steps, counter.samples) == (6, 12)
 
 
+def test_the_last_step_of_a_model_that_is_gone_counts() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)(torch.ones(2, 8)).sum().backward()
+    del model
+    gc.collect()
+    assert counter.steps == 1
+
+
 def test_an_update_between_forward_and_backward_ends_nothing() -> None:
     counter, model = MfuCounter(1.0, device="cpu"), mlp()
     counter.wrap(model)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from flatout._host import StepCounter, StepReading
+from flatout._host import PHASES, Step, StepCounter, StepReading
 from flatout.mfu.flops import FlopCount
-from flatout.mfu.ranges import profiler_listens, range
-from flatout.mfu.reading import PHASES, Phases, Reading
-from flatout.mfu.timers import Timer, make_timer
-from flatout.mfu.wrapped import Calls, count_calls, model_and_hardware
+from flatout.mfu.reading import Phases, Reading
+from flatout.mfu.timers import use_gpu_clock
+from flatout.mfu.wrapped import Calls, count_calls
 
 Batch = TypeVar("Batch")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-_NUMBER = {name: number for number, name in enumerate(PHASES)}
-_HOST_IDLE = _NUMBER["host_idle"]
+_H2D = PHASES.index("h2d")
 _NEXT_STEP = 0
 """The native core's token for the step that begins next."""
 
@@ -80,13 +76,17 @@ class MfuCounter:
             raise ValueError(f"window must be >= 1, got {window}")
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ValueError(f"peak_flops must be > 0 and finite, or None, got {peak_flops}")
-        self.flops_per_step = _checked_flops("flops_per_step", flops_per_step)
+        if isinstance(flops_per_step, (int, float)) and not 0 <= flops_per_step < math.inf:
+            raise ValueError(f"flops_per_step must be >= 0 and finite, or None, got {flops_per_step}")
+        self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._core = StepCounter(window)
-        self._timer = make_timer(self._core, self.device)
+        if self.device.type == "cuda":
+            use_gpu_clock(self._core, self.device)
+        self._begin_step, self._waited = self._core.step, self._core.waited
         self.phases_every = phases_every
         self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()
         self._warned = False
@@ -101,7 +101,7 @@ class MfuCounter:
         if steps < 0:
             raise ValueError(f"phases_every must be >= 0, got {steps}")
         self._phases_every = steps
-        self._timer.measure_phases_every(steps)
+        self._core.measure_phases_every(steps)
 
     def step(self, samples: int = 0, tokens: int = 0, flops: float | FlopCount | None = None) -> Step:
         """Times one training step: ``with counter.step(samples=len(x)): ...``.
@@ -116,12 +116,7 @@ class MfuCounter:
         Raises:
             ValueError: for negative ``samples``, ``tokens`` or ``flops``.
         """
-        if samples < 0 or tokens < 0:
-            name, value = ("samples", samples) if samples < 0 else ("tokens", tokens)
-            raise ValueError(f"{name} must be >= 0, got {value}")
-        return Step(
-            self._timer, samples, tokens, self.flops_per_step if flops is None else _checked_flops("flops", flops)
-        )
+        return self._begin_step(samples, tokens, self.flops_per_step if flops is None else flops)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches; the waits for them are timed.
@@ -133,21 +128,21 @@ class MfuCounter:
         try:
             while True:
                 begun = time.perf_counter()
-                with _Phase(self._timer, _NEXT_STEP, "loader_wait"):
+                with self._core.phase(_NEXT_STEP, "loader_wait"):
                     if iterator is None:
                         iterator = iter(loader)
                     try:
                         batch = next(iterator)
                     except StopIteration:
                         return
-                self._timer.waited(time.perf_counter() - begun)
+                self._waited(time.perf_counter() - begun)
                 yield batch
         finally:
             self.pause()
 
     def copying(self) -> None:
         """Tells that the next batch is there, and from here to its step it is being copied to the device."""
-        self._timer.mark(_NEXT_STEP, _NUMBER["h2d"])
+        self._core.mark(_NEXT_STEP, _H2D)
 
     def waited(self, seconds: float) -> None:
         """Tells that the loop waited ``seconds`` for its loader before the next step.
@@ -159,11 +154,11 @@ class MfuCounter:
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must be >= 0 and finite, got {seconds}")
-        self._timer.waited(seconds)
+        self._waited(seconds)
 
     def pause(self) -> None:
         """The time since the last step was not training (an evaluation, a checkpoint): it counts for nothing."""
-        self._timer.pause()
+        self._core.pause()
 
     def wrap(self, model: Model) -> Model:
         """Counts a model's training steps from now on, in whatever loop it is trained.
@@ -193,7 +188,6 @@ class MfuCounter:
 
     def reset(self) -> None:
         """Forgets everything counted so far; the next step is the first again."""
-        self._timer.reset()
         self._core.reset()
 
     @property
@@ -264,7 +258,6 @@ class MfuCounter:
     def _settle(self) -> None:
         for calls in list(self._calls):
             calls.settle()
-        self._timer.poll()
 
     def _reading(self, core: StepReading) -> Reading:
         mfu, hfu = self._share(core.flops_per_second), self._share(core.hardware_flops_per_second)
@@ -298,77 +291,3 @@ def _suspect(mfu: float, peak: float | None) -> str:
         f"is peak_flops ({peak:.4g} FLOP/s) that of another device, or of a slower precision than the one in use? "
         "Or are flops_per_step those of several steps?"
     )
-
-
-def _checked_flops(name: str, flops: float | FlopCount | None) -> float | FlopCount | None:
-    if isinstance(flops, (int, float)) and not 0 <= flops < math.inf:
-        raise ValueError(f"{name} must be >= 0 and finite, or None, got {flops}")
-    return flops
-
-
-class Step:
-    """One step under way: what ``with counter.step(...) as step`` gives."""
-
-    __slots__ = ("_flops", "_heard", "_range", "_samples", "_timer", "_token", "_tokens")
-
-    def __init__(self, timer: Timer, samples: int, tokens: int, flops: float | FlopCount | None) -> None:
-        self._timer = timer
-        self._samples = samples
-        self._tokens = tokens
-        self._flops = flops
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Tells what the step does inside the block: a name of :class:`Phases`, such as ``"forward"``.
-
-        It is a range for profilers too. A phase does not nest in another.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
-        if name not in _NUMBER:
-            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
-        return _Phase(self._timer, self._token, name) if self._heard else _UNHEARD
-
-    def __enter__(self) -> Step:
-        listens = profiler_listens()
-        self._range = range("flatout.step") if listens else _UNHEARD
-        self._range.__enter__()
-        token = self._token = self._timer.begin()
-        self._heard = listens or self._timer.measures_phases(token)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self._timer.end(self._token, self._samples, self._tokens, *model_and_hardware(self._flops))
-        else:
-            self._timer.drop(self._token)
-        self._range.__exit__(None, None, None)
-
-
-_UNHEARD = contextlib.nullcontext()
-"""A phase that nobody measures or listens to."""
-
-
-class _Phase(range):
-    """A phase of a step: a range for profilers, and its time for the counter."""
-
-    __slots__ = ("_number", "_timer", "_token")
-
-    def __init__(self, timer: Timer, token: Any, name: str) -> None:
-        super().__init__(f"flatout.{name}")
-        self._timer = timer
-        self._token = token
-        self._number = _NUMBER[name]
-
-    def __enter__(self) -> None:
-        self._timer.mark(self._token, self._number)
-        super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__()
-        self._timer.mark(self._token, _HOST_IDLE)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 
 from flatout import _host
-
-_NVTX_TOOL = _host.nvtx_listens()
-
-
-def profiler_listens() -> bool:
-    """Whether anybody would see a range now."""
-    return _NVTX_TOOL or torch.autograd._profiler_enabled()
 
 
 class range:
@@ -29,7 +21,7 @@ class range:
 
     def __enter__(self) -> None:
         _host.range_push(self._name)
-        self._annotation = record_function(self._name) if torch.autograd._profiler_enabled() else None
+        self._annotation = profiler.record_function(self._name) if profiler._is_profiler_enabled else None
         if self._annotation is not None:
             self._annotation.__enter__()
 
@@ -37,3 +29,6 @@ class range:
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
         _host.range_pop()
+
+
+_host.show_ranges(vars(profiler), range)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from flatout._host import PHASES
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,6 @@ class Phases:
         whole = self.total or 1.0
         shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
         return ", ".join(f"{name} {100 * value / whole:.1f} % {1e3 * value:.3g} ms" for name, value in shown)
-
-
-PHASES = tuple(field.name for field in fields(Phases))
-"""Names of the phases, in the order in which the native core numbers them."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from flatout._host import signature
 from flatout.data.batch import batch_size_of, tensors_of, tokens_of
 from flatout.mfu.flops import FlopCount, taking_turns
 
@@ -40,7 +43,7 @@ class CountedWork:
 
     def __init__(self, count: Callable[..., FlopCount | None]) -> None:
         self._count = count
-        self._known: dict[Hashable, Work] = {}
+        self._known: dict[bytes, Work] = {}
         self._spent = 0.0
         self._since = 0.0
 
@@ -51,11 +54,11 @@ class CountedWork:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
         """The work of such a call."""
-        tensors = tensors_of((args, kwargs))
-        key = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors])
+        key = signature((args, kwargs), Tensor, tensors_of)
         known = self._known.get(key)
         if known is not None:
             return known
+        tensors = tensors_of((args, kwargs))
         work = Work(batch_size_of(tensors) if tensors else 0, tokens_of(tensors), None)
         begun = time.perf_counter()
         if not self._known:

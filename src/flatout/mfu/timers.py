@@ -1,103 +1,28 @@
-"""What times the steps of a counter: the native core on the host's clock or on CUDA events, or torch's events."""
+"""What times the steps of a counter on a GPU: the native core by CUDA events, or torch's events."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from flatout import _native
-from flatout._host import StepCounter
+from flatout._host import StepCounter, StepTimer
 
 
-class Timer(Protocol):
-    """Times steps and hands them to a ``StepCounter``; ``begin`` returns what the others get as ``token``.
-
-    ``end`` is ``touch`` and ``finish`` in one call.
-    """
-
-    def begin(self) -> Any: ...
-    def measure_phases_every(self, steps: int) -> None: ...
-    def measures_phases(self, token: Any) -> bool: ...
-    def mark(self, token: Any, phase: int) -> None: ...
-    def touch(self, token: Any) -> None: ...
-    def finish(
-        self, token: Any, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
-    ) -> None: ...
-    def end(self, token: Any, samples: int, tokens: int, flops: float | None, hardware_flops: float | None) -> None: ...
-    def drop(self, token: Any) -> None: ...
-    def waited(self, seconds: float) -> None: ...
-    def pause(self) -> None: ...
-    def poll(self) -> None: ...
-    def reset(self) -> None: ...
-
-
-def make_timer(core: StepCounter, device: torch.device) -> Timer:
-    """The best timer there is for steps on ``device``."""
-    if device.type != "cuda":
-        return HostTimer(core)
+def use_gpu_clock(core: StepCounter, device: torch.device) -> None:
+    """Time the steps on ``device``, in the best way there is."""
     if _native.has_cuda_kernels(device.index):
         # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
         with contextlib.suppress(RuntimeError):
-            return EventTimer(core, device)
-    return TorchEventTimer(core, device)
-
-
-class _CoreTimer:
-    """What the core does by itself on either clock."""
-
-    def __init__(self, core: StepCounter) -> None:
-        self.finish = core.finish
-        self.drop = core.drop
-        self.waited = core.waited
-        self.pause = core.pause
-        self.measure_phases_every = core.measure_phases_every
-        self.measures_phases = core.measures_phases
-
-    def poll(self) -> None:
-        """The core polls by itself."""
-
-    def reset(self) -> None:
-        """The core resets its own timer."""
-
-
-class HostTimer(_CoreTimer):
-    """The core's host clock."""
-
-    def __init__(self, core: StepCounter) -> None:
-        super().__init__(core)
-        core.use_host_clock()
-        self.begin = core.begin
-        self.mark = core.mark
-        self.touch = core.touch
-        self.end = core.end
-
-
-class EventTimer(_CoreTimer):
-    """The core's CUDA events, on whatever stream is current."""
-
-    def __init__(self, core: StepCounter, device: torch.device) -> None:
-        super().__init__(core)
-        self._core = core
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        core.use_events(self._index)
-
-    def begin(self) -> int:
-        return self._core.begin(torch._C._cuda_getCurrentRawStream(self._index))
-
-    def mark(self, token: int, phase: int) -> None:
-        self._core.mark(token, phase, torch._C._cuda_getCurrentRawStream(self._index))
-
-    def touch(self, token: int) -> None:
-        self._core.touch(token, torch._C._cuda_getCurrentRawStream(self._index))
-
-    def end(self, token: int, samples: int, tokens: int, flops: float | None, hardware_flops: float | None) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self._core.end(token, samples, tokens, flops, hardware_flops, stream)
+            core.use_events(device.index, torch._C._cuda_getCurrentRawStream)
+            return
+    core.use_timer(TorchEventTimer(core, device))
 
 
 @dataclass(eq=False)
@@ -111,60 +36,50 @@ class _Span:
     work: tuple[Any, ...] = ()
 
 
-class TorchEventTimer:
+class TorchEventTimer(StepTimer):
     """torch's events, for a GPU that this build has no CUDA code for; it knows no phases."""
 
     def __init__(self, core: StepCounter, device: torch.device) -> None:
-        self._core = core
+        super().__init__()
+        self._core = weakref.proxy(core)  # which holds this
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a wrapped model that is collected meanwhile hands over its last step
+        self._open: dict[int, _Span] = {}
         self._pending: deque[_Span] = deque()
+        self._last_token = 0
         self._last_end: Any = None
         self._alone = True
         self._waited = 0.0
 
-    def begin(self) -> _Span | None:
-        """None while the current stream is recorded into a graph."""
+    def begin(self) -> int:
         with self._lock:
             alone, waited = self._alone, self._waited
             recording = self._is_recording()
             self._alone, self._waited = recording, 0.0
-            return None if recording else _Span(self._now(), alone, waited)
+            self._last_token += 1
+            if not recording:
+                self._open[self._last_token] = _Span(self._now(), alone, waited)
+            return self._last_token
 
-    def measure_phases_every(self, steps: int) -> None:
-        """No phases."""
+    def touch(self, token: int) -> None:
+        step = self._open.get(token)
+        if step is not None and not self._is_recording():
+            step.ended = self._now()
 
-    def measures_phases(self, token: Any) -> bool:
-        return False
-
-    def mark(self, token: Any, phase: int) -> None:
-        """No phases."""
-
-    def touch(self, token: _Span | None) -> None:
-        if token is not None and not self._is_recording():
-            token.ended = self._now()
-
-    def finish(
-        self, token: _Span | None, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
-    ) -> None:
-        if token is None:
+    def finish(self, token: int, samples: int, tokens: int, flops: float | None, hardware_flops: float | None) -> None:
+        step = self._open.pop(token, None)
+        if step is None:  # recorded into a graph
             return
-        if token.ended is None:
-            self.drop(token)
+        if step.ended is None:
+            self.pause()
             return
-        token.work = (samples, tokens, flops, hardware_flops)
+        step.work = (samples, tokens, flops, hardware_flops)
         with self._lock:
-            self._pending.append(token)
+            self._pending.append(step)
         self.poll()
 
-    def end(
-        self, token: _Span | None, samples: int, tokens: int, flops: float | None, hardware_flops: float | None
-    ) -> None:
-        self.touch(token)
-        self.finish(token, samples, tokens, flops, hardware_flops)
-
-    def drop(self, token: _Span | None) -> None:
-        if token is not None:
+    def drop(self, token: int) -> None:
+        if self._open.pop(token, None) is not None:
             self.pause()
 
     def waited(self, seconds: float) -> None:
@@ -184,6 +99,7 @@ class TorchEventTimer:
 
     def reset(self) -> None:
         with self._lock:
+            self._open.clear()
             self._pending.clear()
             self._last_end = None
         self.pause()

@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from flatout._host import PHASES, StepCounter
 from flatout._subclass import instance_class
 from flatout.data.batch import tensors_of
 from flatout.mfu.flops import FlopCount, count_flops, is_counting
 from flatout.mfu.ranges import range
-from flatout.mfu.reading import PHASES
 from flatout.mfu.signatures import CountedWork
-from flatout.mfu.timers import Timer
 
 if TYPE_CHECKING:
     from flatout.mfu.counter import MfuCounter
@@ -90,9 +89,12 @@ class Calls:
 
         weakref.finalize(self, register_optimizer_step_post_hook(behind_update).remove)
 
+    def __del__(self) -> None:
+        self.settle()  # the model is gone: nothing follows its last step
+
     @property
-    def _timer(self) -> Timer:
-        return self._counter._timer
+    def _core(self) -> StepCounter:
+        return self._counter._core
 
     def are_of(self, module: nn.Module) -> bool:
         """Whether it is this module's calls that are counted."""
@@ -111,7 +113,7 @@ class Calls:
         if module.training and torch.is_grad_enabled():
             return True
         self.settle()
-        self._timer.pause()  # an evaluation
+        self._core.pause()  # an evaluation
         return False
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,9 +127,9 @@ class Calls:
             step = None
         samples, tokens, flops = self._work(*args, **kwargs)
         if step is None:
-            step = self._steps[thread] = UnderWay(self._timer.begin())
+            step = self._steps[thread] = UnderWay(self._core.begin())
         step.add(samples, tokens, flops if self._counter.flops_per_step is None else self._counter.flops_per_step)
-        self._timer.mark(step.token, FORWARD)
+        self._core.mark(step.token, FORWARD)
         step.in_forward = True
         try:
             with range("flatout.forward"):
@@ -156,12 +158,12 @@ class Calls:
         """The backward has reached what the model returned."""
         if not step.going_back:
             step.going_back = True
-            self._timer.mark(step.token, BACKWARD)
+            self._core.mark(step.token, BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._gone_back(step))
 
     def _gone_back(self, step: UnderWay) -> None:
-        self._timer.touch(step.token)
-        self._timer.mark(step.token, UPDATE)
+        self._core.touch(step.token)
+        self._core.mark(step.token, UPDATE)
         step.going_back, step.went_back = False, True
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,19 +180,19 @@ class Calls:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._optimizers[optimizer] = not own.isdisjoint(held)
         if self._optimizers[optimizer]:
-            self._timer.touch(step.token)
+            self._core.touch(step.token)
             step.went_back = True
 
     def settle(self) -> None:
         """Hand over the steps whose backward is done."""
         for thread, step in list(self._steps.items()):
             if step.went_back and not step.going_back and self._take(thread) is step:
-                self._timer.finish(step.token, step.samples, step.tokens, step.flops, step.hardware_flops)
+                self._core.finish(step.token, step.samples, step.tokens, step.flops, step.hardware_flops)
 
     def _drop(self, thread: int) -> None:
         step = self._take(thread)
         if step is not None:
-            self._timer.drop(step.token)
+            self._core.drop(step.token)
 
     def _take(self, thread: int) -> UnderWay | None:
         step = self._steps.pop(thread, None)

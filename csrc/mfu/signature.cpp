@@ -1,0 +1,118 @@
+// signature.cpp: see signature.h. Tensors are read through their Python attributes: this module knows no
+// torch.
+#include "mfu/signature.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "core/fast_call.h"
+
+namespace py = pybind11;
+
+namespace flatout::mfu {
+namespace {
+
+struct Names {
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+};
+
+class Signature {
+ public:
+  Signature(PyObject* tensor, PyObject* tensors_of) : tensor_(tensor), tensors_of_(tensors_of) {
+    words_.reserve(32);
+  }
+
+  // False with Python's error set.
+  bool add(PyObject* value) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == tensor_) return add_tensor(value);
+    if (PyTuple_CheckExact(value)) return add_all(PySequence_Fast_ITEMS(value), PyTuple_GET_SIZE(value));
+    if (PyList_CheckExact(value)) return add_all(PySequence_Fast_ITEMS(value), PyList_GET_SIZE(value));
+    if (PyDict_CheckExact(value)) return add_values(value);
+    if (value == Py_None || PyUnicode_CheckExact(value) || PyLong_Check(value) || PyFloat_Check(value)) {
+      return true;
+    }
+    const auto tensors = steal(PyObject_CallOneArg(tensors_of_, value));
+    if (!tensors) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
+      if (!add_tensor(PyList_GET_ITEM(tensors.ptr(), i))) return false;
+    }
+    return true;
+  }
+
+  PyObject* bytes() const {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(words_.data()),
+                                     static_cast<Py_ssize_t>(words_.size() * sizeof(std::int64_t)));
+  }
+
+ private:
+  static py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
+
+  bool add_all(PyObject** parts, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!add_nested(parts[i])) return false;
+    }
+    return true;
+  }
+
+  bool add_values(PyObject* mapping) {
+    Py_ssize_t position = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(mapping, &position, nullptr, &value) != 0) {
+      if (!add_nested(value)) return false;
+    }
+    return true;
+  }
+
+  bool add_nested(PyObject* value) {
+    if (Py_EnterRecursiveCall(" in a batch") != 0) return false;
+    const bool added = add(value);
+    Py_LeaveRecursiveCall();
+    return added;
+  }
+
+  bool add_tensor(PyObject* tensor) {
+    static const Names names;
+    const auto shape = steal(PyObject_GetAttr(tensor, names.shape));
+    if (!shape) return false;
+    const Py_ssize_t dimensions = PyTuple_Size(shape.ptr());
+    words_.push_back(dimensions);
+    for (Py_ssize_t i = 0; i < dimensions; ++i) {
+      PyObject* size = PyTuple_GET_ITEM(shape.ptr(), i);
+      // A ragged dimension is no number, but equal where the tensors' raggedness is the same.
+      words_.push_back(PyLong_Check(size) ? PyLong_AsLongLong(size) : PyObject_Hash(size));
+    }
+    const auto dtype = steal(PyObject_GetAttr(tensor, names.dtype));
+    const auto requires_grad = steal(PyObject_GetAttr(tensor, names.requires_grad));
+    words_.push_back(reinterpret_cast<std::intptr_t>(dtype.ptr()));  // dtypes live forever
+    words_.push_back(requires_grad.ptr() == Py_True);
+    return PyErr_Occurred() == nullptr;
+  }
+
+  PyObject* tensor_;
+  PyObject* tensors_of_;
+  std::vector<std::int64_t> words_;
+};
+
+PyObject* signature(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "signature takes value, Tensor, tensors_of");
+    return nullptr;
+  }
+  PyObject* result = nullptr;
+  without_throwing([&] {
+    Signature signature(args[1], args[2]);
+    if (signature.add(args[0])) result = signature.bytes();
+  });
+  return result;
+}
+
+}  // namespace
+
+py::object signature_function() {
+  static PyMethodDef definition = {"signature", as_method(signature), METH_FASTCALL, nullptr};
+  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, nullptr));
+}
+
+}  // namespace flatout::mfu
