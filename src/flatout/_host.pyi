@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.mfu.flops import FlopCount
+from flatout.mfu.flop_count import FlopCount
 
 built_with_cuda: bool
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
-from flatout.mfu.flops import FlopCount, count_flops
+from flatout.mfu.flop_count import FlopCount
+from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork

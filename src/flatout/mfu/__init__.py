@@ -1,7 +1,8 @@
 """How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
 
 from flatout.mfu.counter import MfuCounter
-from flatout.mfu.flops import FlopCount, FlopNode, count_flops
+from flatout.mfu.flop_count import FlopCount, FlopNode
+from flatout.mfu.flops import count_flops
 from flatout.mfu.formulas import register_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
 from flatout.mfu.ranges import range

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatout._host import PHASES, Step, StepCounter, StepReading
-from flatout.mfu.flops import FlopCount
+from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.reading import Phases, Reading
 from flatout.mfu.timers import use_gpu_clock
 from flatout.mfu.wrapped import Calls, count_calls

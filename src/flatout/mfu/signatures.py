@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flatout._host import signature
 from flatout.data.batch import batch_size_of, tensors_of, tokens_of
-from flatout.mfu.flops import FlopCount, taking_turns
+from flatout.mfu.flop_count import FlopCount
+from flatout.mfu.flops import taking_turns
 
 MOST = 256
 """Most signatures that are counted: a count holds a tree of all modules."""

@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from flatout._host import PHASES, StepCounter
 from flatout._subclass import instance_class
 from flatout.data.batch import tensors_of
-from flatout.mfu.flops import FlopCount, count_flops, is_counting
+from flatout.mfu.counting import is_counting
+from flatout.mfu.flop_count import FlopCount
+from flatout.mfu.flops import count_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.mfu.flops import is_counting
+from flatout.mfu.counting import is_counting
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
