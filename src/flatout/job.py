@@ -40,6 +40,7 @@ class Job:
         loss_fn: ``(output, target) -> loss``.
         compute_loss: ``(model, batch) -> loss``, where ``loss_fn`` does not fit.
         device: where steps run.
+        inference: whether a step is a forward alone.
         accumulate: batches per update.
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
@@ -54,6 +55,7 @@ class Job:
     loss_fn: Callable[[Any, Any], Tensor] | None
     compute_loss: Callable[[nn.Module, Any], Tensor] | None
     device: torch.device
+    inference: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
     deterministic: bool = False
@@ -116,7 +118,12 @@ class Job:
             f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
         )
 
-    def step(self, batch: Any, phase: PhaseOf = _as_range) -> Tensor:
+    def infer(self, batch: Any) -> Any:
+        """The model's output for one batch, or what ``compute_loss`` makes of it, under ``inference_mode``."""
+        with torch.inference_mode():
+            return self.forward(batch)[0] if self.compute_loss is None else self.compute_loss(self.model, batch)
+
+    def step(self, batch: Any, phase: PhaseOf = _as_range) -> Any:
         """Forward, backward and, after ``accumulate`` batches, the update.
 
         Args:
@@ -124,8 +131,11 @@ class Job:
             phase: entered for the forward, the backward and the update.
 
         Returns:
-            The loss, 0-dim, detached, on the device, not synchronised.
+            The loss, 0-dim, detached, on the device, not synchronised; in inference what ``infer`` returns.
         """
+        if self.inference:
+            with phase("forward"):
+                return self.infer(batch)
         if self._pending == 0:
             self._zero_grad()
         with phase("forward"):
@@ -191,7 +201,7 @@ class Job:
         return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 
     def _count_flops(self, batch: Any) -> FlopCount:
-        return count_flops(_Loss(self), batch)
+        return count_flops(_Forward(self), batch, backward=not self.inference)
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:
@@ -200,16 +210,16 @@ class Job:
             self.model.zero_grad(set_to_none=True)
 
 
-class _Loss(nn.Module):
-    """A job's loss as a module, over everything that has parameters or buffers."""
+class _Forward(nn.Module):
+    """A job's forward and loss as a module, over everything that has parameters or buffers."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
         self.parts = nn.ModuleList(job.modules)
 
-    def forward(self, batch: Any) -> Tensor:
-        return self._job.loss(batch)
+    def forward(self, batch: Any) -> Any:
+        return self._job.infer(batch) if self._job.inference else self._job.loss(batch)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -64,6 +64,8 @@ def optimize(
 ) -> Run:
     """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
 
+    A model in eval mode that comes without an optimizer is tuned for inference: its forward under ``inference_mode``.
+
     Trials leave no trace: weights, buffers, gradients, optimizer state, random-number generators, modes and
     backend flags are bit-equal before and after, and ``state_dict`` keys never change.
 
@@ -114,6 +116,7 @@ def optimize(
         loss_fn=loss_fn,
         compute_loss=compute_loss,
         device=_device(model, device),
+        inference=optimizer is None and not model.training,
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
@@ -136,10 +139,11 @@ def optimize(
             # Their order was drawn for good: going back would draw the same order for the next epoch again.
             bench.state = State.capture(job.modules, optimizer, loader)
         bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
-        _check_loss(job, bench.batches[0])
+        _check_step(job, bench.batches[0])
         with _saying("counting FLOPs"):
             job.work(bench.batches[0])
         peak_before, _ = job.peak_flops(measure=budget > 0)
+        memory_before = bench.memory if budget > 0 and plan is None else None
         here = fingerprint(model, bench.batches[0], job.device)
         if plan is not None:
             plan.check(here)
@@ -152,7 +156,9 @@ def optimize(
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         peak, _ = job.peak_flops(measure=budget > 0)
-        before, after = _with_mfu(tuner.before, job, bench, peak_before), _with_mfu(tuner.after, job, bench, peak)
+        memory = bench.memory if budget > 0 and plan is None else None
+        before = _completed(tuner.before, job, bench, peak_before, memory_before)
+        after = _completed(tuner.after, job, bench, peak, memory)
         verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
         for technique in REGISTRY:
             if isinstance(technique, Advice):
@@ -179,6 +185,7 @@ def optimize(
         after=after,
         verdict=verdict,
         tuning_seconds=bench.budget.spent,
+        notes=_notes(job),
     )
     return Run(
         job,
@@ -245,7 +252,7 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
-    if not trainable:
+    if not trainable and (optimizer is not None or model.training):
         raise ValueError("the model has no parameter that requires gradients: there is nothing to train")
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -311,22 +318,21 @@ def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
     for technique in REGISTRY:
         if not isinstance(technique, Rule):
             continue
-        row = Row(technique.name, technique.number, technique.title, "kept", technique.kept_because)
         try:
             technique.check(job)
         except NotApplicable as reason:
-            yield Row(technique.name, technique.number, technique.title, "not applicable", str(reason))
+            yield technique.row("not applicable", str(reason))
             continue
         switch = technique.switch(job)
         if switch is not None:
             switches.append(switch)
             switch.enable()
-        yield row
+        yield technique.row("kept", technique.kept_because)
 
 
 def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: float) -> Row:
     """What the technique has to say, in a part of the budget's time that no trial spends."""
-    row = Row(technique.name, technique.number, technique.title, "not tried", "")
+    row = technique.row("not tried", "")
     if choices.get(technique.name) is False:
         return replace(row, why="techniques= does without it")
     try:
@@ -340,8 +346,12 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
         return replace(row, status="not applicable", why=f"looking failed with {type(error).__name__}: {error}")
 
 
-def _check_loss(job: Job, batch: Any) -> None:
-    """Run the loss once and see that there is something to minimise."""
+def _check_step(job: Job, batch: Any) -> None:
+    """Run a forward once and see that there is something to minimise; in inference, to compare."""
+    if job.inference:
+        if not tensors_of(job.infer(batch)):
+            raise TypeError("the model's output holds no tensor: nothing shows whether a technique changes it")
+        return
     loss = job.loss(batch)
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
@@ -353,12 +363,22 @@ def _check_loss(job: Job, batch: Any) -> None:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
 
 
-def _with_mfu(pace: Pace | None, job: Job, bench: Bench, peak: float | None) -> Pace | None:
-    """The pace with the MFU that it comes to."""
+def _completed(pace: Pace | None, job: Job, bench: Bench, peak: float | None, memory: int | None) -> Pace | None:
+    """The pace with the MFU that it comes to, and the memory of a step."""
     samples, _, flops = job.work(bench.batches[0])
-    if pace is None or flops is None or peak is None:
-        return pace
-    return replace(pace, mfu=pace.samples_per_second * flops.total / samples / peak)
+    if pace is None:
+        return None
+    mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
+    return replace(pace, mfu=mfu, step_bytes=memory)
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    """What was tuned, where that is not the training of ``run.step``."""
+    if job.inference:
+        return ("the model came in eval mode and without an optimizer: what was tuned is its forward, for inference",)
+    if job.optimizer is None:
+        return ("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own",)
+    return ()
 
 
 def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:

@@ -60,6 +60,11 @@ def test_gain_pace_cost_and_environment_are_told() -> None:
     assert "measuring took 45 s" in text
     assert "torch 2.14.1" in text
     assert "4 not applicable" in text
+    for width in (80, 140):
+        text = squeezed(terminal.to_text(sample(), width, False))
+        assert "memory −38 %" in text
+        assert text.count("usually") == 1
+        assert "usually up to 2×" in text
 
 
 def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
@@ -138,6 +143,9 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path: object) -> Non
     for row in sample().rows:
         assert row.title in said
         assert words.clean(row.why) in said
+    assert "−38 %" in said
+    assert "up to 2×" in said
+    assert "2 MB → 1.24 MB" in said
     assert "prefers-color-scheme:dark" in text
 
 

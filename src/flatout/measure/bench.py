@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from flatout.data import batch_size_of
 from flatout.job import Job
 from flatout.measure.budget import Budget
+from flatout.measure.memory import step_memory
 from flatout.measure.state import State
 from flatout.measure.track import Track
 from flatout.measure.trial import interleave, seconds
@@ -45,6 +46,7 @@ class Bench:
     rewindable: bool
     kept: list[Switch] = field(default_factory=list)
     _pace: Pace | None = None
+    _memory: int | None = None
 
     def rewind(self, *, to_train: bool = True) -> None:
         """Put the training state back, with exactly the kept switches on.
@@ -66,12 +68,23 @@ class Bench:
         """Leave a switch on from here on."""
         self.kept.append(switch)
         switch.enable()
-        self._pace = None
+        self._pace = self._memory = None
+
+    def take_back(self, switch: Switch) -> None:
+        """Leave a kept switch off from here on."""
+        switch.disable()
+        self.kept.remove(switch)
+        self._pace = self._memory = None
 
     def use(self, source: Iterable[Any]) -> None:
         """Train from another loader from here on."""
         self.job.source = source
         self._pace = None
+
+    def update(self, i: int) -> None:
+        """The steps of one update, on the batches of turn ``i``."""
+        for k in range(self.job.accumulate):
+            self.job.step(self.batches[(i * self.job.accumulate + k) % len(self.batches)])
 
     @property
     def pace(self) -> Pace:
@@ -95,6 +108,26 @@ class Bench:
             pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
         self.rewind()
         return pace
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that an update allocates at its height with what is kept so far; None where it cannot be told."""
+        if self._memory is None:
+            self._memory = self.memory_with()
+        return self._memory
+
+    def memory_with(self, *switches: Switch) -> int | None:
+        """The same with more switches on."""
+        self.rewind()
+        with ExitStack() as stack:
+            for switch in switches:
+                stack.enter_context(on(switch))
+            try:
+                return step_memory(lambda: self.update(0), self.job.device)
+            except RuntimeError:  # of the profiler: what runs here has run before
+                return None
+            finally:
+                self.rewind()
 
     def stretch_steps(self) -> int:
         """Batches of a stretch: long enough to time, and whole updates."""

@@ -22,10 +22,13 @@ def observe(job: Job, batches: Sequence[Any]) -> list[Tensor]:
     """
     if job.optimizer is not None:
         return [job.step(batches[i % len(batches)]).float() for i in range(UPDATES * job.accumulate)]
-    with torch.no_grad():
-        if job.compute_loss is not None:
-            return [job.loss(batch).float() for batch in batches]
-        outputs = [tensors_of(job.forward(batch)[0]) for batch in batches]
+    if job.inference:
+        outputs = [tensors_of(job.infer(batch)) for batch in batches]
+    else:
+        with torch.no_grad():
+            if job.compute_loss is not None:
+                return [job.loss(batch).float() for batch in batches]
+            outputs = [tensors_of(job.forward(batch)[0]) for batch in batches]
     return [t.float() for tensors in outputs for t in tensors if t.is_floating_point()]
 
 

@@ -17,6 +17,9 @@ KEEP_ABOVE = 1.01
 FEWEST_PAIRS = 6
 """Fewer paired times decide nothing: the interval of a median of five is its range."""
 
+SAVES_BELOW = 0.95
+"""A candidate that is no slower is kept when it leaves a step this share of its memory."""
+
 MOST_PAIRS = 40
 HOPELESS_AFTER = 3
 
@@ -83,6 +86,13 @@ def pays(gain: Gain, pairs: int) -> bool:
 def keeps_pace(gain: Gain, pairs: int) -> bool:
     """Whether a candidate that takes less of the machine is as fast, by a median measured often enough."""
     return gain.ratio >= 1 / KEEP_ABOVE and pairs >= FEWEST_PAIRS
+
+
+def saves_memory(trial: Trial) -> bool:
+    """Whether a candidate takes less memory and costs no speed."""
+    if trial.failure or trial.gain is None or trial.memory is None:
+        return False
+    return trial.memory < SAVES_BELOW and keeps_pace(trial.gain, trial.pairs)
 
 
 def trial_of(label: str, old: list[float], new: list[float], steps: int) -> Trial:

@@ -13,9 +13,10 @@ import torch
 from flatout.data import tensors_of
 from flatout.measure.bench import Bench, on
 from flatout.measure.equivalence import difference, observe
+from flatout.measure.memory import ran_out_of_memory
 from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Track
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, seconds, trial_of
+from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory, seconds, trial_of
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import LoaderTechnique, Measured, NotApplicable, NothingBetter, Source, StepTechnique, Switch
 
@@ -45,7 +46,7 @@ class Tuner:
 
     def decide(self, technique: Measured) -> Row:
         """Settle one technique; the job is left with it on when the row says *kept*."""
-        row = Row(technique.name, technique.number, technique.title, "kept", technique.kept_because)
+        row = technique.row("kept", technique.kept_because)
         choice = self._choices.get(technique.name)
         if choice is False:
             return replace(row, status="not tried", why=f"{self._chooser} does without it")
@@ -116,7 +117,7 @@ class Tuner:
         for candidate in technique.candidates(self._bench.job):
             trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(technique, c))
             trials.append(trial)
-            if _earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
+            if _serves(trial) and (best is None or _rank(trial) > _rank(best[0])):
                 best = trial, candidate
         self._bench.rewind()
         if best is not None:
@@ -125,25 +126,26 @@ class Tuner:
         return _verdict(row, trials, best and best[0])
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
-        job, batches = self._bench.job, self._bench.batches
+        job, bench = self._bench.job, self._bench
         setup = self._warm_up(candidate)
         hopeless = self._is_hopeless(candidate)
         if hopeless is not None:
             return replace(hopeless, setup_seconds=setup)
         failure, changed = self._verify(technique, candidate)
 
-        def unit(i: int) -> float:
-            picked = [batches[(i * job.accumulate + k) % len(batches)] for k in range(job.accumulate)]
-            return seconds(lambda: [job.step(batch) for batch in picked], job.device)
+        def old(i: int) -> float:
+            return seconds(lambda: bench.update(i), job.device)
 
         def new(i: int) -> float:
             with on(candidate):
-                return unit(i)
+                return old(i)
 
-        self._bench.rewind()
-        times = self._bench.interleave(unit, new)
+        bench.rewind()
+        times = bench.interleave(old, new)
         trial = replace(
             trial_of(candidate.label, *times, job.accumulate),
+            baseline_bytes=bench.memory,
+            candidate_bytes=bench.memory_with(candidate),
             setup_seconds=setup,
             loss_difference=changed,
             failure=failure,
@@ -182,7 +184,7 @@ class Tuner:
         self._bench.rewind()
         with on(candidate):
             changed = difference(baseline, observe(job, batches))
-            if technique.checks_evaluation:
+            if technique.checks_evaluation and not job.inference:
                 job.model.eval()
                 with torch.no_grad():
                     job.loss(batches[0])
@@ -245,10 +247,14 @@ class Tuner:
         except NotApplicable:
             raise
         except Exception as error:
-            if self._bench.job.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._bench.rewind()
-            return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=_first_line(error))
+            failure = _first_line(error)
+            if ran_out_of_memory(error):
+                failure = f"it ran out of memory: {failure}"
+        # Only here is the error gone, and with it the frames that hold the trial's tensors.
+        self._bench.rewind()
+        if self._bench.job.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
     def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
         self.decisions[technique.name] = value
@@ -283,8 +289,7 @@ class Tuner:
 
     def _take_back(self, rows: dict[str, Row], switches: Sequence[Switch], loader_won: bool, gain: Gain) -> None:
         for switch in reversed(switches):
-            switch.disable()
-            self._bench.kept.remove(switch)
+            self._bench.take_back(switch)
         if loader_won:
             self._bench.use(self._bench.job.loader)
         for name in self._won:
@@ -306,14 +311,33 @@ def _ratio(trial: Trial) -> float:
     return 0.0 if trial.gain is None else trial.gain.ratio
 
 
+def _serves(trial: Trial) -> bool:
+    return _earns(trial) or saves_memory(trial)
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    """Speed before memory."""
+    return (True, _ratio(trial)) if _earns(trial) else (False, -(trial.memory or 0.0))
+
+
 def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
     """The row for what the trials showed."""
     if best is not None:
-        return replace(row, chosen=best.candidate, gain=best.gain, trials=tuple(trials))
+        row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
+        if saves_memory(best) and not _earns(best):
+            return replace(row, why=f"no slower, and a step takes {1 - (best.memory or 0):.0%} less memory: {row.why}")
+        return row
     if not trials:
         return replace(row, status="not tried", why="the budget was spent before a trial could begin")
     closest = max(trials, key=_ratio)
-    return replace(row, status="rejected", why=_why_rejected(closest), gain=closest.gain, trials=tuple(trials))
+    return replace(
+        row,
+        status="rejected",
+        why=_why_rejected(closest),
+        gain=closest.gain,
+        memory=closest.memory,
+        trials=tuple(trials),
+    )
 
 
 def _why_rejected(trial: Trial) -> str:

@@ -62,8 +62,12 @@ def _pace(summary: Summary) -> str:
     if summary.verdict:
         rise = " → ".join(words.share(pace.mfu) or "?" for pace in (summary.before, summary.after))
         verdict = f"<p><b>MFU {rise}</b><br/>{_text(summary.verdict)}</p>"
+    memory = ""
+    if summary.before.step_bytes is not None and summary.after.step_bytes is not None:
+        sizes = f"{words.size(summary.before.step_bytes)} → {words.size(summary.after.step_bytes)}"
+        memory = f"<p><b>Step memory {sizes}</b>, on top of parameters, gradients and optimizer state</p>"
     chart = charts.paces(summary.before, summary.after)
-    return f"<h2>One batch, before and after</h2>{chart}{legend}{verdict}{tuned}"
+    return f"<h2>One batch, before and after</h2>{chart}{legend}{verdict}{memory}{tuned}"
 
 
 def _gains(summary: Summary) -> str:
@@ -81,7 +85,8 @@ def _checklist(summary: Summary) -> str:
     if not summary.rows:
         return ""
     body = "".join(map(_row, summary.rows))
-    head = "<tr><th>#</th><th>technique</th><th>result</th><th>speed</th><th>why</th></tr>"
+    titles = ("#", "technique", "result", "speed", "memory", "usually", "why")
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
     return f"<h2>The checklist</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
@@ -92,7 +97,9 @@ def _row(row: Row) -> str:
     return (
         f'<tr class="{css}"><td class="number">{number}</td>'
         f'<td class="technique">{_text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
-        f'<td class="gain">{_gain(row.gain)}</td><td><div class="why">{_text(row.why)}</div>{_trials(row)}</td></tr>'
+        f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
+        f'<td class="gain"><span>{_text(row.expected)}</span></td>'
+        f'<td><div class="why">{_text(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 
@@ -100,6 +107,10 @@ def _gain(gain: Gain | None) -> str:
     if gain is None:
         return ""
     return f"<b>{words.percent(gain.ratio)}</b><br/><span>{words.interval(gain)}</span>"
+
+
+def _memory(row: Row) -> str:
+    return words.percent(row.memory) if words.is_change(row.memory) else ""
 
 
 def _trials(row: Row) -> str:
@@ -114,6 +125,8 @@ def _trial(trial: Trial) -> str:
     if trial.gain is not None:
         times = f"{words.milliseconds(trial.baseline_ms)} → {words.milliseconds(trial.candidate_ms)}"
         told.append(f"{times}, {words.percent(trial.gain.ratio)} ({words.interval(trial.gain)}), {trial.pairs} pairs")
+    if trial.memory is not None:
+        told.append(f"step memory {words.size(trial.baseline_bytes)} → {words.size(trial.candidate_bytes)}")
     told += words.trial_notes(trial)
     return f"<li><b>{_text(trial.candidate)}</b>: {_text('; '.join(told) or 'not timed')}</li>"
 

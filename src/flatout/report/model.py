@@ -36,6 +36,9 @@ class Trial:
         candidate_ms: the same of the candidate.
         gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
         pairs: number of paired measurements.
+        baseline_bytes: what a step of the baseline allocates at its height, beyond parameters, gradients and optimizer
+            state; None where it was not measured.
+        candidate_bytes: the same of the candidate.
         setup_seconds: one-off cost before the first timed step (compilation, caching), seconds.
         break_even_steps: steps after which the setup has paid for itself; None when it never does or is free.
         loss_difference: largest relative difference of the loss trajectory from the baseline's, for
@@ -48,10 +51,19 @@ class Trial:
     candidate_ms: float
     gain: Gain | None
     pairs: int
+    baseline_bytes: int | None = None
+    candidate_bytes: int | None = None
     setup_seconds: float = 0.0
     break_even_steps: float | None = None
     loss_difference: float | None = None
     failure: str = ""
+
+    @property
+    def memory(self) -> float | None:
+        """A step's memory with the candidate, relative to the baseline's; None where it was not measured."""
+        if self.candidate_bytes is None or not self.baseline_bytes:
+            return None
+        return self.candidate_bytes / self.baseline_bytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class Row:
         chosen: label of the kept candidate, empty otherwise.
         gain: the kept (or best rejected) candidate's gain; None where nothing was timed.
         trials: every candidate that was tried.
+        memory: a step's memory with that candidate, relative to without; None where it was not measured.
+        expected: the gain that the technique's literature expects; empty where there is none to be had.
     """
 
     technique: str
@@ -77,6 +91,8 @@ class Row:
     chosen: str = ""
     gain: Gain | None = None
     trials: tuple[Trial, ...] = ()
+    memory: float | None = None
+    expected: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,12 +104,15 @@ class Pace:
         load_ms: waiting for the next batch, milliseconds.
         samples_per_second: samples of a batch / (load + step).
         mfu: model FLOPs utilisation, 0..1, against the peak in the precision used; None when not known.
+        step_bytes: what a step allocates at its height, beyond parameters, gradients and optimizer state; None when
+            not known.
     """
 
     step_ms: float
     load_ms: float
     samples_per_second: float
     mfu: float | None = None
+    step_bytes: int | None = None
 
     @property
     def load_fraction(self) -> float:

@@ -80,8 +80,13 @@ def _optional(value: float | None) -> float | None:
 def _pace(data: dict[str, Any] | None) -> Pace | None:
     if data is None:
         return None
-    return Pace(_number(data["step_ms"]), _number(data["load_ms"]), _number(data["samples_per_second"]),
-                _optional(data.get("mfu")))  # fmt: skip
+    return Pace(
+        step_ms=_number(data["step_ms"]),
+        load_ms=_number(data["load_ms"]),
+        samples_per_second=_number(data["samples_per_second"]),
+        mfu=_optional(data.get("mfu")),
+        step_bytes=data.get("step_bytes"),
+    )
 
 
 def _gain(data: dict[str, Any] | None) -> Gain | None:
@@ -95,6 +100,8 @@ def _trial(data: dict[str, Any]) -> Trial:
         candidate_ms=_number(data["candidate_ms"]),
         gain=_gain(data["gain"]),
         pairs=int(data["pairs"]),
+        baseline_bytes=data.get("baseline_bytes"),
+        candidate_bytes=data.get("candidate_bytes"),
         setup_seconds=_number(data["setup_seconds"]),
         break_even_steps=_optional(data["break_even_steps"]),
         loss_difference=_optional(data["loss_difference"]),
@@ -113,5 +120,7 @@ def _row(data: dict[str, Any]) -> Row:
         why=data["why"],
         chosen=data["chosen"],
         gain=_gain(data["gain"]),
+        memory=_optional(data.get("memory")),
+        expected=str(data.get("expected", "")),
         trials=tuple(_trial(trial) for trial in data["trials"]),
     )

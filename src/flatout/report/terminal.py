@@ -70,12 +70,23 @@ def _status(row: Row, plain: bool) -> Text:
     return Text(f"{look.ascii_mark if plain else look.mark} {row.status}", style=look.style)
 
 
-def _gain(row: Row, plain: bool) -> Text:
-    if row.gain is None:
-        return Text("")
-    text = _say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
-    text.append_text(_say(f"  ({words.interval(row.gain)})", plain, "dim not bold"))
-    return text
+def _gain(row: Row, plain: bool, joint: str) -> Text:
+    """Speed with its interval, and memory where that was measured."""
+    parts = []
+    if row.gain is not None:
+        speed = _say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
+        parts.append(speed.append_text(_say(f"  ({words.interval(row.gain)})", plain, "dim not bold")))
+    if words.is_change(row.memory):
+        parts.append(_say(f"memory {words.percent(row.memory)}", plain))
+    return Text(joint).join(parts)
+
+
+def _expected(row: Row, plain: bool) -> Text:
+    return _say(f"usually {words.clean(row.expected)}" if row.expected else "", plain, "dim")
+
+
+def _measured_and_expected(row: Row, plain: bool) -> Text:
+    return Text("\n").join(filter(None, (_gain(row, plain, "\n"), _expected(row, plain))))
 
 
 def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
@@ -124,7 +135,13 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
     listed, neighbours = _split(rows)
     for group in (listed, neighbours):
         for row in group:
-            cells = (_number(row), _name(row, plain, "\n"), _status(row, plain), _gain(row, plain), _why(row, plain))
+            cells = (
+                _number(row),
+                _name(row, plain, "\n"),
+                _status(row, plain),
+                _measured_and_expected(row, plain),
+                _why(row, plain),
+            )
             table.add_row(*cells, end_section=row is listed[-1] if listed else False)
     return table
 
@@ -142,11 +159,13 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
         head.add_column(justify="right")
         result = _status(row, plain)
         if row.gain is not None:
-            result.append("  ").append_text(_gain(row, plain))
+            result.append("  ").append_text(_gain(row, plain, "  "))
         head.add_row(_number(row), _name(row, plain), result)
         lines.append(head)
         if (row.status, row.why) != told:  # a run of rows with one reason tells it once
             lines.append(Padding(_why(row, plain), (0, 0, 0, 3)))
+        if row.expected:
+            lines.append(Padding(_expected(row, plain), (0, 0, 0, 3)))
         told = (row.status, row.why)
     return Group(*lines)
 
@@ -166,15 +185,22 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
     before, after = summary.before, summary.after
     if before is not None and after is not None:
         grid = Table.grid(padding=(0, 2))
-        for _ in range(5):
+        for _ in range(6):
             grid.add_column(justify="right")
-        known = before.mfu is not None or after.mfu is not None
-        grid.add_row("", *(Text(t, style="dim") for t in ("step", "load", "samples/s", "MFU" if known else "")))
+        titles = (
+            "step",
+            "load",
+            "samples/s",
+            "step memory" if before.step_bytes is not None or after.step_bytes is not None else "",
+            "MFU" if before.mfu is not None or after.mfu is not None else "",
+        )
+        grid.add_row("", *(Text(title, style="dim") for title in titles))
         for label, pace, style in (("before", before, ""), ("after", after, "bold green")):
             cells = (
                 words.milliseconds(pace.step_ms),
                 words.milliseconds(pace.load_ms),
                 words.count(pace.samples_per_second),
+                words.size(pace.step_bytes),
                 words.share(pace.mfu),
             )
             grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))

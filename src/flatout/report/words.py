@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from flatout.report.model import Gain, Row, Status, Summary, Trial
 
@@ -67,6 +68,11 @@ def _digits(ratio: float) -> int:
     return 1 if abs(ratio - 1) < 0.0995 else 0
 
 
+def is_change(ratio: float | None) -> TypeGuard[float]:
+    """Whether a measured ratio is one that is worth telling: one per cent or more."""
+    return ratio is not None and abs(ratio - 1) >= 0.01
+
+
 def interval(gain: Gain) -> str:
     """The 95 % interval, with the decimals of the gain that it belongs to: ``+21 … +29 %``."""
     digits = _digits(gain.ratio)
@@ -91,6 +97,16 @@ def count(value: float) -> str:
 def share(value: float | None) -> str:
     """0.123 becomes ``12.3 %``; nothing where it is not known."""
     return "" if value is None else f"{100 * value:.1f} %"
+
+
+def size(count: float | None) -> str:
+    """A number of bytes: ``640 B``, ``12.3 MB``, in powers of 1000; nothing where it is not known."""
+    if count is None:
+        return ""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def seconds(value: float) -> str:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from flatout.report.model import Row, Status
+
 if TYPE_CHECKING:
     from flatout.job import Job
     from flatout.report.model import Pace
@@ -74,6 +76,7 @@ class Technique(ABC):
         title: what the report calls it.
         kept_because: the *why* of the row when it is kept.
         exact: whether training with it is bit-identical to training without.
+        expected: the gain in speed that its literature expects, for the report; the class's docstring names the source.
     """
 
     name: ClassVar[str]
@@ -81,9 +84,14 @@ class Technique(ABC):
     title: ClassVar[str]
     kept_because: ClassVar[str]
     exact: ClassVar[bool] = False
+    expected: ClassVar[str] = ""
 
     def check(self, job: Job) -> None:
         """Raise ``NotApplicable`` when this job cannot use the technique."""
+
+    def row(self, status: Status, why: str) -> Row:
+        """Its line in the report."""
+        return Row(self.name, self.number, self.title, status, why, expected=self.expected)
 
 
 class Rule(Technique):

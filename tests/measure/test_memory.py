@@ -1,0 +1,150 @@
+"""The memory of a step: what it allocates at its height, and what the tuner makes of it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.measure.memory import ran_out_of_memory, step_memory
+from flatout.measure.trial import saves_memory
+from flatout.report import Gain, Trial
+from flatout.techniques import StepTechnique, Switch
+from tests.helpers import snapshot
+from tests.jobs import QUICK, make_job
+
+CPU = torch.device("cpu")
+MEGABYTE = 1_000_000
+
+
+def test_the_height_of_a_step_counts() -> None:
+    def step() -> None:
+        first = torch.ones(MEGABYTE, dtype=torch.uint8)
+        second = first + 1
+        del first
+        torch.ones(2 * MEGABYTE, dtype=torch.uint8)
+        assert second is not None
+
+    assert step_memory(step, CPU) == pytest.approx(3 * MEGABYTE, rel=0.01)
+
+
+def test_what_stays_between_steps_is_not_the_steps() -> None:
+    model = nn.Linear(1000, 250)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.ones(1, 1000)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    needed = step_memory(step, CPU)
+    assert needed is not None
+    assert needed <= 2.1 * MEGABYTE  # temporaries of a tensor's update: neither gradients nor moments
+
+
+def test_there_is_one_profiler_only() -> None:
+    with torch.autograd.profiler.profile():
+        assert step_memory(lambda: torch.ones(5), CPU) is None
+    assert step_memory(lambda: None, CPU) == 0
+
+
+def test_out_of_memory_is_told_by_type_and_on_the_host_by_name() -> None:
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert ran_out_of_memory(caught.value)
+    assert not ran_out_of_memory(MemoryError())
+    assert not ran_out_of_memory(RuntimeError("shapes differ"))
+
+
+def trial(gain: Gain | None, before: int | None, after: int | None, pairs: int = 10, failure: str = "") -> Trial:
+    return Trial("x", 1.0, 1.0, gain, pairs, baseline_bytes=before, candidate_bytes=after, failure=failure)
+
+
+def test_what_saves_memory_must_cost_no_speed() -> None:
+    even, slower = Gain(1.0, 0.97, 1.03), Gain(0.97, 0.95, 0.99)
+    assert saves_memory(trial(even, 100, 90))
+    assert not saves_memory(trial(even, 100, 96))
+    assert not saves_memory(trial(slower, 100, 10))
+    assert not saves_memory(trial(even, 100, 90, pairs=3))
+    assert not saves_memory(trial(even, 100, 90, failure="wrong"))
+    assert not saves_memory(trial(even, None, 90))
+    assert not saves_memory(trial(None, 100, 90))
+
+
+class Hungry(Switch):
+    """Makes the model's forward run out of memory, with something large in its hands."""
+
+    label = value = "hungry"
+    held: ClassVar[list[weakref.ref[Any]]] = []
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def _turn_on(self) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            large = torch.ones(MEGABYTE)
+            self.held.append(weakref.ref(large))
+            raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+        self._model.forward = forward
+
+    def _turn_off(self) -> None:
+        del self._model.forward
+
+
+class Eats(StepTechnique):
+    """A technique that there is no memory for."""
+
+    name = "eats"
+    title = "eats memory"
+    kept_because = "it never is"
+    expected = "2x"
+
+    def candidates(self, job: Any) -> list[Switch]:
+        return [Hungry(job.model)]
+
+    def forced(self, job: Any, value: Any) -> Switch:
+        return self.candidates(job)[0]
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (Eats(),))
+    model, loader, opt = make_job()
+    before = snapshot(model, opt)
+    held_at_rewind: list[Any] = []
+    real = flatout.measure.bench.Bench.rewind
+
+    def rewind(bench: Any, **how: Any) -> None:
+        if Hungry.held:
+            held_at_rewind.append(Hungry.held[-1]())
+        real(bench, **how)
+
+    monkeypatch.setattr("flatout.measure.bench.Bench.rewind", rewind)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=10)
+    (row,) = [row for row in run.report.rows if row.technique == "eats"]
+    assert row.status == "rejected"
+    assert row.expected == "2x"
+    assert row.trials[0].failure == "it ran out of memory: OutOfMemoryError: tried to allocate 80 GiB"
+    assert held_at_rewind
+    assert held_at_rewind[0] is None, "what the failed trial held is gone before anything else runs"
+    assert snapshot(model, opt) == before
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_the_report_tells_the_memory_of_a_step() -> None:
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=10)
+    timed = [t for row in run.report.rows for t in row.trials if t.gain is not None and t.baseline_bytes]
+    assert timed
+    assert all(trial.candidate_bytes is not None for trial in timed)
+    assert run.report.summary.before.step_bytes > 0
+    assert run.report.summary.after.step_bytes > 0

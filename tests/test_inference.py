@@ -1,0 +1,91 @@
+"""``optimize(model.eval(), loader)``: forward passes, without gradients and without an optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import flatout
+from tests.helpers import snapshot
+from tests.jobs import Net, make_data
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+LIGHT = {"compile": False, "workers": False}
+
+
+@pytest.fixture
+def loader() -> DataLoader:
+    return DataLoader(make_data(), batch_size=16)
+
+
+def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None:
+    torch.manual_seed(0)
+    model = Net().eval().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    before = snapshot(model)
+    run = flatout.optimize(model, loader, techniques=LIGHT | {"precision": False}, budget=10)
+    tuned, batches = run
+    assert tuned is model
+    assert snapshot(model) == before
+    assert any(row.trials for row in run.report.rows)
+    assert "for inference" in run.report.summary.notes[0]
+    seen = 0
+    with torch.inference_mode():
+        for x, _ in batches:
+            torch.testing.assert_close(model(x), plain(x))
+            seen += len(x)
+    assert seen == 96
+    with pytest.raises(RuntimeError, match="needs an optimizer"):
+        run.step(next(iter(loader)))
+    run.undo()
+    assert type(model) is Net
+
+
+def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            return super().forward(x)
+
+    model = Watched(8, 3).eval()
+    run = flatout.optimize(model, loader, techniques=LIGHT, budget=10)
+    assert len(seen) > 10
+    assert set(seen) == {(False, False, True)}
+    assert model.weight.grad is None
+    count = run._job.work(next(iter(loader))).flops
+    assert count.forward == 2 * 16 * 8 * 3
+    assert count.backward == 0
+
+
+def test_compute_loss_says_what_inference_computes(loader: DataLoader) -> None:
+    class Encoder(nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x) * 2
+
+    calls = []
+
+    def code(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        calls.append(len(batch[0]))
+        return {"code": model.encode(batch[0])}
+
+    run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=10)
+    assert set(calls) == {16}
+    assert {row.technique: row.status for row in run.report.rows}["precision"] in ("kept", "rejected")
+
+
+def test_what_cannot_be_tuned_is_said(loader: DataLoader) -> None:
+    class Silent(nn.Linear):
+        def forward(self, x: torch.Tensor) -> str:
+            return "nothing"
+
+    with pytest.raises(TypeError, match="output holds no tensor"):
+        flatout.optimize(Silent(8, 3).eval(), loader, budget=0)
+    with pytest.raises(ValueError, match="nothing to train"):
+        flatout.optimize(nn.Linear(8, 3).requires_grad_(False), loader, budget=0)
