@@ -76,7 +76,9 @@ class Technique(ABC):
         title: what the report calls it.
         kept_because: the *why* of the row when it is kept.
         exact: whether training with it is bit-identical to training without.
-        expected: the gain in speed that its literature expects, for the report; the class's docstring names the source.
+        expected: the gain in speed that its literature expects, for the report. For the numbered rows that is the
+            checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial); the docstring
+            names any other source.
     """
 
     name: ClassVar[str]

@@ -57,10 +57,12 @@ class ChannelsLast(StepTechnique):
     When it helps: convolutional nets, in 16 bits on tensor cores most of all, and on CPUs where it spares
     convolution libraries their reordering. When it hurts: operators without a channels_last kernel convert back
     and forth; a ``view`` of an activation in the model may refuse its new strides, which a trial finds out.
+    Expected: PyTorch's tutorial on memory formats, for nets on a V100 under mixed precision.
     """
 
     name = "channels_last"
     title = "channels_last"
+    expected = "8–35 %"
     kept_because = "convolutions read and write their channels side by side, with no reordering in between"
     tolerance = 0.005
     checks_evaluation = True

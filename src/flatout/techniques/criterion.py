@@ -56,6 +56,7 @@ class Criterion(Rule):
     name = "criterion"
     number = 5
     title = "criterion on the device"
+    expected = "1–3 %"
     kept_because = "model, buffers and loss weights live on one device: no copy between devices inside a step"
     exact = True
 

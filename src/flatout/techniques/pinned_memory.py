@@ -20,6 +20,7 @@ class PinnedMemory(Rule):
     name = "pinned_memory"
     number = 1
     title = "pinned memory"
+    expected = "10–20 %"
     kept_because = "batches are copied to the GPU from a reused ring of pinned buffers, beside the running step"
     exact = True
 

@@ -53,6 +53,7 @@ class Precision(StepTechnique):
     name = "precision"
     number = 10
     title = "mixed precision"
+    expected = "up to 2×"
     kept_because = "matrix products run in 16 bits, and the loss stays on float32's trajectory"
     tolerance = 0.02
     optimistic_gain = 4.0

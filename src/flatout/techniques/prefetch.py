@@ -19,6 +19,7 @@ class Prefetch(Rule):
     name = "prefetch"
     number = 8
     title = "prefetch to the device"
+    expected = "10–20 %"
     kept_because = "the next two batches are copied on a side stream while the step runs"
     exact = True
 

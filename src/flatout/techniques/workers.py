@@ -52,6 +52,7 @@ class Workers(LoaderTechnique):
     name = "workers"
     number = 2
     title = "loader workers"
+    expected = "20–50 %"
     kept_because = "batches are made while the step runs, by as many worker processes as pay"
 
     def check(self, job: Job) -> None:

@@ -1,0 +1,28 @@
+"""The README tells the checklist as the techniques' docstrings do."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from flatout.techniques import PLANNED, REGISTRY
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_readme_has_the_checklist() -> None:
+    spec = importlib.util.spec_from_file_location("checklist", ROOT / "tools" / "checklist.py")
+    checklist = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checklist)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert checklist.rewritten(text) == text, "python tools/checklist.py README.md"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == 6]
+    for title in [t.title for t in REGISTRY] + [title for _, _, title, _ in PLANNED]:
+        assert sum(f"| {title} |" in row for row in rows) == 1, title
+
+
+def test_every_technique_says_what_it_does_and_when_it_helps() -> None:
+    for technique in REGISTRY:
+        told = type(technique).__doc__
+        assert told, technique.name
+        assert "When it helps" in told, technique.name
