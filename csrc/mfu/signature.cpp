@@ -27,14 +27,17 @@ class Signature {
   // False with Python's error set.
   bool add(PyObject* value) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == tensor_) return add_tensor(value);
-    if (PyTuple_CheckExact(value)) return add_all(PySequence_Fast_ITEMS(value), PyTuple_GET_SIZE(value));
-    if (PyList_CheckExact(value)) return add_all(PySequence_Fast_ITEMS(value), PyList_GET_SIZE(value));
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) return add_all(value);
     if (PyDict_CheckExact(value)) return add_values(value);
     if (value == Py_None || PyUnicode_CheckExact(value) || PyLong_Check(value) || PyFloat_Check(value)) {
       return true;
     }
     const auto tensors = steal(PyObject_CallOneArg(tensors_of_, value));
     if (!tensors) return false;
+    if (!PyList_Check(tensors.ptr())) {
+      PyErr_Format(PyExc_TypeError, "tensors_of must return a list, got %R", tensors.ptr());
+      return false;
+    }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
       if (!add_tensor(PyList_GET_ITEM(tensors.ptr(), i))) return false;
     }
@@ -49,9 +52,10 @@ class Signature {
  private:
   static py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
 
-  bool add_all(PyObject** parts, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!add_nested(parts[i])) return false;
+  // Of a tuple or a list. Python code may run on the way, and a list may be another one by then.
+  bool add_all(PyObject* parts) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(parts); ++i) {
+      if (!add_nested(PySequence_Fast_GET_ITEM(parts, i))) return false;
     }
     return true;
   }
@@ -67,7 +71,11 @@ class Signature {
 
   bool add_nested(PyObject* value) {
     if (Py_EnterRecursiveCall(" in a batch") != 0) return false;
+    // Its container may let go of it meanwhile. By hand: a daemon thread is unwound through here, without the
+    // GIL, where the interpreter ends (before Python 3.14).
+    Py_INCREF(value);
     const bool added = add(value);
+    Py_DECREF(value);
     Py_LeaveRecursiveCall();
     return added;
   }
@@ -76,18 +84,26 @@ class Signature {
     static const Names names;
     const auto shape = steal(PyObject_GetAttr(tensor, names.shape));
     if (!shape) return false;
-    const Py_ssize_t dimensions = PyTuple_Size(shape.ptr());
+    if (!PyTuple_Check(shape.ptr())) {
+      PyErr_Format(PyExc_TypeError, "the shape of a tensor must be a tuple, got %R", shape.ptr());
+      return false;
+    }
+    const Py_ssize_t dimensions = PyTuple_GET_SIZE(shape.ptr());
     words_.push_back(dimensions);
     for (Py_ssize_t i = 0; i < dimensions; ++i) {
       PyObject* size = PyTuple_GET_ITEM(shape.ptr(), i);
-      // A ragged dimension is no number, but equal where the tensors' raggedness is the same.
-      words_.push_back(PyLong_Check(size) ? PyLong_AsLongLong(size) : PyObject_Hash(size));
+      // A ragged dimension is no number, but its hash is equal where the tensors' raggedness is the same.
+      // Hashes are small numbers: negative they are no other tensor's size.
+      words_.push_back(PyLong_Check(size) ? PyLong_AsLongLong(size) : ~PyObject_Hash(size));
+      if (PyErr_Occurred() != nullptr) return false;
     }
     const auto dtype = steal(PyObject_GetAttr(tensor, names.dtype));
-    const auto requires_grad = steal(PyObject_GetAttr(tensor, names.requires_grad));
+    if (!dtype) return false;
     words_.push_back(reinterpret_cast<std::intptr_t>(dtype.ptr()));  // dtypes live forever
+    const auto requires_grad = steal(PyObject_GetAttr(tensor, names.requires_grad));
+    if (!requires_grad) return false;
     words_.push_back(requires_grad.ptr() == Py_True);
-    return PyErr_Occurred() == nullptr;
+    return true;
   }
 
   PyObject* tensor_;

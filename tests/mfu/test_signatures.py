@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from flatout._host import signature
 from flatout.data.batch import tensors_of
@@ -76,6 +78,82 @@ def test_signatures_of_what_is_ragged_or_odd() -> None:
         of(batch)
     with pytest.raises(TypeError, match="signature takes"):
         signature(batch)  # type: ignore[call-arg]
+
+
+def test_a_ragged_dimension_is_nobody_elses_size() -> None:
+    nested = [torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged) for _ in "abc"]
+    for ragged in nested:
+        hashed = hash(ragged.shape[1])
+        assert signature(ragged, Tensor, tensors_of) != signature(torch.ones(2, hashed, 3), Tensor, tensors_of)
+
+
+class Emptied(Tensor):
+    """Empties the batch that it is part of when it is asked for its dtype."""
+
+    batch: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.batch:
+            self.batch.clear()
+        return super().dtype
+
+
+@pytest.mark.parametrize("kind", [list, lambda parts: dict(enumerate(parts))])
+def test_a_batch_may_change_meanwhile(kind: Any) -> None:
+    first = torch.ones(1).as_subclass(Emptied)
+    first.batch = batch = kind([[first, torch.ones(2)], *(torch.ones(3) for _ in range(100))])
+    expected = signature([torch.ones(1), torch.ones(2)], Tensor, tensors_of)
+    assert signature(batch, Tensor, tensors_of) == expected
+
+
+class Odd(Tensor):
+    """A tensor that cannot tell what it is."""
+
+    wrong: str
+
+    @property
+    def shape(self) -> Any:
+        return [1] if self.wrong == "shape" else super().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._asked("dtype", super().dtype)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._asked("requires_grad", super().requires_grad)
+
+    def _asked(self, name: str, value: Any) -> Any:
+        if self.wrong == name:
+            raise KeyError(name)
+        return value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ("shape", TypeError, r"shape of a tensor must be a tuple, got \[1\]"),
+        ("dtype", KeyError, "dtype"),
+        ("requires_grad", KeyError, "requires_grad"),
+    ],
+)
+def test_errors_of_tensors_are_told(wrong: str, error: type[Exception], message: str) -> None:
+    odd = torch.ones(1).as_subclass(Odd)
+    odd.wrong = wrong
+    with pytest.raises(error, match=message):
+        signature([odd], Tensor, tensors_of)
+
+
+def test_sizes_that_are_not_known_are_told() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with pytest.raises(TypeError, match="SymInt"):
+        signature(mode.from_tensor(torch.ones(5, 7), static_shapes=False), Tensor, tensors_of)
+
+
+def test_tensors_must_come_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"tensors_of must return a list, got \(\)"):
+        signature(object(), Tensor, lambda part: ())  # type: ignore[arg-type,return-value]
 
 
 def count(total: int) -> FlopCount:
