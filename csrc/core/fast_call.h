@@ -14,10 +14,11 @@
 
 namespace flatout {
 
-// Integers and, for doubles, None as NaN; what is left out at the end is 0.
+// Integers and, for doubles, None as NaN; what is left out at the end is 0. Behind an error nothing is read:
+// no code of Python's may run while one is set.
 template <class T>
 T from_python(PyObject* value) {
-  if (value == nullptr) return T{};
+  if (value == nullptr || PyErr_Occurred() != nullptr) return T{};
   if constexpr (std::is_same_v<T, double>) {
     return value == Py_None ? std::numeric_limits<double>::quiet_NaN() : PyFloat_AsDouble(value);
   } else {

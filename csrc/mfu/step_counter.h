@@ -70,7 +70,9 @@ class StepCounter {
     const auto stream = pybind11::reinterpret_steal<pybind11::object>(
         PyObject_CallOneArg(current_stream_.ptr(), device_.ptr()));
     if (!stream) throw pybind11::error_already_set();
-    return PyLong_AsUnsignedLongLong(stream.ptr());
+    const std::uintptr_t handle = PyLong_AsUnsignedLongLong(stream.ptr());
+    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    return handle;
   }
 
   Counter counter_;

@@ -4,8 +4,8 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <optional>
-#include <string>
 
 #include "core/fast_call.h"
 #include "core/nvtx.h"
@@ -19,6 +19,7 @@ namespace {
 constexpr std::array<const char*, kPhases> kPhaseNames = {"loader_wait", "h2d",    "forward",
                                                           "backward",    "update", "host_idle"};
 std::array<PyObject*, kPhases> phase_names{};  // interned
+PyObject* all_phase_names = nullptr;           // joined, for errors
 PyTypeObject* step_type = nullptr;
 PyTypeObject* phase_type = nullptr;
 PyObject* unheard = nullptr;  // a Phase that nobody measures or listens to
@@ -47,7 +48,7 @@ struct PhaseObject {
 struct StepObject {
   PyObject_HEAD PyObject* owner;
   StepCounter* counter;
-  StepTimer::Token token;
+  StepTimer::Token token;  // kNext: not entered yet
   Work work;
   PyObject* make_range;  // borrowed; null: no profiler listens
   PyObject* range;
@@ -95,10 +96,7 @@ std::optional<std::int64_t> number_of(PyObject* name) {
   for (std::size_t i = 0; PyUnicode_Check(name) && i < kPhases; ++i) {
     if (PyUnicode_Compare(name, phase_names[i]) == 0) return i;
   }
-  py::list names;
-  for (const char* known : kPhaseNames) names.append(known);
-  PyErr_Format(PyExc_ValueError, "phase must be one of %U, got %R", py::str(", ").attr("join")(names).ptr(),
-               name);
+  PyErr_Format(PyExc_ValueError, "phase must be one of %U, got %R", all_phase_names, name);
   return std::nullopt;
 }
 
@@ -159,12 +157,22 @@ void step_dealloc(PyObject* self) {
   release(self);
 }
 
+// Or an error.
+bool is_entered(const StepObject* step) {
+  if (step->token != StepTimer::kNext) return true;
+  PyErr_SetString(PyExc_RuntimeError, "the step has not begun: with counter.step(...) as step");
+  return false;
+}
+
 PyObject* step_enter(PyObject* self, PyObject*) {
   auto* step = reinterpret_cast<StepObject*>(self);
-  if (step->make_range != nullptr && step->range == nullptr) {
-    step->range = PyObject_CallFunction(step->make_range, "s", "flatout.step");
-    if (step->range == nullptr) return nullptr;
+  step->make_range = make_range_if_heard();
+  PyObject* range = nullptr;
+  if (step->make_range != nullptr) {
+    range = PyObject_CallFunction(step->make_range, "s", "flatout.step");
+    if (range == nullptr) return nullptr;
   }
+  Py_XSETREF(step->range, range);
   if (!enter(step->range)) return nullptr;
   const bool begun = without_throwing([&] {
     step->token = step->counter->begin();
@@ -175,6 +183,7 @@ PyObject* step_enter(PyObject* self, PyObject*) {
 
 PyObject* step_exit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   auto* step = reinterpret_cast<StepObject*>(self);
+  if (!is_entered(step)) return nullptr;
   const bool ended = without_throwing([&] {
     if (count == 0 || args[0] == Py_None) {
       step->counter->end(step->token, step->work);
@@ -188,6 +197,7 @@ PyObject* step_exit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* step_phase(PyObject* self, PyObject* name) {
   auto* step = reinterpret_cast<StepObject*>(self);
+  if (!is_entered(step)) return nullptr;
   const std::optional<std::int64_t> number = number_of(name);
   if (!number) return nullptr;
   if (!step->measured && step->make_range == nullptr) return Py_NewRef(unheard);
@@ -205,15 +215,22 @@ bool read_count(PyObject* value, const char* name, std::int64_t& count) {
   return count >= 0;
 }
 
+// What only a FlopCount has, a number has not; null without an error where it is one.
+PyObject* total_of(PyObject* value) {
+  static PyObject* const name = PyUnicode_InternFromString("total");
+  if (PyFloat_Check(value) || PyLong_Check(value)) return nullptr;
+  PyObject* total = PyObject_GetAttr(value, name);
+  if (total == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) PyErr_Clear();
+  return total;
+}
+
 // None, a number, or a FlopCount.
 bool read_flops(PyObject* value, Work& work) {
   if (value == Py_None) return true;
-  if (PyNumber_Check(value) == 0) {
-    static PyObject* const total_name = PyUnicode_InternFromString("total");
-    static PyObject* const hardware_name = PyUnicode_InternFromString("hardware");
-    const auto total = py::reinterpret_steal<py::object>(PyObject_GetAttr(value, total_name));
-    const auto hardware = py::reinterpret_steal<py::object>(PyObject_GetAttr(value, hardware_name));
-    if (!total || !hardware) return false;
+  if (const auto total = py::reinterpret_steal<py::object>(total_of(value))) {
+    static PyObject* const name = PyUnicode_InternFromString("hardware");
+    const auto hardware = py::reinterpret_steal<py::object>(PyObject_GetAttr(value, name));
+    if (!hardware) return false;
     work.flops = from_python<double>(total.ptr());
     work.hardware_flops = from_python<double>(hardware.ptr());
     return PyErr_Occurred() == nullptr;
@@ -242,7 +259,7 @@ PyObject* new_step(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
   step->counter = bound.counter;
   step->token = StepTimer::kNext;
   step->work = work;
-  step->make_range = make_range_if_heard();
+  step->make_range = nullptr;
   step->range = nullptr;
   step->measured = false;
   return reinterpret_cast<PyObject*>(step);
@@ -274,26 +291,25 @@ std::array<PyMethodDef, 4> step_methods = {{
     {"__enter__", step_enter, METH_NOARGS, nullptr},
     {"__exit__", as_method(step_exit), METH_FASTCALL, nullptr},
     {"phase", step_phase, METH_O,
-     "phase(name)\n--\n\n"
+     "phase($self, name, /)\n--\n\n"
      "Tells what the step does inside the block: a name of `flatout.mfu.Phases`, such as \"forward\".\n\n"
      "It is a range for profilers too. A phase does not nest in another.\n\n"
      "Raises:\n    ValueError: there is no such phase."},
     {nullptr, nullptr, 0, nullptr},
 }};
 
-// The module's for as long as the process lives.
+// The module's for as long as the process lives, as `name` must, to which Python 3.10 keeps the pointer.
 PyTypeObject* make_type(py::module_& m, const char* name, std::size_t size, PyMethodDef* methods,
                         destructor dealloc, const char* doc) {
   std::array<PyType_Slot, 4> slots = {{{Py_tp_methods, methods},
                                        {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
                                        {Py_tp_doc, const_cast<char*>(doc)},
                                        {0, nullptr}}};
-  const std::string full = "flatout._host." + std::string(name);
-  PyType_Spec spec = {full.c_str(), static_cast<int>(size), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
+  PyType_Spec spec = {name, static_cast<int>(size), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                      slots.data()};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
-  m.add_object(name, type);
+  m.add_object(std::strrchr(name, '.') + 1, type);
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
@@ -306,9 +322,10 @@ void bind_steps(py::module_& m) {
     names[i] = py::reinterpret_borrow<py::object>(phase_names[i]);
   }
   m.add_object("PHASES", names);
-  phase_type = make_type(m, "Phase", sizeof(PhaseObject), phase_methods.data(), phase_dealloc,
+  all_phase_names = py::str(", ").attr("join")(names).release().ptr();
+  phase_type = make_type(m, "flatout._host.Phase", sizeof(PhaseObject), phase_methods.data(), phase_dealloc,
                          "A phase of a step: a block whose time is told apart.");
-  step_type = make_type(m, "Step", sizeof(StepObject), step_methods.data(), step_dealloc,
+  step_type = make_type(m, "flatout._host.Step", sizeof(StepObject), step_methods.data(), step_dealloc,
                         "One step under way: what `with counter.step(...) as step` gives.");
   unheard = make_phase(nullptr, nullptr, StepTimer::kNext, 0, nullptr);
   if (unheard == nullptr) throw py::error_already_set();

@@ -7,8 +7,11 @@ import statistics
 import threading
 import warnings
 from collections.abc import Sequence
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -132,6 +135,56 @@ def test_hfu_counts_what_is_computed_again() -> None:
     with counter.step(flops=6.0):  # hardware's not known: not in HFU
         pass
     assert counter.hfu is not None
+
+
+class FloatCount(FlopCount):
+    def __float__(self) -> float:
+        return 1.0
+
+
+class One:
+    def __index__(self) -> int:
+        return 1
+
+
+def test_numbers_of_a_step_may_be_of_any_type() -> None:
+    count = FloatCount(2, 4, 3, 6, FlopNode("", 2, 4, 3, ()), {}, {})
+    counter = MfuCounter(peak_flops=1e30, device="cpu")
+    for samples, tokens, flops in (
+        (np.int64(2), torch.tensor(3), np.float32(4)),
+        (One(), True, Fraction(1, 2)),
+        (np.uint8(1), 0, torch.tensor(5.5)),
+        (0, 0, count),  # a count first
+    ):
+        with counter.step(samples, tokens, flops):
+            pass
+    total = counter.total
+    assert (total.samples, total.tokens) == (4, 4)
+    assert total.flops_per_second == pytest.approx((4 + 0.5 + 5.5 + 6) / total.seconds)
+    assert total.hfu is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"samples": 1.5}, TypeError),
+        ({"tokens": "1"}, TypeError),
+        ({"samples": 10**30}, OverflowError),
+        ({"flops": "1"}, TypeError),
+        ({"flops": 1j}, TypeError),
+        ({"flops": 10**400}, OverflowError),
+        ({"flops": np.float32("nan")}, ValueError),
+        ({"flops": SimpleNamespace(total=1)}, AttributeError),
+    ],
+)
+def test_what_is_no_number_is_refused_before_the_step(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        MfuCounter(device="cpu").step(**arguments)
+
+
+def test_behind_a_bad_argument_no_other_is_read() -> None:
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        StepCounter(1).mark("no token", One())  # type: ignore[arg-type]
 
 
 def test_mfu_above_one_warns_once() -> None:

@@ -200,6 +200,32 @@ def test_steps_and_phases_leave_nothing_behind() -> None:
     assert [sys.getrefcount(each) for each in objects] == held
 
 
+def test_a_step_that_has_not_begun_has_no_phases_and_no_end() -> None:
+    counter = MfuCounter(device="cpu", phases_every=1)
+    step = counter.step()
+    with torch.autograd.profiler.profile():
+        with pytest.raises(RuntimeError, match="has not begun"):
+            step.phase("forward")
+        with pytest.raises(RuntimeError, match="has not begun"):
+            step.__exit__(None, None, None)
+        with step:
+            pass
+    assert counter.steps == 1
+    assert counter.phases is None
+
+
+def test_who_listens_shows_when_a_step_begins() -> None:
+    counter = MfuCounter(device="cpu", phases_every=0)
+    step = counter.step()
+    shown = []
+    for listened in (True, False, True):
+        with torch.autograd.profiler.profile(enabled=listened) as profile, step, step.phase("forward"):
+            pass
+        shown.append(sorted(event.key for event in profile.key_averages()) if listened else None)
+    assert shown == [["flatout.forward", "flatout.step"], None, ["flatout.forward", "flatout.step"]]
+    assert counter.steps == 3
+
+
 def test_what_is_not_training_is_in_no_phase() -> None:
     counter = MfuCounter(device="cpu", phases_every=1)
     for pause in (False, True):
