@@ -58,9 +58,19 @@ class PythonTimer final : public StepTimer {
   void reset() override { call("reset"); }
 
  private:
+  // At the interpreter's end a daemon thread is unwound through the call, without the GIL (before
+  // Python 3.14): what is held meanwhile is released by hand.
   template <class... Args>
   py::object call(const char* method, Args... args) const {
-    return py::cast(this, py::return_value_policy::reference).attr(method)(args...);
+    PyObject* arguments = py::make_tuple(args...).release().ptr();
+    PyObject* self = py::cast(this, py::return_value_policy::reference).release().ptr();
+    PyObject* function = PyObject_GetAttrString(self, method);
+    PyObject* result = function == nullptr ? nullptr : PyObject_CallObject(function, arguments);
+    Py_XDECREF(function);
+    Py_DECREF(self);
+    Py_DECREF(arguments);
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
   }
 };
 
@@ -89,7 +99,7 @@ void bind_mfu(py::module_& m) {
   py::class_<StepCounter>(m, "StepCounter")
       .def(py::init<std::size_t>(), py::arg("window"))
       .def("use_events", &StepCounter::use_events, py::arg("device"), py::arg("current_stream"))
-      .def("use_timer", &StepCounter::use_timer, py::arg("timer"), py::keep_alive<1, 2>())
+      .def("use_timer", &StepCounter::use_timer, py::arg("timer").none(false), py::keep_alive<1, 2>())
       .def("measure_phases_every", &StepCounter::measure_phases_every, py::arg("steps"))
       .def("pause", &StepCounter::pause)
       .def_property_readonly("step", &mfu::step_of)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout._host import StepCounter
+from flatout._host import StepCounter, StepTimer
 from flatout.mfu.timers import TorchEventTimer
 
 
@@ -30,6 +34,8 @@ class Event:
 
 
 class Clock(TorchEventTimer):
+    event = Event
+
     def __init__(self, core: StepCounter) -> None:
         super().__init__(core, torch.device("cuda", 0))
         self.now = 0.0
@@ -38,7 +44,7 @@ class Clock(TorchEventTimer):
 
     def _now(self) -> Any:
         assert not self.recording
-        return Event(self)
+        return self.event(self)
 
     def _is_recording(self) -> bool:
         return self.recording
@@ -130,3 +136,87 @@ def test_time_goes_on_from_the_last_end_and_a_wait_beside_a_step_takes_none() ->
     timer.finish(short, 1, 0, None, None)
     step(timer)
     assert core.total().seconds == pytest.approx(4.0)
+
+
+def test_a_step_that_is_handed_over_in_the_midst_of_a_poll_counts_once() -> None:
+    core = StepCounter(10)
+    timer = Clock(core)
+    first, second = timer.begin(), timer.begin()
+    late = [second]
+
+    class Collecting(Event):
+        """A wrapped model is collected while an event is asked."""
+
+        def query(self) -> bool:
+            if late:
+                timer.finish(late.pop(), 10, 0, None, None)
+            return super().query()
+
+    timer.event = Collecting
+    timer.now = 1.0
+    timer.touch(first)
+    timer.touch(second)
+    timer.finish(first, 1, 0, None, None)
+    assert (core.total().steps, core.total().samples, core.total().seconds) == (2, 11, pytest.approx(1.0))
+
+
+def test_a_counter_takes_its_steps_from_a_timer_of_python() -> None:
+    core = StepCounter(10)
+    core.use_timer(Clock(core))  # which nobody else holds
+    gc.collect()
+    with core.step(3, 4, 5.0):
+        pass
+    with pytest.raises(KeyError), core.step(3, 4, None):
+        raise KeyError
+    assert (core.total().steps, core.total().samples, core.total().tokens) == (1, 3, 4)
+    with pytest.raises(TypeError, match="incompatible"):
+        core.use_timer(None)  # type: ignore[arg-type]
+
+
+def test_errors_of_a_timer_reach_the_loop() -> None:
+    class Broken(StepTimer):
+        def touch(self, token: int) -> None:
+            raise KeyboardInterrupt
+
+        def waited(self, seconds: float) -> str:
+            raise ValueError(seconds)
+
+    core = StepCounter(10)
+    core.use_timer(Broken())
+    with pytest.raises(AttributeError, match="begin"), core.step(0, 0, None):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        core.touch(1)
+    with pytest.raises(ValueError, match="2"):
+        core.waited(2.0)
+
+
+@pytest.mark.slow
+def test_daemon_threads_may_be_within_a_timer_when_python_ends() -> None:
+    program = """
+        import threading, time
+        from flatout._host import StepCounter, StepTimer
+
+        class Slow(StepTimer):
+            def begin(self):
+                time.sleep(0.001)
+                return 1
+            def touch(self, token):
+                time.sleep(0.001)
+            def finish(self, *work):
+                begun.set()
+
+        def train():
+            while True:
+                with core.step(1, 1, None):
+                    pass
+
+        core, begun = StepCounter(1), threading.Event()
+        core.use_timer(Slow())
+        for _ in range(2):
+            threading.Thread(target=train, daemon=True).start()
+        begun.wait(60)
+    """
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

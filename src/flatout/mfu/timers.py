@@ -46,6 +46,7 @@ class TorchEventTimer(StepTimer):
         self._lock = threading.RLock()  # a wrapped model that is collected meanwhile hands over its last step
         self._open: dict[int, _Span] = {}
         self._pending: deque[_Span] = deque()
+        self._polling = False
         self._last_token = 0
         self._last_end: Any = None
         self._alone = True
@@ -92,10 +93,15 @@ class TorchEventTimer(StepTimer):
 
     def poll(self) -> None:
         with self._lock:
-            if self._is_recording():  # asking an event would break the graph
+            # What is handed over from within a poll is found by that poll; asking an event would break a graph.
+            if self._polling or self._is_recording():
                 return
-            while self._pending and self._pending[0].ended.query() and self._pending[0].begun.query():
-                self._count(self._pending.popleft())
+            self._polling = True
+            try:
+                while self._pending and self._pending[0].ended.query() and self._pending[0].begun.query():
+                    self._count(self._pending.popleft())
+            finally:
+                self._polling = False
 
     def reset(self) -> None:
         with self._lock:
