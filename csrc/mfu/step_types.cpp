@@ -85,8 +85,7 @@ struct Bound {
   PyObject* owner;
 };
 
-// -- Phase
-// ---------------------------------------------------------------------------------------------------
+// -- Phase -------------------------------------------------------------------------------------------
 
 // Which phase `name` is, or an error.
 std::optional<std::int64_t> number_of(PyObject* name) {
@@ -147,8 +146,7 @@ PyObject* phase_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
-// -- Step
-// ----------------------------------------------------------------------------------------------------
+// -- Step --------------------------------------------------------------------------------------------
 
 void step_dealloc(PyObject* self) {
   auto* step = reinterpret_cast<StepObject*>(self);
@@ -204,8 +202,7 @@ PyObject* step_phase(PyObject* self, PyObject* name) {
   return make_phase(step->owner, step->counter, step->token, *number, step->make_range);
 }
 
-// -- StepCounter's makers
-// ------------------------------------------------------------------------------------
+// -- StepCounter's makers ----------------------------------------------------------------------------
 
 // A number of something, >= 0.
 bool read_count(PyObject* value, const char* name, std::int64_t& count) {
@@ -278,8 +275,7 @@ PyObject* new_phase(PyObject* capsule, PyObject* const* args, Py_ssize_t count) 
   return make_phase(bound.owner, bound.counter, token, *number, make_range_if_heard());
 }
 
-// -- the types
-// -----------------------------------------------------------------------------------------------
+// -- the types ---------------------------------------------------------------------------------------
 
 std::array<PyMethodDef, 3> phase_methods = {{
     {"__enter__", phase_enter, METH_NOARGS, nullptr},
