@@ -143,7 +143,8 @@ def optimize(
         with _saying("counting FLOPs"):
             job.work(bench.batches[0])
         peak_before, _ = job.peak_flops(measure=budget > 0)
-        memory_before = bench.memory if budget > 0 and plan is None else None
+        measures = budget > 0 and plan is None
+        costs_before = bench.costs() if measures else {}
         here = fingerprint(model, bench.batches[0], job.device)
         if plan is not None:
             plan.check(here)
@@ -156,9 +157,8 @@ def optimize(
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         peak, _ = job.peak_flops(measure=budget > 0)
-        memory = bench.memory if budget > 0 and plan is None else None
-        before = _completed(tuner.before, job, bench, peak_before, memory_before)
-        after = _completed(tuner.after, job, bench, peak, memory)
+        before = _completed(tuner.before, job, bench, peak_before, costs_before)
+        after = _completed(tuner.after, job, bench, peak, bench.costs() if measures else {})
         verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
         for technique in REGISTRY:
             if isinstance(technique, Advice):
@@ -363,13 +363,13 @@ def _check_step(job: Job, batch: Any) -> None:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
 
 
-def _completed(pace: Pace | None, job: Job, bench: Bench, peak: float | None, memory: int | None) -> Pace | None:
-    """The pace with the MFU that it comes to, and the memory of a step."""
+def _completed(pace: Pace | None, job: Job, bench: Bench, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
+    """The pace with the MFU that it comes to, and what else a step costs."""
     samples, _, flops = job.work(bench.batches[0])
     if pace is None:
         return None
     mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
-    return replace(pace, mfu=mfu, step_bytes=memory)
+    return replace(pace, mfu=mfu, **costs)
 
 
 def _notes(job: Job) -> tuple[str, ...]:

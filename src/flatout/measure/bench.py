@@ -10,17 +10,21 @@ from statistics import median
 from typing import Any
 
 from flatout.data import batch_size_of
-from flatout.job import Job
+from flatout.job import Job, PhaseOf
 from flatout.measure.budget import Budget
 from flatout.measure.memory import step_memory
 from flatout.measure.state import State
 from flatout.measure.track import Track
-from flatout.measure.trial import interleave, seconds
+from flatout.measure.trial import interleave, seconds, synchronize
+from flatout.mfu import MfuCounter
 from flatout.report.model import Pace
 from flatout.techniques import Switch
 
 TRIAL_SECONDS = 4.0
 """Longest that the pairs of one trial take; setting up comes on top."""
+
+PHASE_UPDATES = 8
+"""Updates over which the phases of a step are measured."""
 
 STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
@@ -81,10 +85,10 @@ class Bench:
         self.job.source = source
         self._pace = None
 
-    def update(self, i: int) -> None:
-        """The steps of one update, on the batches of turn ``i``."""
+    def update(self, i: int, *phase: PhaseOf) -> None:
+        """The steps of one update, on the batches of turn ``i``; ``phase`` as in ``Job.step``."""
         for k in range(self.job.accumulate):
-            self.job.step(self.batches[(i * self.job.accumulate + k) % len(self.batches)])
+            self.job.step(self.batches[(i * self.job.accumulate + k) % len(self.batches)], *phase)
 
     @property
     def pace(self) -> Pace:
@@ -128,6 +132,28 @@ class Bench:
                 return None
             finally:
                 self.rewind()
+
+    def costs(self) -> dict[str, Any]:
+        """``step_bytes`` and ``phases`` of a ``Pace`` with what is kept so far."""
+        return {"step_bytes": self.memory, "phases": self.phases()}
+
+    def phases(self) -> dict[str, float]:
+        """Share of an update's time that each of its phases takes with what is kept so far."""
+        counter = MfuCounter(device=self.job.device, phases_every=1)
+        self.rewind()
+        for i in range(1 + PHASE_UPDATES):
+            if i == 1:
+                counter.reset()  # the first warms up
+            with counter.step() as step:
+                self.update(i, step.phase)
+        synchronize(self.job.device)
+        phases = counter.total.phases
+        self.rewind()
+        if phases is None:  # on a GPU that this build has no code for
+            return {}
+        named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
+        whole = phases.total
+        return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
 
     def stretch_steps(self) -> int:
         """Batches of a stretch: long enough to time, and whole updates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -104,6 +105,7 @@ class Pace:
         load_ms: waiting for the next batch, milliseconds.
         samples_per_second: samples of a batch / (load + step).
         mfu: model FLOPs utilisation, 0..1, against the peak in the precision used; None when not known.
+        phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty when not known.
         step_bytes: what a step allocates at its height, beyond parameters, gradients and optimizer state; None when
             not known.
     """
@@ -113,6 +115,7 @@ class Pace:
     samples_per_second: float
     mfu: float | None = None
     step_bytes: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def load_fraction(self) -> float:

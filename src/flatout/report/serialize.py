@@ -86,6 +86,7 @@ def _pace(data: dict[str, Any] | None) -> Pace | None:
         samples_per_second=_number(data["samples_per_second"]),
         mfu=_optional(data.get("mfu")),
         step_bytes=data.get("step_bytes"),
+        phases={str(name): _number(share) for name, share in data.get("phases", {}).items()},
     )
 
 
