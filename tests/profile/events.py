@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.profile.trace import BOUNDARY
+from flatout.profile.trace import BOUNDARY, Trace
 
 MAIN, AUTOGRAD = 1, 2
 STREAM, COPY_STREAM = 7, 20
+
+
+def sleeping(trace: Trace) -> set[str]:
+    """The parts of the steps that ``time.sleep`` is called in."""
+    return {trace.phase_of(event) for event in trace.within(trace.host) if event.name == "<built-in function sleep>"}
 
 
 class Recording:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from html import unescape
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.profile import Memory, Profile, charts, gaps, memory, operators
-from flatout.profile.record import summarise
-from flatout.profile.summary import PHASES
+from flatout.profile import Memory, Profile, Sync, charts, gaps, memory, operators
+from flatout.profile.model import PHASES
+from flatout.profile.summary import summarise
 from flatout.profile.terminal import continued, to_text
 from flatout.profile.trace import BOUNDARY, Trace
+from flatout.profile.wording import LOOKS, ms
 from flatout.profile.wording import sections as sections_of
-from flatout.report.words import clean
+from flatout.words import clean, share
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
 
 HOSTILE = 'train<b>&"\x1b[31m.py'
@@ -25,6 +29,10 @@ HOSTILE = 'train<b>&"\x1b[31m.py'
 
 def found(recording: Recording) -> list[tuple[float, float, str, str, str]]:
     return [(g.start, g.end, g.cause, g.phase, g.where) for g in gaps.gaps(Trace(recording.events))]
+
+
+def parts(recording: Recording) -> list[tuple[float, float, str]]:
+    return [tuple(span) for span in Trace(recording.events).parts.spans if span.phase != "host_idle"]
 
 
 def step(length: float = 1000) -> Recording:
@@ -239,7 +247,7 @@ def test_busy_and_gaps_are_all_of_the_steps_and_overlap_nowhere(
     assert sum(group.seconds for group in grouped) * 1e6 * trace.steps == pytest.approx(
         sum(gap.end - gap.start for gap in idle)
     )
-    assert all(gap.phase == trace.phase_at(gap.start) for gap in idle if gap.cause in ("loader", "launch"))
+    assert all(gap.phase == trace.parts.at(gap.start).phase for gap in idle if gap.cause in ("loader", "launch"))
 
 
 @given(
@@ -257,11 +265,11 @@ def test_the_parts_of_a_stretch_are_all_of_it(phases: list[tuple[int, int, str]]
         r.phase(name, min(start, end), max(start, end))
     trace = Trace(r.events)
     begin, end = min(one, other), max(one, other)
-    parts = list(trace.divided(begin, end))
+    parts = list(trace.parts.between(begin, end))
     assert sum(part.end - part.start for part in parts) == end - begin
     for part in parts:
-        assert trace.phase_at(part.start) == part.phase
-        assert trace.phase_at((part.start + part.end) / 2) == part.phase
+        assert trace.parts.at(part.start).phase == part.phase
+        assert trace.parts.at((part.start + part.end) / 2).phase == part.phase
 
 
 def test_kernels_of_the_backward_threads_belong_to_the_backward() -> None:
@@ -308,15 +316,14 @@ def test_unmarked_copies_to_the_device_are_found() -> None:
     r.host("aten::to", 10, 200)
     r.host("aten::copy_", 20, 190)
     r.kernel(30, 40, 180, name="Memcpy HtoD (Pageable -> Device)", call="cudaMemcpyAsync", takes=155)
-    trace = Trace(r.events)
-    assert [(span.start, span.end, span.phase) for span in trace.spans] == [(10, 200, "h2d")]
+    assert parts(r) == [(10, 200, "h2d")]
 
 
 def test_only_the_copying_itself_is_a_copy() -> None:
     r = step()
     r.host("Torch-Compiled Region: 0/0", 10, 500)
     r.kernel(30, 40, 180, name="Memcpy HtoD (Pageable -> Device)", call="cudaMemcpyAsync", takes=155)
-    assert [(s.start, s.end, s.phase) for s in Trace(r.events).spans] == [(30, 185, "h2d")]
+    assert parts(r) == [(30, 185, "h2d")]
 
 
 def test_what_prepares_an_update_belongs_to_it() -> None:
@@ -328,7 +335,7 @@ def test_what_prepares_an_update_belongs_to_it() -> None:
     r.function("torch/optim/lr_scheduler.py(162): wrapper", 90, 100)
     r.host("Optimizer.zero_grad#AdamW.zero_grad", 110, 120, "user_annotation")
     r.function("torch/amp/grad_scaler.py(193): scale", 130, 140)
-    spans = [(s.start, s.end) for s in Trace(r.events).spans if s.phase == "update"]
+    spans = [(start, end) for start, end, phase in parts(r) if phase == "update"]
     assert spans == [(10, 20), (30, 40), (50, 80), (90, 100), (110, 120)]
 
 
@@ -339,8 +346,7 @@ def test_a_part_that_is_marked_is_not_inferred_too() -> None:
     r.host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 45, "user_annotation")
     r.host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 400, 450, "user_annotation")
     r.host("Optimizer.step#AdamW.step", 650, 850, "user_annotation")
-    assert [span.phase for span in Trace(r.events).spans] == ["loader_wait", "update"]
-    assert Trace(r.events).phase_at(660) == "host_idle"
+    assert parts(r) == [(0, 50, "loader_wait"), (700, 800, "update")]
 
 
 def test_without_marks_what_is_trained_is_told_from_what_is_evaluated() -> None:
@@ -361,7 +367,7 @@ def test_without_marks_what_is_trained_is_told_from_what_is_evaluated() -> None:
     r.function("nn.Module: Net_0", 610, 700)
     r.host(load, 710, 720, "user_annotation")  # feeds nothing: an epoch's end
     r.host(load, 730, 740, "user_annotation")
-    assert [tuple(span) for span in Trace(r.events).spans] == [
+    assert parts(r) == [
         (0, 50, "loader_wait"),
         (60, 200, "forward"),
         (200, 400, "backward"),
@@ -407,8 +413,16 @@ def sync_bound() -> Profile:
         r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
         r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
         r.wait(at + 300, at + 605)
-    verdict = "MFU 12 % <of> the peak."
-    return summarise(Trace(r.events), samples=32, commands=("ncu -k {kernel} train.py",), verdict=verdict)
+        told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048}
+        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at + 200, "args": told})
+    return summarise(
+        Trace(r.events),
+        samples=32,
+        unprofiled_seconds=0.0009,
+        syncs=[Sync("item", f"{HOSTILE}:12", "if loss.item() < 1 & True:", "host_idle", 1.0)],
+        commands=("ncu -k {kernel} train.py",),
+        verdict="MFU 12 % <of> the peak.",
+    )
 
 
 def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
@@ -459,9 +473,9 @@ def test_terminal_and_page_show_it_all(width: int, ascii_only: bool, tmp_path: o
     said = "".join(root.itertext())
     assert profile.verdict in said
     sections, wide = list(sections_of(profile)), to_text(profile, 300, ascii_only)
-    assert [section.title for section in sections] == ["Why the GPU idled", "Costliest operators"]
+    assert [section.title for section in sections] == ["Why the GPU idled", "Costliest operators", "Sync points"]
     assert "model.py:3 (forward)" in said
-    for cell in (cell for section in sections for column in section.columns for cell in column.cells):
+    for cell in (cell for section in sections for row in section.rows for cell in row):
         assert clean(cell) in said
         assert clean(cell) in wide
     assert page.count('<rect class="step"') == len(profile.operators)
@@ -473,16 +487,64 @@ def test_terminal_and_page_show_it_all(width: int, ascii_only: bool, tmp_path: o
     assert BOUNDARY not in said
 
 
+def test_the_parts_of_a_step_are_a_table_in_the_terminal() -> None:
+    profile = sync_bound()
+    lines = to_text(profile, 120, False).splitlines()
+    heading = next(index for index, line in enumerate(lines) if "part of the step" in line)
+    assert lines[heading].split()[-2:] == ["host", "GPU"]
+    longest = max(profile.phases.values())
+    for line, (phase, look) in zip(lines[heading + 1 :], LOOKS.items(), strict=False):
+        seconds = profile.phases[phase]
+        bar = ["█" * round(40 * seconds / longest)] if seconds else []
+        told = [share(seconds / profile.seconds), look.name, ms(seconds), *bar, ms(profile.device_phases[phase])]
+        assert re.split("  +", line.strip()) == told
+
+
+@pytest.mark.parametrize("told", [to_text, Profile._repr_html_])
+def test_what_stands_around_the_tables_is_shown_everywhere(told: Callable[[Profile], str]) -> None:
+    profile = sync_bound()
+    said = " ".join(told(profile).split())
+    for fact in ("1.00 ms", "32,000 samples", "mean of 3 steps", "0.900 ms without it", "peak 2.00 KiB in backward"):
+        assert fact in said.replace("Mean", "mean").replace("Peak", "peak")
+    for key, value in profile.environment.items():
+        assert f"{key} {value}" in said
+    for sentence in profile.advice:
+        assert clean(sentence)[:50] in unescape(said)
+
+
+def test_the_page_has_its_charts_with_a_legend() -> None:
+    profile = sync_bound()
+    root = ET.fromstring(profile._repr_html_())
+    labels = [label for element in root.iter() if (label := element.attrib.get("aria-label"))]
+    assert [label.split(" ")[:3] for label in labels] == [
+        ["time", "of", "a"],
+        ["time", "of", "every"],
+        ["memory", "allocated", "over"],
+    ]
+    said = "".join(root.itertext())
+    assert "The GPU worked for 52 % of the time." in said
+    for phase, look in LOOKS.items():
+        seconds = profile.phases[phase]
+        assert (f"{look.name} {share(seconds / profile.seconds)}" in said) == (seconds > 0)
+
+
 def numbers(element: ET.Element, *names: str) -> list[float]:
     return [float(element.attrib[name]) for name in names]
 
 
 def test_charts_are_drawn_to_scale() -> None:
     profile = sync_bound()
-    host = [numbers(rect, "x", "width") for rect in ET.fromstring(charts.mean(profile)).iter() if "rx" in rect.attrib]
-    host = host[: len(PHASES)]
+    bars = [numbers(rect, "x", "width") for rect in ET.fromstring(charts.mean(profile)).iter() if "rx" in rect.attrib]
+    host = bars[: len(PHASES)]
     assert [x for x, _ in host[1:]] == pytest.approx([x + width for x, width in host[:-1]], abs=0.2)
     assert sum(host[-1]) == pytest.approx(charts.WIDTH, abs=0.2)
+    assert [width for _, width in bars] == pytest.approx(
+        [
+            (charts.WIDTH - host[0][0]) * seconds / profile.seconds
+            for seconds in (*profile.phases.values(), *profile.device_phases.values())
+        ],
+        abs=0.1,
+    )
     for column in ET.fromstring(charts.steps(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
         bars = [numbers(rect, "y", "height") for rect in column if rect.tag.endswith("rect")]
         assert [y + height for y, height in bars[1:]] == pytest.approx([y for y, _ in bars[:-1]], abs=0.02)

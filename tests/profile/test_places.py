@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.profile.places import is_users, of_frame, short
+from flatout.profile.places import code_at, is_users, of_frame, short
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,15 @@ def test_the_longest_folder_of_the_path_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_innermost_frame_of_the_user_counts() -> None:
-    place = of_frame(sys._getframe())
-    assert place is not None
-    assert place[0].startswith("tests/profile/test_places.py:") or "test_places.py:" in place[0]
-    assert place[1] == __file__
-    assert of_frame(None) is None
+    place, code = of_frame(sys._getframe())  # the line
+    assert "test_places.py:" in place
+    assert code.endswith("# the line")
+    assert of_frame(None) == ("", "")
+
+
+@pytest.mark.parametrize("name", ["train.py", "my train:2.py"])
+def test_the_line_of_code_at_a_place(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text("one = 1\n  two = 2\n")
+    assert code_at(f"{file}:2") == code_at(f"{file}:2 (a:3)") == "two = 2"
+    assert code_at(f"{file}:9") == code_at(f"{file}x:1") == code_at(str(file)) == ""

@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flatout.profile import Sync
-from flatout.profile.syncs import SyncFinder
+from flatout.profile.syncs import watching
 
 HERE = Path(__file__)
 
 
 def found(code: Callable[[], object], cuda: bool = False, steps: int = 1) -> tuple[Sync, ...]:
-    finder = SyncFinder(cuda)
-    with finder.watching():
+    with watching(cuda) as seen:
         for _ in range(steps):
             code()
-    return finder.syncs(steps)
+    return tuple(Sync(*call, count / steps) for call, count in seen.most_common())
 
 
 x = torch.tensor([1.0, 0.0, 2.0])

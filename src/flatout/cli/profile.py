@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
-from flatout.profile import nsight
-from flatout.profile.script import Ended, capture_script, least_updates, profile_script
+from flatout.profile import Profile, nsight
+from flatout.profile.record import SEARCHED_STEPS
+from flatout.profile.script import Ended, capture_script, profile_script
 
 DESCRIPTION = """\
 Runs a training script and profiles some of its updates: time by part of the
@@ -30,6 +31,13 @@ examples:
 A step is what lies between two updates. Before those that are timed, two look
 for sync points, and some use up what loader workers have in store. The exit
 status is the script's own; 0 when it was ended."""
+
+
+_WRITERS: dict[str, Callable[[Profile, Path], object]] = {
+    "html": Profile.to_html,
+    "trace": Profile.to_chrome_trace,
+    "json": Profile.to_json,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs ``flatout profile``."""
     if not Path(args.script).is_file():
         raise CommandError(f"there is no script {args.script}")
-    for option in ("html", "trace", "json"):
-        path: Path | None = getattr(args, option)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    files = {option: path.absolute() for option in _WRITERS if (path := getattr(args, option)) is not None}
+    for option, path in files.items():
+        if path.is_dir() or not path.parent.is_dir():
             fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-            raise CommandError(f"--{option} must be a file that can be written; {path} {fault}")
+            raise CommandError(f"--{option} must be a file that can be written; {getattr(args, option)} {fault}")
     if args.nsight:
         for line in nsight.commands(args.script, args.args, args.steps, args.warmup):
             print(line.replace("{kernel}", nsight.kernel_filter("")))
@@ -64,33 +72,30 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError("--capture is for nsys and ncu, which need a GPU; torch sees none here")
         return _left(capture_script(args.script, args.args, steps=args.steps, warmup=args.warmup))
 
-    where = {option: path.absolute() for option in ("html", "trace", "json") if (path := getattr(args, option))}
     profile, ended = profile_script(
         args.script, args.args, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going
     )
     status = _left(ended)
-    if profile is None:
-        if ended.error is None:
-            least = least_updates(1, args.warmup)
-            raise CommandError(
-                f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
-                f"{least} or more, and what its loader workers have in store (--warmup {args.warmup})"
-            )
-        return status
+    if profile is not None:
+        _show(profile, files)
+    elif ended.error is None:
+        least = args.warmup + SEARCHED_STEPS + 1
+        raise CommandError(
+            f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
+            f"{least} or more, and what its loader workers have in store (--warmup {args.warmup})"
+        )
+    return status
+
+
+def _show(profile: Profile, files: Mapping[str, Path]) -> None:
     console = Console()
     console.print(profile)
-    write: dict[str, Callable[[Path], object]] = {
-        "html": profile.to_html,
-        "trace": profile.to_chrome_trace,
-        "json": profile.to_json,
-    }
-    for option, path in where.items():
+    for option, path in files.items():
         try:
-            write[option](path)
+            _WRITERS[option](profile, path)
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}") from error
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
-    return status
 
 
 def _left(ended: Ended) -> int:

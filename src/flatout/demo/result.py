@@ -14,9 +14,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flatout import words
 from flatout.demo.job import LONG_TRAINING
 from flatout.demo.training import Outcome
-from flatout.report import Report, html, words
+from flatout.report import Report, html
 
 SCHEMA_VERSION = 1
 """Version of the demo's JSON form."""
@@ -136,4 +137,4 @@ class DemoResult:
 
 
 def _metric(name: str, value: float) -> str:
-    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}"
+    return words.share(value, 1) if name == "accuracy" else f"{value:.4f}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from flatout import words
 from flatout._host import PHASES
 
 
@@ -39,7 +41,18 @@ class Phases:
         """Share and time of each: ``loader wait 10.0 % 1.2 ms, ...``."""
         whole = self.total or 1.0
         shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
-        return ", ".join(f"{name} {100 * value / whole:.1f} % {1e3 * value:.3g} ms" for name, value in shown)
+        return ", ".join(f"{name} {words.share(value / whole, 1)} {1e3 * value:.3g} ms" for name, value in shown)
+
+
+_TOLD: dict[str, Callable[[float], str]] = {
+    "step_seconds": lambda value: f"{words.milliseconds(1e3 * value)} a step",
+    "samples_per_second": lambda value: f"{words.count(value)} samples/s",
+    "tokens_per_second": lambda value: f"{words.count(value)} tokens/s",
+    "flops_per_second": lambda value: f"{1e-12 * value:.3g} TFLOP/s",
+    "mfu": lambda value: f"MFU {words.share(value, 1)}",
+    "hfu": lambda value: f"HFU {words.share(value, 1)}",
+    "stall_fraction": lambda value: f"stall {words.share(value, 1)}",
+}
 
 
 @dataclass(frozen=True)
@@ -79,19 +92,9 @@ class Reading:
 
     def __str__(self) -> str:
         """What is known, in one line: ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``."""
-        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)}"]
-        if self.step_seconds is not None:
-            parts.append(f"{1e3 * self.step_seconds:.3g} ms a step")
-        if self.samples_per_second is not None:
-            parts.append(f"{self.samples_per_second:,.5g} samples/s")
-        if self.tokens_per_second is not None:
-            parts.append(f"{self.tokens_per_second:,.5g} tokens/s")
-        if self.flops_per_second is not None:
-            parts.append(f"{1e-12 * self.flops_per_second:.3g} TFLOP/s")
-        if self.mfu is not None:
-            parts.append(f"MFU {100 * self.mfu:.1f} %")
-        if self.hfu is not None and self.hfu != self.mfu:
-            parts.append(f"HFU {100 * self.hfu:.1f} %")
-        if self.stall_fraction is not None:
-            parts.append(f"stall {100 * self.stall_fraction:.1f} %")
-        return ", ".join(parts)
+        return ", ".join([f"{self.steps:,} step{'s' * (self.steps != 1)}", *self.told().values()])
+
+    def told(self) -> dict[str, str]:
+        """Whichever of its rates are known, in words, by attribute; ``hfu`` only where it differs from ``mfu``."""
+        known = {name: getattr(self, name) for name in _TOLD if name != "hfu" or self.hfu != self.mfu}
+        return {name: _TOLD[name](value) for name, value in known.items() if value is not None}

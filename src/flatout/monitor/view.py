@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flatout.monitor.sample import GpuSample, HostSample, ProcessSample, Sample
 from flatout.monitor.sampler import KEPT
-from flatout.report.words import clean
+from flatout.words import clean, size_of
 
 _BAR, _ASCII_BAR = ("━", "─"), ("#", ".")
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇", "_.-=+*#"
@@ -241,7 +241,7 @@ def _gpu_notes(gpu: GpuSample) -> Iterator[tuple[str, str]]:
         held = [word for word in gpu.throttle if word != "idle"]
         yield (f"clocks held down by: {', '.join(held)}", "yellow") if held else ("clocks are free", "dim")
     if gpu.pcie_rx_bytes_per_second is not None and gpu.pcie_tx_bytes_per_second is not None:
-        received, sent = _size(gpu.pcie_rx_bytes_per_second), _size(gpu.pcie_tx_bytes_per_second)
+        received, sent = size_of(gpu.pcie_rx_bytes_per_second), size_of(gpu.pcie_tx_bytes_per_second)
         yield f"PCIe {received}/s in, {sent}/s out", "dim"
     if gpu.mig:
         yield "MIG is on", "dim"
@@ -286,9 +286,9 @@ def _host_notes(host: HostSample) -> Iterator[tuple[str, str]]:
         ),
     ):
         if way_in is not None and way_out is not None:
-            yield f"{name}: {_size(way_in)}/s {words[0]}, {_size(way_out)}/s {words[1]}", "dim"
+            yield f"{name}: {size_of(way_in)}/s {words[0]}, {size_of(way_out)}/s {words[1]}", "dim"
     if host.swap_used_bytes:
-        yield f"swap: {_size(host.swap_used_bytes)} used", "yellow"
+        yield f"swap: {size_of(host.swap_used_bytes)} used", "yellow"
     for why in dict.fromkeys(host.missing.values()):
         fields = ", ".join(field.split("_")[0] for field in host.missing if host.missing[field] == why)
         yield f"not known: {fields}: {why}", "dim"
@@ -313,7 +313,7 @@ def _processes(pen: _Pen, sample: Sample) -> Table:
         cells = (
             str(process.pid),
             "–" if process.cpu_percent is None else f"{process.cpu_percent:.0f} %",
-            *("–" if size is None else _size(size) for size in (process.rss_bytes, process.uss_bytes)),
+            *("–" if size is None else size_of(size) for size in (process.rss_bytes, process.uss_bytes)),
         )
         table.add_row(pen.text(f"{branch}{clean(process.name)}"), *map(pen.text, cells[: len(columns)]))
     return table
@@ -349,14 +349,4 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def _of(used: int | None, total: int | None) -> str | None:
-    return None if used is None or total is None else f"{_size(used)} of {_size(total)}"
-
-
-def _size(size: float) -> str:
-    """Three digits, in powers of 1024: ``0 B``, ``1.21 GiB``, ``310 MiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 999.5 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    unit = units[0]
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.{1 if size >= 9.995 else 2}f} {unit}"
+    return None if used is None or total is None else f"{size_of(used)} of {size_of(total)}"

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flatout.profile.summary import Cause, Gaps, Phase
-from flatout.profile.trace import RUNTIME, Event, Trace
+from flatout.profile.model import Cause, Gaps, Phase
+from flatout.profile.trace import Event, Trace
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,24 @@ def grouped(trace: Trace, found: Iterable[Gap]) -> tuple[Gaps, ...]:
 
 def _waits(trace: Trace) -> list[Event]:
     """Calls of training that return when the device is done. A copy from or to pageable memory is one."""
-    paged = {
-        id(trace.launch_of(work)) for work in trace.device if work.kind == "gpu_memcpy" and "Pageable" in work.name
-    }
+    paged = {trace.launch_of(work) for work in trace.device if work.kind == "gpu_memcpy" and "Pageable" in work.name}
     return [
         event
         for event in trace.host
-        if event.kind in RUNTIME
+        if event.is_call
         and event.thread in trace.training_threads
-        and ("Synchronize" in event.name or event.name in ("cudaMemcpy", "hipMemcpy") or id(event) in paged)
+        and ("Synchronize" in event.name or event.name in ("cudaMemcpy", "hipMemcpy") or event in paged)
     ]
 
 
 def _divided(trace: Trace, start: float, end: float, launch: Event | None, wait: Event | None) -> Iterator[Gap]:
     if launch is not None and launch.end <= start:
-        operator = trace.operator_of(launch)
+        operator = next(launch.operators(), None)
         yield Gap(start, end, "device", trace.phase_of(launch), "" if operator is None else operator.name)
         return
     drained_by = "" if wait is None else trace.where(wait) or wait.name
     drained_in = None if wait is None else trace.phase_of(wait)
-    for span in trace.divided(start, end):
+    for span in trace.parts.between(start, end):
         if span.phase in ("loader_wait", "h2d"):
             yield Gap(span.start, span.end, "loader" if span.phase == "loader_wait" else "copy", span.phase, "")
         elif drained_in is not None:

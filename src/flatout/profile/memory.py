@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flatout.profile.summary import Memory
+from flatout.profile.model import Memory
 from flatout.profile.trace import Trace
 
 _POINTS = 400
@@ -25,7 +25,7 @@ def memory(trace: Trace) -> Memory | None:
     (on_gpu, index), timeline = max(timelines.items(), key=lambda item: (item[0][0], max(b for _, b in item[1])))
     at, peak = max(timeline, key=lambda point: point[1])
     seconds = [(1e-6 * (time - trace.start), allocated) for time, allocated in timeline]
-    return Memory(f"cuda:{index}" if on_gpu else "cpu", _thinned(seconds), peak, trace.phase_at(at))
+    return Memory(f"cuda:{index}" if on_gpu else "cpu", _thinned(seconds), peak, trace.parts.at(at).phase)
 
 
 def _thinned(timeline: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import islice
 
-from flatout.profile.summary import PHASES, Operator, Phase
-from flatout.profile.trace import Trace
+from flatout.profile.model import PHASES, Operator, Phase
+from flatout.profile.trace import Event, Trace
 
 
 def operators(trace: Trace, limit: int = 15) -> tuple[Operator, ...]:
@@ -22,21 +23,21 @@ def operators(trace: Trace, limit: int = 15) -> tuple[Operator, ...]:
     places: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     ranked = device if trace.device else host
 
-    ops = trace.within([event for event in trace.host if event.kind == "cpu_op"])
-    inner: dict[int, float] = defaultdict(float)
+    ops = [event for event in trace.within(trace.host) if event.kind == "cpu_op"]
+    inner: dict[Event, float] = defaultdict(float)
     for op in ops:
-        outer = next((e for e in op.ancestors() if e is not op and e.kind == "cpu_op"), None)
+        outer = next(islice(op.operators(), 1, None), None)
         if outer is not None:
-            inner[id(outer)] += op.duration
+            inner[outer] += op.duration
     for op in ops:
-        own = max(0.0, op.duration - inner[id(op)])
+        own = max(0.0, op.duration - inner[op])
         calls[op.name] += 1
         host[op.name] += own
         if not trace.device:
             places[op.name][trace.where(op)] += own
     for work in trace.within(trace.device):
         launch = trace.launch_of(work)
-        launcher = None if launch is None else trace.operator_of(launch)
+        launcher = None if launch is None else next(launch.operators(), None)
         name = work.name if launcher is None else launcher.name
         calls[name] += launcher is None
         device[name] += work.duration
@@ -63,7 +64,7 @@ def device_phases(trace: Trace) -> Mapping[Phase, float]:
     spent = dict.fromkeys(PHASES, 0.0)
     for work in trace.within(trace.device):
         launch = trace.launch_of(work)
-        spent[trace.phase_at(work.start) if launch is None else trace.phase_of(launch)] += work.duration
+        spent[trace.phase_of(launch or work)] += work.duration
     return {phase: 1e-6 * time / trace.steps for phase, time in spent.items()} if trace.device else {}
 
 

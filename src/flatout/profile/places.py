@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
 
+_PLACE = re.compile(r"(?P<file>.+):(?P<line>\d+)(?: \(.+\))?")
 _NOT_THE_USERS = {"torch", "functorch", "flatout", "numpy", "triton"}
-
-
 _ROOTS = tuple(os.path.dirname(os.path.dirname(file)) for file in (torch.__file__, os.path.dirname(__file__)))
 """Folders that hold the packages torch and flatout; an editable install is not on ``sys.path``."""
 
@@ -31,14 +33,25 @@ def is_users(file: str) -> bool:
     return top not in _NOT_THE_USERS and top not in sys.stdlib_module_names
 
 
-def of_frame(frame: FrameType | None) -> tuple[str, str] | None:
-    """The innermost place of the user's code, from ``frame`` outwards: ``file:line`` and the file's full path."""
+def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
+    """A frame, the one that called it, and so on, each with its shortened file."""
     while frame is not None:
-        file = short(frame.f_code.co_filename)
-        if is_users(file):
-            return f"{file}:{frame.f_lineno}", frame.f_code.co_filename
+        yield frame, short(frame.f_code.co_filename)
         frame = frame.f_back
-    return None
+
+
+def of_frame(frame: FrameType | None) -> tuple[str, str]:
+    """The innermost place of the user's code, from ``frame`` outwards, and its line of code; empty where none is."""
+    for at, file in outwards(frame):
+        if is_users(file):
+            return f"{file}:{at.f_lineno}", linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
+    return "", ""
+
+
+def code_at(place: str) -> str:
+    """The line of code at ``file:line`` or ``file:line (name)``; empty where it cannot be read."""
+    found = _PLACE.fullmatch(place)
+    return "" if found is None else linecache.getline(found["file"], int(found["line"])).strip()
 
 
 def _main_file() -> str:

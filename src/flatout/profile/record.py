@@ -1,28 +1,23 @@
-"""Records training steps: warm-up, a search for syncs, then the steps that are timed."""
+"""Records training steps: a warm-up, a search for syncs, then the steps that are timed."""
 
 from __future__ import annotations
 
 import gc
-import platform
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from flatout.data.machine import usable_cores
-from flatout.profile.advice import advise
-from flatout.profile.gaps import gaps, grouped
-from flatout.profile.memory import memory
-from flatout.profile.nsight import kernel_filter
-from flatout.profile.operators import device_phases, operators, top_kernel
-from flatout.profile.summary import PHASES, Phase, Profile, Step, Sync, TraceFile
-from flatout.profile.syncs import SyncFinder, silent
+from flatout.data import batch_size_of
+from flatout.profile import nsight
+from flatout.profile.model import Profile, Sync, TraceFile
+from flatout.profile.summary import summarise
+from flatout.profile.syncs import replaced, watching
 from flatout.profile.trace import BOUNDARY, Trace
 
 SEARCHED_STEPS = 2
@@ -31,39 +26,54 @@ _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
 _ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
 
+Course = Generator[bool, None, None]
+"""What a loop is taken through: ``next`` before its first step and after every one, ``close`` behind the last. Yields
+whether it is done; it is when it has ended, too."""
 
-class Course(ABC):
-    """What a loop is taken through as ``boundary`` is called between its steps.
 
-    Attributes:
-        done: it is at its end.
-        passed: calls of ``boundary``.
+def profile_run(
+    loader: Iterable[Any],
+    step: Callable[[Any], Any],
+    steps: int = 10,
+    warmup: int = 3,
+    *,
+    verdict: Callable[[], str] = str,
+) -> Profile:
+    """Profiles a loop of ``step(batch)`` over ``loader``, which goes on from epoch to epoch.
+
+    Args:
+        loader: yields batches; iterated as often as needed.
+        step: trains on a batch.
+        steps: to time.
+        warmup: steps before; two more look for syncs, and some more use up what loader workers have in store.
+        verdict: for ``Profile.verdict``; asked for after the warm-up.
+
+    Raises:
+        ValueError: ``steps`` < 1, ``warmup`` < 0, or a loader that ends before a step could be timed.
     """
-
-    def __init__(self) -> None:
-        self.done = False
-        self.passed = 0
-        self._course = self._run()
-
-    @abstractmethod
-    def _run(self) -> Generator[None, None, None]:
-        """All of it; yields to the loop at every boundary."""
-
-    def boundary(self) -> None:
-        """Between two steps: before the first, and after every one."""
-        self.passed += 1
-        try:
-            next(self._course)
-        except StopIteration:
-            self.done = True
-
-    def close(self) -> None:
-        """Ends what is under way."""
-        self._course.close()
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}")
+    if warmup < 0:
+        raise ValueError(f"warmup must be >= 0, got {warmup}")
+    recording = Recording(steps, warmup, verdict)
+    course = recording.course()
+    samples: list[int] = []
+    try:
+        next(course)
+        for batch in _again_and_again(loader):
+            step(batch)
+            samples.append(batch_size_of(batch))
+            if next(course, True):
+                break
+    finally:
+        course.close()
+    recent = samples[-steps:]
+    commands = nsight.commands_of_main(steps, warmup) if torch.cuda.is_initialized() else ()
+    return recording.profile(sum(recent) / max(1, len(recent)), commands)
 
 
-class Session(Course):
-    """Takes a loop through its profile. Steps timed before ``close`` are kept.
+class Recording:
+    """What is recorded of a loop on its course. Steps timed before the course is closed are kept.
 
     Args:
         steps: to time.
@@ -75,22 +85,17 @@ class Session(Course):
     """
 
     def __init__(self, steps: int, warmup: int, verdict: Callable[[], str] = str) -> None:
-        super().__init__()
+        self.timed = 0
         self._steps = steps
         self._warmup = warmup
         self._judge = verdict
         self._verdict = ""
-        self.timed = 0
         self._unprofiled: float | None = None
-        self._syncs: tuple[Sync, ...] = ()
+        self._syncs: list[Sync] = []
         self._trace = TraceFile()
 
     def profile(self, samples: float | None = None, commands: Sequence[str] = ()) -> Profile:
-        """What was recorded.
-
-        Args:
-            samples: per step.
-            commands: for ``Profile.commands``; ``{kernel}`` in them becomes the costliest kernel's name.
+        """What was recorded; for the arguments see ``summarise``.
 
         Raises:
             ValueError: no step was timed.
@@ -107,22 +112,29 @@ class Session(Course):
             trace_file=self._trace,
         )
 
-    def _run(self) -> Generator[None, None, None]:
+    def course(self) -> Course:
+        """All of it; yields to the loop between its steps."""
+        yield from self._warm_up()
+        self._verdict = self._judge()
+        yield from self._search()
+        yield from self._time()
+
+    def _warm_up(self) -> Course:
         if self._warmup:
-            yield
+            yield False
         begun = _now()
         for _ in range(self._warmup - 1):
-            yield
+            yield False
         if self._warmup > 1:
             self._unprofiled = (_now() - begun) / (self._warmup - 1)
-        self._verdict = self._judge()
 
-        finder = SyncFinder(torch.cuda.is_initialized())
-        with finder.watching():
+    def _search(self) -> Course:
+        with watching(torch.cuda.is_initialized()) as seen:
             for _ in range(SEARCHED_STEPS):
-                yield
-        self._syncs = finder.syncs(SEARCHED_STEPS)
+                yield False
+        self._syncs = [Sync(*found, count / SEARCHED_STEPS) for found, count in seen.most_common()]
 
+    def _time(self) -> Course:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -135,14 +147,14 @@ class Session(Course):
         try:
             # Loaders have run ahead in all this: what they have in store must not make them look fast.
             for _ in range(_ahead()):
-                yield
+                yield False
             profiler.start_trace()
             running = True
             if torch.cuda.is_initialized():  # the GPU is behind the host: so it shall be when timing begins
-                yield
+                yield False
             _mark()
             for _ in range(self._steps):
-                yield
+                yield False
                 _mark()
                 self.timed += 1
             _now()
@@ -157,67 +169,29 @@ class Session(Course):
 
 def _refused(ours: profile) -> ExitStack:
     """Until it is closed, other profilers raise: torch would end the process when a second one starts."""
-    stack = ExitStack()
 
-    def guard(name: str) -> None:
-        method = getattr(torch.autograd.profiler.profile, name)
-
-        def call(self: torch.autograd.profiler.profile) -> None:
-            if self is not ours.profiler:
+    def unless_ours(method: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(profiler: Any) -> None:
+            if profiler is not ours.profiler:
                 raise RuntimeError(_ONE)
-            method(self)
+            method(profiler)
 
-        setattr(torch.autograd.profiler.profile, name, call)
-        stack.callback(setattr, torch.autograd.profiler.profile, name, method)
+        return call
 
-    guard("_prepare_trace")
-    guard("_start_trace")
+    stack = ExitStack()
+    for name in ("_prepare_trace", "_start_trace"):
+        stack.enter_context(replaced(torch.autograd.profiler.profile, name, unless_ours))
     return stack
 
 
-def summarise(
-    trace: Trace,
-    *,
-    unprofiled_seconds: float | None = None,
-    syncs: tuple[Sync, ...] = (),
-    samples: float | None = None,
-    commands: Sequence[str] = (),
-    verdict: str = "",
-    trace_file: TraceFile | None = None,
-) -> Profile:
-    """A profile of a trace."""
-    steps = tuple(_steps(trace))
-    phases: dict[Phase, float] = {
-        phase: sum(step.phases.get(phase, 0.0) for step in steps) / len(steps) for phase in PHASES
-    }
-    seconds = sum(step.seconds for step in steps) / len(steps)
-    found = grouped(trace, gaps(trace))
-    costliest = operators(trace)
-    return Profile(
-        steps=steps,
-        seconds=seconds,
-        unprofiled_seconds=unprofiled_seconds,
-        samples=samples,
-        phases=phases,
-        device_phases=device_phases(trace),
-        operators=costliest,
-        gaps=found,
-        syncs=(*syncs, *silent(trace)),
-        memory=memory(trace),
-        advice=advise(trace, seconds, phases, costliest, found, syncs),
-        commands=tuple(command.replace("{kernel}", kernel_filter(top_kernel(trace))) for command in commands),
-        environment=_environment(),
-        verdict=verdict,
-        trace=trace_file,
-    )
-
-
-def _steps(trace: Trace) -> Iterator[Step]:
-    for start, end in pairwise(trace.boundaries):
-        phases = dict.fromkeys(PHASES, 0.0)
-        for span in trace.divided(start, end):
-            phases[span.phase] += 1e-6 * (span.end - span.start)
-        yield Step(1e-6 * (end - start), phases)
+def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch, until one is empty."""
+    empty = False
+    while not empty:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
 
 
 def _mark() -> None:
@@ -240,17 +214,3 @@ def _ahead() -> int:
         if type(loader) is _MultiProcessingDataLoaderIter
     ]
     return min(_MOST_AHEAD, max(stores, default=0) + (_AHEAD_ON_CUDA if torch.cuda.is_initialized() else 0))
-
-
-def _environment() -> dict[str, str]:
-    import flatout
-
-    processor = platform.processor() or platform.machine()
-    device = f"cuda ({torch.cuda.get_device_name()})" if torch.cuda.is_initialized() else f"cpu ({processor})"
-    return {
-        "device": device,
-        "cores": str(usable_cores()),
-        "torch": torch.__version__,
-        "flatout": flatout.__version__,
-        "python": platform.python_version(),
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.profile import nsight
-from flatout.profile.record import SEARCHED_STEPS, Course, Session
-from flatout.profile.summary import Profile
+from flatout.profile.model import Profile
+from flatout.profile.record import Course, Recording
 
 
 @dataclass(frozen=True)
@@ -56,89 +56,76 @@ def profile_script(
     Returns:
         The profile (None when the script made too few updates), and how the script ended.
     """
-    session = Session(steps, warmup - 1)
-    ended = run(path, args, session, stop=not keep_going)
-    if session.timed == 0:
+    recording = Recording(steps, warmup - 1)
+    ended = _run(path, args, recording.course(), stop=not keep_going)
+    if recording.timed == 0:
         return None, ended
     commands = nsight.commands(path, args, steps, warmup) if torch.cuda.is_initialized() else ()
-    return session.profile(commands=commands), ended
+    return recording.profile(commands=commands), ended
 
 
 def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
     """Runs a script for Nsight: opens the range that nsys and ncu record, and names the operators in it."""
-    return run(path, args, _Capture(steps, warmup), stop=True)
+    return _run(path, args, _capture(steps, warmup), stop=True)
 
 
-def least_updates(steps: int, warmup: int) -> int:
-    """Updates that a profile takes, when no loader worker runs ahead."""
-    return warmup + SEARCHED_STEPS + steps
+def _capture(steps: int, warmup: int) -> Course:
+    """The range that Nsight records: ``steps`` updates behind ``warmup`` others."""
+    for _ in range(warmup - 1):
+        yield False
+    torch.cuda.synchronize()
+    with torch.autograd.profiler.emit_nvtx():
+        torch.cuda.profiler.start()
+        try:
+            for _ in range(steps):
+                yield False
+        finally:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        yield True  # until the operators under way have ended: emit_nvtx minds being taken away within one
 
 
-def run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
+def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
     """Runs a script as ``python path args`` would, and takes it through ``course`` from update to update.
 
     Args:
         path: of the script.
         args: its arguments.
-        course: hears of every update of the script's first optimizer.
+        course: goes on with every update of the script's first optimizer.
         stop: end the script when the course is done.
     """
-    leaders: list[Optimizer] = []
+    leader: Optimizer | None = None
+    passed, done = 0, False
     process = os.getpid()  # a child that the script forks is not profiled, and its end is its own
 
     def updated(optimizer: Optimizer, *_: object) -> None:
-        if not leaders:
-            leaders.append(optimizer)
-        if optimizer is not leaders[0] or course.done or os.getpid() != process:
+        nonlocal leader, passed, done
+        leader = optimizer if leader is None else leader
+        if optimizer is not leader or done or os.getpid() != process:
             return
-        course.boundary()
-        if stop and course.done:
+        passed += 1
+        done = next(course, True)
+        if stop and done:
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
+    error: BaseException | None = None
     hook = register_optimizer_step_post_hook(updated)
     try:
         with _as_main(path, args):
             runpy.run_path(path, run_name="__main__")
-        ended = Ended(0, None, course.passed)
-    except BaseException as error:
+    except BaseException as raised:
         if os.getpid() != process:
             raise
-        if isinstance(error, SystemExit):
-            ended = Ended(_status(error.code), None, course.passed)
-        else:
-            ended = Ended(1, error.with_traceback(_from_script(error.__traceback__, path)), course.passed)
+        error = raised.with_traceback(_from_script(raised.__traceback__, path))
     finally:
         hook.remove()
         if os.getpid() == process:
             course.close()
-        leaders.clear()
     if os.getpid() != process:
         raise SystemExit(0)
-    return ended
-
-
-class _Capture(Course):
-    """The range that Nsight records: ``steps`` updates behind ``warmup`` others."""
-
-    def __init__(self, steps: int, warmup: int) -> None:
-        super().__init__()
-        self._steps = steps
-        self._warmup = warmup
-
-    def _run(self) -> Generator[None, None, None]:
-        for _ in range(self._warmup - 1):
-            yield
-        torch.cuda.synchronize()
-        with torch.autograd.profiler.emit_nvtx():
-            torch.cuda.profiler.start()
-            try:
-                for _ in range(self._steps):
-                    yield
-            finally:
-                torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
-            self.done = True
-            yield  # until the operators under way have ended: emit_nvtx minds being taken away within one
+    if isinstance(error, SystemExit):
+        return Ended(_status(error.code), None, passed)
+    return Ended(int(error is not None), error, passed)
 
 
 @contextmanager

@@ -1,237 +1,94 @@
-"""What a profile is made of: plain, frozen data that terminal, page and JSON read."""
+"""From a trace to a profile."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
-import shutil
-import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from os import PathLike, fspath
-from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any, Literal, get_args
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from rich.console import Console, ConsoleOptions, RenderableType
+import torch
 
-SCHEMA_VERSION = 1
-"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
-
-Phase = Literal["loader_wait", "h2d", "forward", "backward", "update", "host_idle"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-"""The parts of a step, on the host's clock, in their order. ``host_idle`` is what is left of the wall time: the loop's
-own code between the other parts."""
-
-Cause = Literal["loader", "copy", "sync", "launch", "own code", "device"]
-"""Why a GPU idled: the host waited for data; copied it; had let the queue run dry by waiting for the GPU; launched
-kernels slower than they ran; ran the loop's own code; or, work being queued, the device itself took its time."""
+from flatout.data.machine import usable_cores
+from flatout.profile.advice import advise
+from flatout.profile.gaps import gaps, grouped
+from flatout.profile.memory import memory
+from flatout.profile.model import PHASES, Profile, Step, Sync, TraceFile
+from flatout.profile.nsight import kernel_filter
+from flatout.profile.operators import device_phases, operators, top_kernel
+from flatout.profile.places import code_at
+from flatout.profile.trace import Trace
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One operator of torch, over the profiled steps.
+def summarise(
+    trace: Trace,
+    *,
+    unprofiled_seconds: float | None = None,
+    syncs: Sequence[Sync] = (),
+    samples: float | None = None,
+    commands: Sequence[str] = (),
+    verdict: str = "",
+    trace_file: TraceFile | None = None,
+) -> Profile:
+    """A profile of a trace, and of what a trace does not tell; for the arguments see ``Profile``.
 
-    Attributes:
-        name: e.g. ``aten::convolution_backward``.
-        calls: per step.
-        host_seconds: per step, on the host, without the operators that it calls.
-        device_seconds: per step, of the kernels that it launches itself; 0 without a GPU.
-        share: of the step's wall time: ``device_seconds`` where there is a GPU, else ``host_seconds``.
-        where: ``file:line`` of the user's code where most of that time comes from (for a backward operator: of the
-            forward operator that it belongs to); empty when not known.
+    Args:
+        syncs: those that were found apart from the trace.
+        commands: ``{kernel}`` in them becomes the costliest kernel's name.
+        trace_file: that the trace was read from.
     """
-
-    name: str
-    calls: float
-    host_seconds: float
-    device_seconds: float
-    share: float
-    where: str
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """Stretches in which the GPU ran nothing, of one cause.
-
-    Attributes:
-        cause: what the host did meanwhile.
-        phase: in which part of the step.
-        where: ``file:line`` of the user's code, or the operator; empty when not known.
-        count: number of stretches per step.
-        seconds: per step.
-        longest: the longest one, seconds.
-    """
-
-    cause: Cause
-    phase: Phase
-    where: str
-    count: float
-    seconds: float
-    longest: float
+    steps = tuple(_steps(trace))
+    kernel = kernel_filter(top_kernel(trace))
+    profile = Profile(
+        steps=steps,
+        seconds=sum(step.seconds for step in steps) / len(steps),
+        unprofiled_seconds=unprofiled_seconds,
+        samples=samples,
+        phases={phase: sum(step.phases[phase] for step in steps) / len(steps) for phase in PHASES},
+        device_phases=device_phases(trace),
+        operators=operators(trace),
+        gaps=grouped(trace, gaps(trace)),
+        syncs=(*syncs, *_silent(trace)),
+        memory=memory(trace),
+        advice=(),
+        commands=tuple(command.replace("{kernel}", kernel) for command in commands),
+        environment=_environment(),
+        verdict=verdict,
+        trace=trace_file,
+    )
+    return replace(profile, advice=advise(profile, trace))
 
 
-@dataclass(frozen=True)
-class Sync:
-    """A place where the host waits for the GPU, or, without a GPU, would wait for one.
-
-    Attributes:
-        what: the call, e.g. ``item``.
-        where: ``file:line`` of the user's code; empty when no frame is the user's.
-        code: that line.
-        phase: the part of the step that it is in.
-        per_step: calls per step.
-    """
-
-    what: str
-    where: str
-    code: str
-    phase: Phase
-    per_step: float
+def _steps(trace: Trace) -> Iterator[Step]:
+    for start, end in pairwise(trace.boundaries):
+        phases = dict.fromkeys(PHASES, 0.0)
+        for span in trace.parts.between(start, end):
+            phases[span.phase] += 1e-6 * (span.end - span.start)
+        yield Step(1e-6 * (end - start), phases)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory that tensors take.
-
-    Attributes:
-        device: ``cuda:0``, say; on ``cpu`` only what was allocated since profiling began is counted.
-        timeline: (seconds since the first profiled step, bytes allocated), in order.
-        peak: bytes.
-        peak_phase: the part of the step in which it was reached.
-    """
-
-    device: str
-    timeline: tuple[tuple[float, int], ...]
-    peak: int
-    peak_phase: Phase
+def _silent(trace: Trace) -> Iterator[Sync]:
+    """Waits of the user's code that torch's sync debug mode does not tell of: for the whole device, and for events."""
+    seen = Counter(
+        (event.name, trace.where(event), trace.phase_of(event))
+        for event in trace.within(trace.host)
+        if event.name in ("cudaDeviceSynchronize", "cudaEventSynchronize") and event.thread in trace.training_threads
+    )
+    for (what, where, phase), count in seen.most_common():
+        if where:
+            yield Sync(what, where, code_at(where), phase, count / trace.steps)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One profiled step.
+def _environment() -> dict[str, str]:
+    import flatout
 
-    Attributes:
-        seconds: its wall time.
-        phases: how that divides.
-    """
-
-    seconds: float
-    phases: Mapping[Phase, float]
-
-
-class TraceFile:
-    """A Chrome trace in a temporary directory that goes when this object does."""
-
-    def __init__(self) -> None:
-        folder = mkdtemp(prefix="flatout-profile-")
-        self.path = Path(folder) / "trace.json"
-        weakref.finalize(self, _remove, folder, os.getpid())
-
-
-def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child's end is not ours
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Where the time of training steps goes.
-
-    ``print(profile)`` gives text, ``rich.print(profile)`` colour, a Jupyter cell a page with charts.
-
-    Attributes:
-        steps: what each profiled step took.
-        seconds: wall time of a step, mean, under the profiler.
-        unprofiled_seconds: the same before the profiler was on, for comparison; None where too few warm-up steps ran.
-        samples: per step; None when not known.
-        phases: mean seconds per step and part; they sum up to ``seconds``.
-        device_phases: mean seconds per step in which the GPU worked for each part; empty without a GPU.
-        operators: costliest first.
-        gaps: why the GPU idled, costliest first; empty without a GPU.
-        syncs: where the host waits for the GPU, or would.
-        memory: what tensors take over time.
-        advice: what costs most and what to do, costliest first.
-        verdict: of a run on its last steps: MFU beside NVML's utilisation, what is usual, what limits it; empty for a
-            script.
-        commands: lines for Nsight Systems and Nsight Compute, for what only they show; empty without a script.
-        environment: what the figures must be read with.
-        trace: the file behind ``to_chrome_trace``; None for a profile that was read or made by hand.
-    """
-
-    steps: tuple[Step, ...]
-    seconds: float
-    unprofiled_seconds: float | None
-    samples: float | None
-    phases: Mapping[Phase, float]
-    device_phases: Mapping[Phase, float]
-    operators: tuple[Operator, ...]
-    gaps: tuple[Gaps, ...]
-    syncs: tuple[Sync, ...]
-    memory: Memory | None
-    advice: tuple[str, ...]
-    commands: tuple[str, ...]
-    environment: Mapping[str, str]
-    verdict: str = ""
-    trace: TraceFile | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def device_busy(self) -> float | None:
-        """Share of the wall time in which the GPU worked, 0..1; None without a GPU."""
-        if not self.device_phases:
-            return None
-        return 1 - sum(gap.seconds for gap in self.gaps) / self.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything shown, as plain data with the key ``schema``."""
-        names = [name for name in self.__dataclass_fields__ if name != "trace"]
-        plain = {name: getattr(self, name) for name in names}
-        for name in ("steps", "operators", "gaps", "syncs"):
-            plain[name] = [asdict(item) for item in plain[name]]
-        plain["memory"] = None if self.memory is None else asdict(self.memory)
-        return {"schema": SCHEMA_VERSION, **plain}
-
-    def to_json(self, path: str | PathLike[str] | None = None) -> str:
-        """Everything shown, as JSON text.
-
-        Args:
-            path: written there too, when given.
-        """
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
-
-    def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained page: charts inside, nothing fetched, light and dark."""
-        from flatout.profile import page
-
-        Path(path).write_text(page.document(self), encoding="utf-8")
-
-    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Writes the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
-
-        Raises:
-            ValueError: there is no trace: this profile was not recorded here.
-        """
-        if self.trace is None:
-            raise ValueError("this profile has no trace: it was not recorded in this process")
-        opened = gzip.open(path, "wb") if fspath(path).endswith(".gz") else open(path, "wb")  # noqa: SIM115
-        with opened as to, open(self.trace.path, "rb") as trace:
-            shutil.copyfileobj(trace, to)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from flatout.profile import terminal
-
-        yield from terminal.render(self, options)
-
-    def __str__(self) -> str:
-        from flatout.profile import terminal
-
-        return terminal.to_text(self)
-
-    def _repr_html_(self) -> str:
-        from flatout.profile import page
-
-        return page.embedded(self)
+    processor = platform.processor() or platform.machine()
+    device = f"cuda ({torch.cuda.get_device_name()})" if torch.cuda.is_initialized() else f"cpu ({processor})"
+    return {
+        "device": device,
+        "cores": str(usable_cores()),
+        "torch": torch.__version__,
+        "flatout": flatout.__version__,
+        "python": platform.python_version(),
+    }

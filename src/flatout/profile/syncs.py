@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.profile.places import of_frame, short
-from flatout.profile.summary import Phase, Sync
-from flatout.profile.trace import Trace
+from flatout.profile.model import Phase
+from flatout.profile.places import of_frame, outwards, short
 
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING_OPERATORS = {
@@ -41,73 +41,56 @@ _METHODS = {
     "__repr__": "print",
 }
 """Methods of tensors that copy to the host without any dispatcher's seeing it, where the tensor is there already."""
-
+Note = Callable[[str, "FrameType | None"], None]
+"""Told of a call, by what people call it, and of the frame that makes it."""
 _UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
 
 
-class SyncFinder:
-    """Counts synchronising calls of the code that runs between ``begin`` and ``end``; never raises into it.
+@contextmanager
+def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
+    """Counts synchronising calls of the code within the ``with`` block; never raises into it.
+
+    Modes, filters and methods are put back at its end.
 
     Args:
         cuda: listen to torch's sync debug mode; else watch operators, on whatever device.
+
+    Yields:
+        How often each was seen: its call, place, line of code and part of the step.
     """
+    seen: Counter[tuple[str, str, str, Phase]] = Counter()
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
-        self._seen: Counter[tuple[str, str, str, Phase]] = Counter()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Finds within the ``with`` block. Modes, filters and methods are put back at its end."""
-        with ExitStack() as stack:
-            if self._cuda:
-                stack.enter_context(_debug_mode(self._note))
-            else:
-                stack.enter_context(_methods_watched(self._note))
-                stack.enter_context(_Watch(self._note))
-            yield
-
-    def syncs(self, steps: int) -> tuple[Sync, ...]:
-        """What was found in ``steps`` steps, most frequent first."""
-        return tuple(
-            Sync(what, where, code, phase, count / steps)
-            for (what, where, code, phase), count in self._seen.most_common()
-        )
-
-    def _note(self, what: str, frame: FrameType | None) -> None:
+    def note(what: str, frame: FrameType | None) -> None:
         phase = _phase_of(frame)
-        if not self._cuda and (phase == "loader_wait" or _through(frame, "torch/optim/")):
+        if not cuda and (phase == "loader_wait" or _in_optimizer(frame)):
             return  # samples, and the counts of optimizers, are on the host wherever the model is
-        found = of_frame(frame)
-        if found is None:
-            self._seen[what, "", "", phase] += 1
+        where, code = of_frame(frame)
+        if what == "to" and where and "cpu" not in code:  # .to(device), where the device happens to be this one
             return
-        where, path = found
-        code = _line(where, path)
-        if what == "to" and "cpu" not in code:  # .to(device), where the device happens to be this one
-            return
-        self._seen[what, where, code, phase] += 1
+        seen[what, where, code, phase] += 1
+
+    with ExitStack() as stack:
+        if cuda:
+            stack.enter_context(_debug_mode(note))
+        else:
+            for name, what in _METHODS.items():
+                stack.enter_context(replaced(Tensor, name, partial(_watched, name, what, note)))
+            stack.enter_context(_Watch(note))
+        yield seen
 
 
-def silent(trace: Trace) -> tuple[Sync, ...]:
-    """Waits of the user's code that torch's sync debug mode does not tell of: for the whole device, and for events."""
-    seen = Counter(
-        (event.name, trace.where(event), trace.phase_of(event))
-        for event in trace.within(trace.host)
-        if event.name in ("cudaDeviceSynchronize", "cudaEventSynchronize") and event.thread in trace.training_threads
-    )
-    return tuple(
-        Sync(what, where, _line(where.partition(" ")[0], where.rpartition(":")[0]), phase, count / trace.steps)
-        for (what, where, phase), count in seen.most_common()
-        if where
-    )
-
-
-def _line(where: str, path: str) -> str:
-    return linecache.getline(path, int(where.rpartition(":")[2])).strip()
-
-
-Note = Callable[[str, "FrameType | None"], None]
+@contextmanager
+def replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the ``with`` block a class has ``wrap(method)`` for one of its methods, inherited or its own."""
+    method, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, wrap(method))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
 
 
 class _Watch(TorchDispatchMode):
@@ -135,32 +118,17 @@ def _waiting(operator: str, args: Any, kwargs: Any) -> str:
     return _WAITING_OPERATORS.get(operator, "")
 
 
-@contextmanager
-def _methods_watched(note: Note) -> Iterator[None]:
-    """Tells of calls of ``_METHODS``."""
+def _watched(name: str, what: str, note: Note, method: Any) -> Any:
+    """A method of tensors that tells of its calls."""
 
-    def watched(name: str, method: Any) -> Any:
-        def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            own = _is_torchs(frame) and name != "__repr__"  # __array__ calls numpy; __format__ calls __repr__
-            if not own and (name != "to" or _to_host(args, kwargs)):
-                note(_METHODS[name], frame)
-            return method(self, *args, **kwargs)
+    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        own = _is_torchs(short(frame.f_code.co_filename)) and name != "__repr__"  # __format__ calls it
+        if not own and (name != "to" or _to_host(args, kwargs)):
+            note(what, frame)
+        return method(self, *args, **kwargs)
 
-        return call
-
-    originals = {name: getattr(Tensor, name) for name in _METHODS}
-    own = {name for name in _METHODS if name in vars(Tensor)}
-    for name, method in originals.items():
-        setattr(Tensor, name, watched(name, method))
-    try:
-        yield
-    finally:
-        for name, method in originals.items():
-            if name in own:
-                setattr(Tensor, name, method)
-            else:
-                delattr(Tensor, name)
+    return call
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
@@ -195,8 +163,8 @@ def _debug_mode(note: Note) -> Iterator[None]:
 def _phase_of(frame: FrameType | None) -> Phase:
     """The part of a step that a stack is in, from the functions of torch and flatout that lead to it."""
     inside_module = False
-    while frame is not None:
-        file, name = short(frame.f_code.co_filename), frame.f_code.co_name
+    for at, file in outwards(frame):
+        name = at.f_code.co_name
         if name == "_engine_run_backward":
             return "backward"
         if file in _UPDATES or (file == "flatout/job.py" and name == "flush"):
@@ -204,18 +172,14 @@ def _phase_of(frame: FrameType | None) -> Phase:
         if file == "torch/utils/data/dataloader.py" or file.startswith("flatout/data/"):
             return "loader_wait"
         inside_module |= file == "torch/nn/modules/module.py" or (file == "flatout/job.py" and name == "loss")
-        frame = frame.f_back
     return "forward" if inside_module else "host_idle"
 
 
-def _through(frame: FrameType | None, part: str) -> bool:
-    """Whether one of torch's own frames, from the innermost out to the user's code, is of that part of torch."""
-    while frame is not None and _is_torchs(frame):
-        if short(frame.f_code.co_filename).startswith(part):
-            return True
-        frame = frame.f_back
-    return False
+def _in_optimizer(frame: FrameType | None) -> bool:
+    """Whether one of torch's own frames, from the innermost out to the user's code, is an optimizer's."""
+    torchs = takewhile(_is_torchs, (file for _, file in outwards(frame)))
+    return any(file.startswith("torch/optim/") for file in torchs)
 
 
-def _is_torchs(frame: FrameType | None) -> bool:
-    return frame is not None and short(frame.f_code.co_filename).startswith("torch/")
+def _is_torchs(file: str) -> bool:
+    return file.startswith("torch/")

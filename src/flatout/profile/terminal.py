@@ -10,23 +10,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flatout import words
 from flatout.profile import wording
-from flatout.profile.summary import PHASES, Phase, Profile
-from flatout.report.terminal import plain_text
-from flatout.report.words import clean
+from flatout.profile.model import PHASES, Profile
+from flatout.profile.wording import ms
+from flatout.report import terminal
 
-_STYLES: dict[Phase, str] = {
-    "loader_wait": "dark_orange",
-    "h2d": "yellow",
-    "forward": "blue",
-    "backward": "magenta",
-    "update": "green",
-    "host_idle": "bright_black",
-}
-_ASCII = str.maketrans({"█": "#", "→": ">", "…": ".", "×": "x", "–": "-", "−": "-", "·": "|"})
+_STYLES = {"number": "", "strong": "bold", "plain": "", "quiet": "dim"}
+_ROWS = 8  # of a table; the page has more
+
 Say = Callable[..., Text]
 """Text for this terminal: (text, style)."""
-_ROWS = 8  # of a table; the page has more
 
 
 def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -34,26 +28,32 @@ def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType
     plain = options.ascii_only
 
     def say(text: str, style: str = "") -> Text:
-        return Text(clean(text).translate(_ASCII) if plain else clean(text), style=style)
+        return terminal.say(words.clean(text), plain, style)
 
-    yield Text.assemble(("flatout", "bold magenta"), "  ", say(wording.pace(profile), "bold"))
+    def titled(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
+        yield Text("")
+        yield say(title, "bold cyan")
+        yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
+
+    rate = f", {words.count(profile.samples / profile.seconds)} samples/s" if profile.samples else ""
+    yield Text.assemble(("flatout", "bold magenta"), "  ", say(f"{ms(profile.seconds)} a step{rate}", "bold"))
     yield say(wording.biggest(profile), "bold")
     yield say(wording.basis(profile), "dim")
     if profile.verdict:
         yield say(profile.verdict)
     yield Text("")
     yield _phases(profile, max(10, min(40, options.max_width - 62)), say)
-    yield from _section("what to do", say, [_numbered(profile.advice, say)])
+    yield from titled("what to do", _numbered(profile.advice, say))
     for section in wording.sections(profile):
         note = [say(section.note, "dim")] if section.note else []
-        yield from _section(section.title[0].lower() + section.title[1:], say, [*note, _rows(section.columns, say)])
+        yield from titled(section.title[0].lower() + section.title[1:], *note, _rows(section, say))
     if profile.memory is not None:
-        yield from _section("memory", say, [say(wording.memory_note(profile))])
+        yield from titled("memory", say(wording.peak(profile)))
     if profile.commands:
         lines = [say(continued(line, options.max_width - 2)) for line in profile.commands]
-        yield from _section("deeper, with NVIDIA's tools (nvprof is gone)", say, lines)
+        yield from titled("deeper, with NVIDIA's tools (nvprof is gone)", *lines)
     yield Text("")
-    yield say(" · ".join(f"{key} {value}" for key, value in profile.environment.items()), "dim")
+    yield terminal.facts(profile.environment, plain)
 
 
 def continued(command: str, width: int) -> str:
@@ -69,13 +69,7 @@ def continued(command: str, width: int) -> str:
 
 def to_text(profile: Profile, width: int | None = None, ascii_only: bool | None = None) -> str:
     """The summary as plain text; see ``report.terminal.plain_text``."""
-    return plain_text(lambda options: render(profile, options), width, ascii_only)
-
-
-def _section(title: str, say: Say, parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    yield Text("")
-    yield say(title, "bold cyan")
-    yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
+    return terminal.plain_text(lambda options: render(profile, options), width, ascii_only)
 
 
 def _phases(profile: Profile, width: int, say: Say) -> Table:
@@ -84,13 +78,14 @@ def _phases(profile: Profile, width: int, say: Say) -> Table:
     table = _table([*headings, ("GPU", True)] if on_gpu else headings)
     longest = max(profile.phases.values())
     for phase in PHASES:
-        seconds = profile.phases[phase]
-        bar = "█" * round(width * seconds / longest) if longest > 0 else ""
-        cells = [say(wording.share(seconds, profile.seconds)), say(wording.PHASE_NAMES[phase], _STYLES[phase])]
-        cells += [say(wording.ms(seconds)), say(bar, _STYLES[phase])]
-        if on_gpu:
-            cells.append(say(wording.ms(profile.device_phases[phase])))
-        table.add_row(*cells)
+        look, seconds = wording.LOOKS[phase], profile.phases[phase]
+        table.add_row(
+            say(words.share(seconds / profile.seconds)),
+            say(look.name, look.style),
+            say(ms(seconds)),
+            say("█" * round(width * seconds / longest), look.style),
+            *([say(ms(profile.device_phases[phase]))] if on_gpu else []),
+        )
     return table
 
 
@@ -103,14 +98,11 @@ def _numbered(lines: Iterable[str], say: Say) -> Table:
     return grid
 
 
-_STYLE_OF: dict[wording.Look, str] = {"number": "", "strong": "bold", "plain": "", "quiet": "dim"}
-
-
-def _rows(columns: Iterable[wording.Column], say: Say) -> Table:
-    columns = list(columns)
-    table = _table((column.heading, column.look == "number") for column in columns)
-    for row in zip(*(column.cells[:_ROWS] for column in columns), strict=True):
-        table.add_row(*(say(cell, _STYLE_OF[column.look]) for cell, column in zip(row, columns, strict=True)))
+def _rows(section: wording.Section, say: Say) -> Table:
+    table = _table((heading, look == "number") for heading, look, _ in section.columns)
+    styles = [_STYLES[look] for _, look, _ in section.columns]
+    for row in section.rows[:_ROWS]:
+        table.add_row(*map(say, row, styles))
     return table
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from flatout.report import html, serialize, terminal
+from flatout.report import html, serialize, terminal, wording
 from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
+from flatout.report.shown import Shown
 
 __all__ = ["SCHEMA_VERSION", "Gain", "Pace", "Report", "Row", "Status", "Summary", "Trial"]
 
 
-class Report:
+class Report(Shown):
     """Shows a ``Summary`` wherever it is looked at.
 
     ``print(report)`` gives text, ``rich.print(report)`` colour, a Jupyter cell a rendered table with charts;
@@ -24,6 +25,8 @@ class Report:
     Attributes:
         summary: the data shown.
     """
+
+    _TITLE = "flatout report"
 
     def __init__(self, summary: Summary) -> None:
         self.summary = summary
@@ -48,19 +51,7 @@ class Report:
         raise KeyError(f"no row {technique!r}; there are: {', '.join(row.technique for row in self.rows)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything shown, as plain data with the key ``schema``."""
         return serialize.to_dict(self.summary)
-
-    def to_json(self, path: str | PathLike[str] | None = None) -> str:
-        """Everything shown, as JSON text.
-
-        Args:
-            path: written there too, when given.
-        """
-        text = serialize.to_json(self.summary)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
 
     @classmethod
     def from_json(cls, source: str | PathLike[str]) -> Report:
@@ -77,15 +68,6 @@ class Report:
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
         return cls(serialize.from_json(text))
 
-    def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained page: charts inside, nothing fetched, light and dark.
-
-        Args:
-            path: the file.
-        """
-        page = html.page("flatout report", html.fragment(self.summary))
-        Path(path).write_text(page, encoding="utf-8")
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield from terminal.render(self.summary, options)
 
@@ -93,9 +75,7 @@ class Report:
         return terminal.to_text(self.summary)
 
     def __repr__(self) -> str:
-        from flatout.report.words import headline
+        return f"<flatout.Report: {len(self.rows)} rows, {wording.headline(self.summary)}>"
 
-        return f"<flatout.Report: {len(self.rows)} rows, {headline(self.summary)}>"
-
-    def _repr_html_(self) -> str:
-        return html.embedded(self.summary)
+    def _fragment(self) -> str:
+        return html.fragment(self.summary)

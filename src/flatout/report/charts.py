@@ -1,17 +1,21 @@
-"""The report's two charts, as inline SVG that takes its colours from the page's style sheet."""
+"""The report's two charts, and what all charts share: inline SVG with the colours of the page's style sheet."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from flatout.report import words
+from flatout import words
+from flatout.report import wording
 from flatout.report.model import Gain, Pace, Row
 
 WIDTH = 760
 _LABEL = 235  # room for names, left of the bars
 _VALUE = 185  # room for numbers, right of them
 _LINE = 26
+_ROOM = 62  # that a number within a bar needs
 
 
 def gains(rows: tuple[Row, ...]) -> str:
@@ -52,7 +56,7 @@ def gains(rows: tuple[Row, ...]) -> str:
     for index, (name, gain, css) in enumerate(bars):
         top, middle = index * _LINE + 5, index * _LINE + _LINE / 2
         start, end = sorted((x(0), x(gain.ratio - 1)))
-        value = f"{words.percent(gain.ratio)} ({words.interval(gain)})"
+        value = f"{words.percent(gain.ratio)} ({wording.interval(gain)})"
         parts.append(
             f"<g><title>{escape(f'{name}: {value}')}</title>"
             f'<text class="name" x="{_LABEL - 10}" y="{middle + 4}" text-anchor="end">{escape(_short(name))}</text>'
@@ -72,31 +76,14 @@ def paces(before: Pace, after: Pace) -> str:
         before: the loop as it came.
         after: the loop with everything kept.
     """
-    label, line = 70, 38
     longest = max(before.load_ms + before.step_ms, after.load_ms + after.step_ms)
     if not (math.isfinite(longest) and longest > 0):
         return ""
-    plot = WIDTH - label - 110
-    parts = []
-    for index, (name, pace) in enumerate((("before", before), ("after", after))):
-        top = index * line
-        load, step = pace.load_ms / longest * plot, pace.step_ms / longest * plot
-        parts.append(
-            f'<text class="name" x="{label - 10}" y="{top + 20}" text-anchor="end">{name}</text>'
-            f'<rect class="load" x="{label}" y="{top + 2}" width="{load:.1f}" height="28" rx="2">'
-            f"<title>loading: {words.milliseconds(pace.load_ms)}</title></rect>"
-            f'<rect class="step" x="{label + load:.1f}" y="{top + 2}" width="{step:.1f}" height="28" rx="2">'
-            f"<title>computing: {words.milliseconds(pace.step_ms)}</title></rect>"
-        )
-        for text, start, width in ((pace.load_ms, label, load), (pace.step_ms, label + load, step)):
-            if width > 62:
-                parts.append(
-                    f'<text class="inside" x="{start + width / 2:.1f}" y="{top + 20}" text-anchor="middle">'
-                    f"{words.milliseconds(text)}</text>"
-                )
-        total = words.milliseconds(pace.load_ms + pace.step_ms)
-        parts.append(f'<text class="value" x="{label + load + step + 8:.1f}" y="{top + 20}">{total}</text>')
-    return svg(2 * line, "milliseconds per batch, loading and computing, before and after", parts)
+    bars = {
+        name: [Part("loading", pace.load_ms, "var(--load)"), Part("computing", pace.step_ms, "var(--step)")]
+        for name, pace in (("before", before), ("after", after))
+    }
+    return stacked("milliseconds per batch, loading and computing, before and after", bars, totals=True)
 
 
 def _short(name: str, limit: int = 38) -> str:
@@ -109,6 +96,60 @@ def _ticks(low: float, high: float) -> list[float]:
     step = 10 ** math.floor(math.log10(span / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 7)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a stacked bar.
+
+    Attributes:
+        name: what it is.
+        ms: how long, milliseconds.
+        colour: of the style sheet.
+    """
+
+    name: str
+    ms: float
+    colour: str
+
+
+def stacked(label: str, bars: Mapping[str, Sequence[Part]], *, totals: bool = False) -> str:
+    """Horizontal bars of milliseconds, all to one scale.
+
+    Args:
+        label: what the chart shows.
+        bars: name to parts, from left to right; one of them at least is longer than nothing.
+        totals: write each bar's length behind it.
+    """
+    begin, line = 60, 42
+    plot = WIDTH - begin - (110 if totals else 0)
+    longest = max(sum(part.ms for part in bar) for bar in bars.values())
+    parts = []
+    for top, (name, bar) in zip(range(0, len(bars) * line, line), bars.items(), strict=True):
+        x = float(begin)
+        parts.append(f'<text class="name" x="{begin - 8}" y="{top + 23}" text-anchor="end">{escape(name)}</text>')
+        for part in bar:
+            width, told = plot * part.ms / longest, words.milliseconds(part.ms)
+            parts.append(
+                f'<rect style="fill:{part.colour}" x="{x:.1f}" y="{top + 2}" width="{width:.1f}" height="32" rx="2">'
+                f"<title>{escape(f'{part.name}: {told}')}</title></rect>"
+            )
+            if width > _ROOM:
+                middle = f'x="{x + width / 2:.1f}" y="{top + 23}" text-anchor="middle"'
+                parts.append(f'<text class="inside" {middle}>{told}</text>')
+            x += width
+        if totals:
+            total = words.milliseconds(sum(part.ms for part in bar))
+            parts.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 23}">{total}</text>')
+    return svg(len(bars) * line, label, parts)
+
+
+def level(y: float, begin: int, told: str) -> str:
+    """A line across a chart, with what it stands for at its left, before ``begin``."""
+    return (
+        f'<line class="tick" x1="{begin}" y1="{y:.1f}" x2="{WIDTH}" y2="{y:.1f}"/>'
+        f'<text class="axis" x="{begin - 8}" y="{y + 4:.1f}" text-anchor="end">{told}</text>'
+    )
 
 
 def svg(height: int, label: str, parts: list[str]) -> str:

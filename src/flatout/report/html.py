@@ -1,10 +1,12 @@
-"""The report as HTML: a self-contained page, or a fragment for a notebook's cell."""
+"""The report as HTML, and what every page of flatout is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from html import escape
 
-from flatout.report import charts, words
+from flatout import words
+from flatout.report import charts, wording
 from flatout.report.model import Gain, Row, Summary, Trial
 from flatout.report.style import STYLE
 
@@ -19,14 +21,31 @@ def page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f'<title>{_text(title)}</title><style>{STYLE}</style></head><body class="flatout-page">'
+        f'<title>{text(title)}</title><style>{STYLE}</style></head><body class="flatout-page">'
         f'<div class="flatout">{body}</div></body></html>\n'
     )
 
 
-def embedded(summary: Summary) -> str:
+def embedded(body: str) -> str:
     """A fragment with its style, for a page that is not ours (Jupyter)."""
-    return f'<div class="flatout"><style>{STYLE}</style>{fragment(summary)}</div>'
+    return f'<div class="flatout"><style>{STYLE}</style>{body}</div>'
+
+
+def text(value: str) -> str:
+    """Plain text as HTML."""
+    return escape(words.clean(value))
+
+
+def table(headings: Iterable[str], rows: Iterable[str]) -> str:
+    """A table of ``<tr>`` elements under their headings, which are HTML too."""
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def footer(environment: Mapping[str, str]) -> str:
+    """What the figures must be read with, as the last line."""
+    facts = " · ".join(f"{text(key)} {text(value)}" for key, value in environment.items())
+    return f'<footer class="quiet">{facts}</footer>'
 
 
 def fragment(summary: Summary) -> str:
@@ -35,20 +54,16 @@ def fragment(summary: Summary) -> str:
     return f"<section>{''.join(parts)}</section>"
 
 
-def _text(value: str) -> str:
-    return escape(words.clean(value))
-
-
 def _header(summary: Summary) -> str:
-    factor = words.speedup(summary)
-    pills = " ".join(_pill(status, f"{number} {status}") for status, number in words.tally(summary.rows))
+    factor = wording.speedup(summary)
+    pills = " ".join(_pill(status, f"{number} {status}") for status, number in wording.tally(summary.rows))
     if factor is not None and factor >= 1.01:
         assert summary.before is not None
         assert summary.after is not None
         rates = f"{words.count(summary.before.samples_per_second)} → {words.count(summary.after.samples_per_second)}"
         title = f'<span class="factor">{factor:.2f}×</span> the training speed it came with'
         return f'<header><h1>{title}</h1><p class="lead">{rates} samples per second</p><p>{pills}</p></header>'
-    return f"<header><h1>{_text(words.headline(summary))}</h1><p>{pills}</p></header>"
+    return f"<header><h1>{text(wording.headline(summary))}</h1><p>{pills}</p></header>"
 
 
 def _pace(summary: Summary) -> str:
@@ -60,11 +75,11 @@ def _pace(summary: Summary) -> str:
     legend = '<p class="quiet"><i class="key load"></i> waiting for data <i class="key step"></i> computing</p>'
     verdict = ""
     if summary.verdict:
-        rise = " → ".join(words.share(pace.mfu) or "?" for pace in (summary.before, summary.after))
-        verdict = f"<p><b>MFU {rise}</b><br/>{_text(summary.verdict)}</p>"
+        rise = " → ".join(words.share(pace.mfu, 1) or "?" for pace in (summary.before, summary.after))
+        verdict = f"<p><b>MFU {rise}</b><br/>{text(summary.verdict)}</p>"
     memory = ""
     if summary.before.step_bytes is not None and summary.after.step_bytes is not None:
-        sizes = f"{words.size(summary.before.step_bytes)} → {words.size(summary.after.step_bytes)}"
+        sizes = f"{words.size_of(summary.before.step_bytes)} → {words.size_of(summary.after.step_bytes)}"
         memory = f"<p><b>Step memory {sizes}</b>, on top of parameters, gradients and optimizer state</p>"
     chart = charts.paces(summary.before, summary.after)
     return f"<h2>One batch, before and after</h2>{chart}{legend}{verdict}{memory}{tuned}"
@@ -84,33 +99,31 @@ def _gains(summary: Summary) -> str:
 def _checklist(summary: Summary) -> str:
     if not summary.rows:
         return ""
-    body = "".join(map(_row, summary.rows))
     titles = ("#", "technique", "result", "speed", "memory", "usually", "why")
-    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
-    return f"<h2>The checklist</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f"<h2>The checklist</h2>{table(titles, map(_row, summary.rows))}"
 
 
 def _row(row: Row) -> str:
-    css = words.LOOKS[row.status].css
-    chosen = f'<div class="chosen">{_text(row.chosen)}</div>' if row.chosen and row.chosen != row.title else ""
+    css = wording.LOOKS[row.status].css
+    chosen = f'<div class="chosen">{text(row.chosen)}</div>' if row.chosen and row.chosen != row.title else ""
     number = "+" if row.number is None else row.number
     return (
         f'<tr class="{css}"><td class="number">{number}</td>'
-        f'<td class="technique">{_text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
+        f'<td class="technique">{text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
         f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
-        f'<td class="gain"><span>{_text(row.expected)}</span></td>'
-        f'<td><div class="why">{_text(row.why)}</div>{_trials(row)}</td></tr>'
+        f'<td class="gain"><span>{text(row.expected)}</span></td>'
+        f'<td><div class="why">{text(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 
 def _gain(gain: Gain | None) -> str:
     if gain is None:
         return ""
-    return f"<b>{words.percent(gain.ratio)}</b><br/><span>{words.interval(gain)}</span>"
+    return f"<b>{words.percent(gain.ratio)}</b><br/><span>{wording.interval(gain)}</span>"
 
 
 def _memory(row: Row) -> str:
-    return words.percent(row.memory) if words.is_change(row.memory) else ""
+    return words.percent(row.memory) if wording.is_change(row.memory) else ""
 
 
 def _trials(row: Row) -> str:
@@ -124,20 +137,19 @@ def _trial(trial: Trial) -> str:
     told = []
     if trial.gain is not None:
         times = f"{words.milliseconds(trial.baseline_ms)} → {words.milliseconds(trial.candidate_ms)}"
-        told.append(f"{times}, {words.percent(trial.gain.ratio)} ({words.interval(trial.gain)}), {trial.pairs} pairs")
+        told.append(f"{times}, {words.percent(trial.gain.ratio)} ({wording.interval(trial.gain)}), {trial.pairs} pairs")
     if trial.memory is not None:
-        told.append(f"step memory {words.size(trial.baseline_bytes)} → {words.size(trial.candidate_bytes)}")
-    told += words.trial_notes(trial)
-    return f"<li><b>{_text(trial.candidate)}</b>: {_text('; '.join(told) or 'not timed')}</li>"
+        told.append(f"step memory {words.size_of(trial.baseline_bytes)} → {words.size_of(trial.candidate_bytes)}")
+    told += wording.trial_notes(trial)
+    return f"<li><b>{text(trial.candidate)}</b>: {text('; '.join(told) or 'not timed')}</li>"
 
 
-def _pill(status: str, text: str) -> str:
-    look = words.LOOKS[status]  # type: ignore[index]
-    return f'<span class="pill {look.css}" title="{escape(look.meaning)}">{look.mark} {_text(text)}</span>'
+def _pill(status: str, told: str) -> str:
+    look = wording.LOOKS[status]  # type: ignore[index]
+    return f'<span class="pill {look.css}" title="{escape(look.meaning)}">{look.mark} {text(told)}</span>'
 
 
 def _notes(summary: Summary) -> str:
-    notes = "".join(f"<li>{_text(note)}</li>" for note in summary.notes)
-    facts = " · ".join(f"{_text(key)} {_text(value)}" for key, value in summary.environment.items())
+    notes = "".join(f"<li>{text(note)}</li>" for note in summary.notes)
     listed = f"<h2>Notes</h2><ul>{notes}</ul>" if notes else ""
-    return f'{listed}<footer class="quiet">{facts}</footer>'
+    return listed + footer(summary.environment)

@@ -90,12 +90,5 @@ class EpochProgress:
         return f"loss {self._loss.poll():.4g}  {self._rates()}"
 
     def _rates(self) -> str:
-        reading = self._counter.window
-        parts = []
-        if reading.samples_per_second is not None:
-            parts.append(f"{reading.samples_per_second:,.0f} samples/s")
-        if reading.mfu is not None:
-            parts.append(f"MFU {reading.mfu:.1%}")
-        if reading.stall_fraction is not None:
-            parts.append(f"stall {reading.stall_fraction:.1%}")
-        return "  ".join(parts)
+        told = self._counter.window.told()
+        return "  ".join(told[name] for name in ("samples_per_second", "mfu", "stall_fraction") if name in told)

@@ -15,13 +15,8 @@ def to_dict(summary: Summary) -> dict[str, Any]:
     return {"schema": SCHEMA_VERSION, **_plain(dataclasses.asdict(summary))}
 
 
-def to_json(summary: Summary) -> str:
-    """``to_dict`` as indented JSON text."""
-    return json.dumps(to_dict(summary), indent=2, ensure_ascii=False, allow_nan=False)
-
-
 def from_json(text: str) -> Summary:
-    """Reads what ``to_json`` wrote.
+    """Reads the JSON text of what ``to_dict`` made.
 
     Raises:
         ValueError: the text is not JSON, not a report, or of another schema version.

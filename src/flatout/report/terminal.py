@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -14,13 +14,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from flatout.report import words
+from flatout import words
+from flatout.report import wording
 from flatout.report.model import Row, Summary
 
 WIDE = 112
 """Columns from which the reason has a column of its own."""
 
-_ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "…": "..", "→": "->", "·": "|", "\u00a0": " "})
+_ASCII = str.maketrans({"█": "#", "×": "x", "–": "-", "−": "-", "…": "..", "→": "->", "·": "|", "\u00a0": " "})
 
 
 def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -61,12 +62,19 @@ def plain_text(
     return "\n".join(line.rstrip() for line in buffer.getvalue().decode().replace("\u00a0", " ").splitlines())
 
 
-def _say(text: str, plain: bool, style: str = "") -> Text:
+def say(text: str, plain: bool, style: str = "") -> Text:
+    """Text for a terminal that may have nothing but ASCII."""
     return Text(text.translate(_ASCII) if plain else text, style=style)
 
 
+def facts(environment: Mapping[str, str], plain: bool) -> Text:
+    """What the figures must be read with, as the last line."""
+    told = (f"{words.clean(key)} {words.clean(value)}" for key, value in environment.items())
+    return say(" · ".join(told), plain, "dim")
+
+
 def _status(row: Row, plain: bool) -> Text:
-    look = words.LOOKS[row.status]
+    look = wording.LOOKS[row.status]
     return Text(f"{look.ascii_mark if plain else look.mark} {row.status}", style=look.style)
 
 
@@ -74,15 +82,15 @@ def _gain(row: Row, plain: bool, joint: str) -> Text:
     """Speed with its interval, and memory where that was measured."""
     parts = []
     if row.gain is not None:
-        speed = _say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
-        parts.append(speed.append_text(_say(f"  ({words.interval(row.gain)})", plain, "dim not bold")))
-    if words.is_change(row.memory):
-        parts.append(_say(f"memory {words.percent(row.memory)}", plain))
+        speed = say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
+        parts.append(speed.appendtext(say(f"  ({wording.interval(row.gain)})", plain, "dim not bold")))
+    if wording.is_change(row.memory):
+        parts.append(say(f"memory {words.percent(row.memory)}", plain))
     return Text(joint).join(parts)
 
 
 def _expected(row: Row, plain: bool) -> Text:
-    return _say(f"usually {words.clean(row.expected)}" if row.expected else "", plain, "dim")
+    return say(f"usually {words.clean(row.expected)}" if row.expected else "", plain, "dim")
 
 
 def _measured_and_expected(row: Row, plain: bool) -> Text:
@@ -90,23 +98,23 @@ def _measured_and_expected(row: Row, plain: bool) -> Text:
 
 
 def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
-    faded = "dim" if words.LOOKS[row.status].style == "dim" else "bold"
-    text = _say(words.clean(row.title), plain, faded)
+    faded = "dim" if wording.LOOKS[row.status].style == "dim" else "bold"
+    text = say(words.clean(row.title), plain, faded)
     if row.chosen and row.chosen != row.title:
-        text.append_text(_say(f"{joint}{words.clean(row.chosen)}", plain, "green not bold"))
+        text.append_text(say(f"{joint}{words.clean(row.chosen)}", plain, "green not bold"))
     return text
 
 
 def _why(row: Row, plain: bool) -> Text:
-    text = _say(words.clean(row.why), plain, "dim" if words.LOOKS[row.status].style == "dim" else "")
+    text = say(words.clean(row.why), plain, "dim" if wording.LOOKS[row.status].style == "dim" else "")
     several = len(row.trials) > 1
-    if several or any(words.trial_notes(trial) for trial in row.trials):
+    if several or any(wording.trial_notes(trial) for trial in row.trials):
         tried = []
         for trial in row.trials:
             told = [words.percent(trial.gain.ratio)] if trial.gain and several else []
-            told += words.trial_notes(trial)
+            told += wording.trial_notes(trial)
             tried.append(f"{words.clean(trial.candidate)}: {', '.join(told) or 'not timed'}")
-        text.append_text(_say("\ntried " + "; ".join(tried), plain, "dim italic"))
+        text.append_text(say("\ntried " + "; ".join(tried), plain, "dim italic"))
     return text
 
 
@@ -171,11 +179,11 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
 
 
 def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
-    yield Text.assemble(("flatout", "bold magenta"), "  ", _say(words.headline(summary), plain, "bold"))
+    yield Text.assemble(("flatout", "bold magenta"), "  ", say(wording.headline(summary), plain, "bold"))
     told = Text("")
-    for status, number in words.tally(summary.rows):
+    for status, number in wording.tally(summary.rows):
         told.append(
-            f"{number} {status}".replace(" ", " " if plain else "\u00a0"), style=words.LOOKS[status].style
+            f"{number} {status}".replace(" ", " " if plain else "\u00a0"), style=wording.LOOKS[status].style
         ).append("   ")
     told.rstrip()
     yield told
@@ -200,17 +208,16 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
                 words.milliseconds(pace.step_ms),
                 words.milliseconds(pace.load_ms),
                 words.count(pace.samples_per_second),
-                words.size(pace.step_bytes),
-                words.share(pace.mfu),
+                "" if pace.step_bytes is None else words.size_of(pace.step_bytes),
+                words.share(pace.mfu, 1),
             )
             grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))
         yield grid
     if summary.verdict:
-        yield _say(words.clean(summary.verdict), plain)
+        yield say(words.clean(summary.verdict), plain)
     if summary.tuning_seconds > 0:
         yield Text(f"measuring took {words.seconds(summary.tuning_seconds)}, once", style="dim")
     for note in summary.notes:
-        yield _say(f"note: {words.clean(note)}", plain)
+        yield say(f"note: {words.clean(note)}", plain)
     if summary.environment:
-        facts = (f"{words.clean(key)} {words.clean(value)}" for key, value in summary.environment.items())
-        yield _say(" · ".join(facts), plain, "dim")
+        yield facts(summary.environment, plain)

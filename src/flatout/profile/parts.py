@@ -1,0 +1,139 @@
+"""Which part of a step the main thread is in: as flatout marked it, or else as torch's own events tell."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise, zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+from flatout.profile.model import Phase
+
+if TYPE_CHECKING:
+    from flatout.profile.trace import Event, Trace
+
+_MARKED: dict[str, Phase] = {
+    "flatout.loader_wait": "loader_wait",
+    "flatout.h2d": "h2d",
+    "flatout.forward": "forward",
+    "flatout.backward": "backward",
+    "flatout.update": "update",
+}
+_BACKWARD = ": _engine_run_backward"
+_UPDATES = re.compile(
+    r"Optimizer\.(step|zero_grad)#.*|torch/amp/grad_scaler\.py\(\d+\): (unscale_|step|update)"
+    r"|torch/nn/utils/clip_grad\.py\(\d+\): .+|torch/optim/lr_scheduler\.py\(\d+\): (step|wrapper)"
+)
+_COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
+
+
+class Span(NamedTuple):
+    """A stretch of the main thread that belongs to one part of a step."""
+
+    start: float
+    end: float
+    phase: Phase
+
+
+class Parts:
+    """The whole time of the main thread, divided.
+
+    Attributes:
+        spans: in order, without gap or overlap; what is nothing else is ``host_idle``.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        main = [event for event in trace.host if event.thread == trace.main]
+        marked = [
+            Span(event.start, event.end, _MARKED[event.name])
+            for event in main
+            if event.kind == "user_annotation" and event.name in _MARKED
+        ]
+        known = {span.phase for span in marked}
+        found = marked + [span for span in _inferred(trace, main) if span.phase not in known]
+        self.spans = _flat([*found, *_losses(found)])
+        self._starts = [span.start for span in self.spans]
+
+    def at(self, time: float) -> Span:
+        """The one that holds a moment."""
+        return self.spans[bisect_right(self._starts, time) - 1]
+
+    def between(self, start: float, end: float) -> Iterator[Span]:
+        """Those of a stretch of time, in order, the first and the last cut to it."""
+        for span in islice(self.spans, bisect_right(self._starts, start) - 1, None):
+            if span.start >= end:
+                return
+            yield Span(max(span.start, start), min(span.end, end), span.phase)
+
+
+def _inferred(trace: Trace, main: list[Event]) -> Iterator[Span]:
+    """What torch itself tells of the parts, marked or not."""
+    for event in _outermost(event for event in main if event.name.endswith(_BACKWARD)):
+        yield Span(event.start, event.end, "backward")
+    for event in _outermost(event for event in main if _UPDATES.fullmatch(event.name)):
+        yield Span(event.start, event.end, "update")
+
+    calls = _outermost(event for event in main if event.name.startswith("nn.Module: "))
+    operators = [event for event in trace.differentiated if event.thread == trace.main]
+    trained = sorted(operator.start for operator in operators)
+    learning = {
+        event
+        for event in (*calls, *operators)
+        if bisect_left(trained, event.start) < bisect_right(trained, event.end)
+        and not any(outer.name.endswith(_BACKWARD) for outer in event.ancestors())  # recomputes a forward
+    }
+    for event in learning:
+        yield Span(event.start, event.end, "forward")
+
+    waits = _outermost(event for event in main if event.name.startswith("enumerate(DataLoader)#"))
+    for wait, following in zip_longest(waits, waits[1:]):
+        until = trace.end if following is None else following.start
+        fed = [call for call in calls if wait.end <= call.start < until]
+        if not fed or not learning.isdisjoint(fed):  # else it feeds an evaluation
+            yield Span(wait.start, wait.end, "loader_wait")
+
+    for copy in trace.device:
+        call = trace.launch_of(copy) if copy.kind == "gpu_memcpy" and "HtoD" in copy.name else None
+        if call is not None and call.thread == trace.main:
+            *_, outermost = call, *(event for event in call.ancestors() if event.name in _COPIES)
+            yield Span(outermost.start, outermost.end, "h2d")
+
+
+def _outermost(events: Iterable[Event]) -> list[Event]:
+    """Without those that lie in another of them."""
+    kept: list[Event] = []
+    for event in events:
+        if not kept or event.start >= kept[-1].end:
+            kept.append(event)
+    return kept
+
+
+def _losses(spans: list[Span]) -> Iterator[Span]:
+    """From a forward to its backward whatever is nothing else is forward too: the loss."""
+    begun: float | None = None
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.phase == "forward" and begun is None:
+            begun = span.start
+        elif span.phase == "backward" and begun is not None:
+            yield Span(begun, span.start, "forward")
+            begun = None
+
+
+def _flat(spans: list[Span]) -> list[Span]:
+    """Without overlap: the innermost counts (an update of LBFGS runs forwards and backwards)."""
+    always = Span(float("-inf"), float("inf"), "host_idle")
+    pending = sorted([always, *spans], key=lambda span: (span.start, -span.end))[::-1]
+    edges = sorted({edge for span in pending for edge in (span.start, span.end)})
+    flat: list[Span] = []
+    active: list[Span] = []
+    for start, end in pairwise(edges):
+        while pending and pending[-1].start <= start:
+            active.append(pending.pop())
+        active = [span for span in active if span.end > start]
+        phase = active[-1].phase
+        if flat and flat[-1].phase == phase:
+            flat[-1] = flat[-1]._replace(end=end)
+        else:
+            flat.append(Span(start, end, phase))
+    return flat

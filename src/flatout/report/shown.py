@@ -1,0 +1,51 @@
+"""What a report and a profile have in common: the files and the cell of a notebook that they are shown in."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flatout.report import html
+
+
+class Shown(ABC):
+    """Something to look at.
+
+    ``print`` gives text, ``rich.print`` colour, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
+    files.
+    """
+
+    _TITLE: ClassVar[str]
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Everything shown, as plain data with the key ``schema``."""
+
+    @abstractmethod
+    def _fragment(self) -> str:
+        """Everything shown, as HTML."""
+
+    def to_json(self, path: str | PathLike[str] | None = None) -> str:
+        """Everything shown, as JSON text.
+
+        Args:
+            path: written there too, when given.
+        """
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes one self-contained page: charts inside, nothing fetched, light and dark.
+
+        Args:
+            path: the file.
+        """
+        Path(path).write_text(html.page(self._TITLE, self._fragment()), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return html.embedded(self._fragment())

@@ -1,0 +1,83 @@
+"""How flatout puts numbers wherever it shows them: in reports, profiles, readings, progress bars and the monitor."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: str) -> str:
+    """Drops control characters (a failure's message may hold terminal escapes) and outer white space."""
+    return _CONTROL.sub("", text).strip()
+
+
+def capital(text: str) -> str:
+    """With a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
+def percent(ratio: float, digits: int | None = None) -> str:
+    """A change: 1.25 becomes ``+25 %``; below ten per cent one decimal is kept.
+
+    Args:
+        ratio: new speed / old speed.
+        digits: decimals; None chooses by size.
+    """
+    change = (ratio - 1) * 100
+    if not math.isfinite(change):
+        return "?"
+    text = f"{abs(change):.{decimals(ratio - 1) if digits is None else digits}f}"
+    sign = "" if float(text) == 0 else "+" if change > 0 else "−"
+    return f"{sign}{text} %"
+
+
+def share(part: float | None, digits: int | None = None) -> str:
+    """A part of a whole: 0.41 becomes ``41 %``; below ten per cent one decimal is kept. Nothing where it is not known.
+
+    Args:
+        part: 0..1.
+        digits: decimals; None chooses by size.
+    """
+    return "" if part is None else f"{100 * part:.{decimals(part) if digits is None else digits}f} %"
+
+
+def decimals(part: float) -> int:
+    """Decimals of a percentage whose size chooses them."""
+    return 1 if abs(part) < 0.0995 else 0
+
+
+def milliseconds(value: float) -> str:
+    """Three significant digits: ``0.412 ms``, ``6.23 ms``, ``184 ms``."""
+    if not math.isfinite(value):
+        return "?"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(3, max(0, 2 - magnitude))}f} ms"
+
+
+def seconds(value: float) -> str:
+    """A duration: ``8.4 s``, ``75 s``, ``4 min 10 s``."""
+    if not math.isfinite(value):
+        return "?"
+    if value < 100:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s"
+
+
+def count(value: float) -> str:
+    """A rate or a number of steps: ``12,340``; decimals only below ten."""
+    if not math.isfinite(value):
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:,.2g}"
+
+
+def size_of(value: float) -> str:
+    """Bytes, three digits in powers of 1024: ``0 B``, ``1.21 GiB``, ``310 MiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    digits = 0 if units[0] == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {units[0]}"
