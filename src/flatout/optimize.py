@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from flatout import mfu
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
-from flatout.data.machine import usable_cores
 from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.measure.bench import Bench
@@ -28,6 +26,7 @@ from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
 from flatout.plan import Plan, fingerprint
 from flatout.report import Report
+from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
 from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
@@ -180,7 +179,7 @@ def optimize(
 
     summary = Summary(
         rows=_in_order(rows),
-        environment=_environment(job.device),
+        environment=environment_of(job.device),
         before=before,
         after=after,
         verdict=verdict,
@@ -385,18 +384,3 @@ def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:
     """The checklist by number, then its neighbours; rows without a technique yet say so."""
     planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
     return tuple(sorted([*rows.values(), *planned], key=lambda row: row.number or 1000))
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    """What a figure must be read with."""
-    import flatout
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "device": f"{device.type} ({name})",
-        "cores": str(usable_cores()),
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "flatout": flatout.__version__,
-        "python": platform.python_version(),
-    }

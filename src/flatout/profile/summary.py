@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from itertools import pairwise
 
 import torch
 
-from flatout.data.machine import usable_cores
 from flatout.profile.advice import advise
 from flatout.profile.gaps import gaps, grouped
 from flatout.profile.memory import memory
@@ -19,6 +17,7 @@ from flatout.profile.nsight import kernel_filter
 from flatout.profile.operators import device_phases, operators, top_kernel
 from flatout.profile.places import code_at
 from flatout.profile.trace import Trace
+from flatout.report.environment import environment_of
 
 
 def summarise(
@@ -53,7 +52,7 @@ def summarise(
         memory=memory(trace),
         advice=(),
         commands=tuple(command.replace("{kernel}", kernel) for command in commands),
-        environment=_environment(),
+        environment=environment_of(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")),
         verdict=verdict,
         trace=trace_file,
     )
@@ -78,17 +77,3 @@ def _silent(trace: Trace) -> Iterator[Sync]:
     for (what, where, phase), count in seen.most_common():
         if where:
             yield Sync(what, where, code_at(where), phase, count / trace.steps)
-
-
-def _environment() -> dict[str, str]:
-    import flatout
-
-    processor = platform.processor() or platform.machine()
-    device = f"cuda ({torch.cuda.get_device_name()})" if torch.cuda.is_initialized() else f"cpu ({processor})"
-    return {
-        "device": device,
-        "cores": str(usable_cores()),
-        "torch": torch.__version__,
-        "flatout": flatout.__version__,
-        "python": platform.python_version(),
-    }

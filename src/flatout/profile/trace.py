@@ -76,6 +76,9 @@ class Trace:
         memory: what the allocators told, raw, in order.
         main: the thread that trains.
         boundaries: when steps begin, and when the last one ends.
+        start: the beginning of the first step.
+        end: the end of the last step.
+        steps: number of steps.
 
     Raises:
         ValueError: there are fewer than two boundaries, so no step.
@@ -101,6 +104,8 @@ class Trace:
         self.memory.sort(key=lambda raw: raw["ts"])
         self.host.sort(key=lambda event: (event.start, -event.end))
         _nest(self.host)
+        calls = (event for event in self.host if event.is_call and "correlation" in event.args)
+        self._launches = {call.args["correlation"]: call for call in calls}
         operators = {(event.thread, event.start): event for event in self.host if event.kind == "cpu_op"}
         self._forward_of = {
             place: operators[forward[key]] for key, place in backward.items() if forward.get(key) in operators
@@ -110,27 +115,13 @@ class Trace:
             raise ValueError(f"the trace must hold at least one step, between two boundaries; it has {len(marks)}")
         self.main = marks[0].thread
         self.boundaries = [mark.start for mark in marks]
+        self.start, self.end, self.steps = marks[0].start, marks[-1].start, len(marks) - 1
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Trace:
         """Reads what ``export_chrome_trace`` wrote."""
         with open(path, encoding="utf-8", errors="replace") as file:
             return cls(json.load(file)["traceEvents"])
-
-    @property
-    def start(self) -> float:
-        """The beginning of the first step."""
-        return self.boundaries[0]
-
-    @property
-    def end(self) -> float:
-        """The end of the last step."""
-        return self.boundaries[-1]
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return len(self.boundaries) - 1
 
     def within(self, events: Iterable[Event]) -> list[Event]:
         """Those of ``events`` that begin in the profiled steps."""
@@ -160,11 +151,6 @@ class Trace:
     def on_cuda(self) -> bool:
         """Whether tensors were on a GPU, its kernels recorded or not."""
         return bool(self.device) or any(told["args"].get("Device Type") == 1 for told in self.memory)
-
-    @cached_property
-    def _launches(self) -> dict[Any, Event]:
-        calls = (event for event in self.host if event.is_call and "correlation" in event.args)
-        return {call.args["correlation"]: call for call in calls}
 
     def launch_of(self, work: Event) -> Event | None:
         """The runtime call on the host that a kernel or copy comes from."""

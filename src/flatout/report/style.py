@@ -35,7 +35,7 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
 .flatout .tick{stroke:var(--line)}.flatout .zero{stroke:var(--soft)}
 .flatout .whisker{stroke:var(--whisker);stroke-width:1.2;fill:none;opacity:.75}
 .flatout rect.kept{fill:var(--kept)}.flatout rect.rejected{fill:var(--rejected);opacity:.6}
-.flatout rect.load{fill:var(--load)}.flatout rect.step{fill:var(--step)}
+.flatout rect.step{fill:var(--step)}
 .flatout .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 3px 0 10px}
 .flatout .key:first-child{margin-left:0}
 .flatout .key.load{background:var(--load)}.flatout .key.step{background:var(--step)}
