@@ -53,9 +53,9 @@ def test_the_longest_folder_of_the_path_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_innermost_frame_of_the_user_counts() -> None:
-    place, code = of_frame(sys._getframe())  # the line
+    place, code = torch.no_grad()(lambda: of_frame(sys._getframe(1)))()  # the line: torch's wrapper calls the lambda
     assert "test_places.py:" in place
-    assert code.endswith("# the line")
+    assert "# the line" in code
     assert of_frame(None) == ("", "")
 
 
