@@ -138,7 +138,7 @@ def _trial(trial: Trial) -> str:
     if trial.gain is not None:
         times = f"{words.milliseconds(trial.baseline_ms)} → {words.milliseconds(trial.candidate_ms)}"
         told.append(f"{times}, {words.percent(trial.gain.ratio)} ({wording.interval(trial.gain)}), {trial.pairs} pairs")
-    if trial.memory is not None:
+    if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
         told.append(f"step memory {words.size_of(trial.baseline_bytes)} → {words.size_of(trial.candidate_bytes)}")
     told += wording.trial_notes(trial)
     return f"<li><b>{text(trial.candidate)}</b>: {text('; '.join(told) or 'not timed')}</li>"
