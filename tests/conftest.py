@@ -1,16 +1,27 @@
-"""What every test shares: random states that are put back, and GPU tests that skip aloud."""
+"""What every test shares: random states that are put back, quick new processes, and GPU tests that skip aloud."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+if sys.dont_write_bytecode:
+    # Every process that a test starts would compile torch's modules anew, which takes three times as long as torch's
+    # import does. Nothing is written beside the modules.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / "build" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flatout import _native
 
@@ -20,6 +31,9 @@ FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
 # A shared machine makes single examples slow at random; what takes too long shows in the suite's own time.
 settings.register_profile("flatout", deadline=None)
 settings.load_profile("flatout")
+
+# There is one server for all tests, started by the first that needs it: what any of its processes imports.
+multiprocessing.set_forkserver_preload(["flatout.data", "tests.samples", "tests.optim.dtensor_checks"])
 
 
 def _missing_for_gpu_tests() -> str:
@@ -55,6 +69,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_objects() -> None:
+    """Each ``gc.collect()`` of a test is spared the million objects that were there before its module."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def restored_random_states() -> Iterator[None]:
     """No test's draws reach the next one."""
@@ -66,6 +87,20 @@ def restored_random_states() -> Iterator[None]:
     torch.set_rng_state(torch_state)
     if cuda_states is not None:
         torch.cuda.set_rng_state_all(cuda_states)
+
+
+@pytest.fixture(autouse=True)
+def ended_workers() -> Iterator[None]:
+    """Workers end with their test.
+
+    Where a loader's iterator is part of a cycle, as the frames of a caught exception make one, Python's collector
+    closes torch's queues before the iterator tells its workers to end: some later test would wait for each of them,
+    for five seconds.
+    """
+    yield
+    if multiprocessing.active_children():
+        for iterator in [value for value in gc.get_objects() if type(value) is _MultiProcessingDataLoaderIter]:
+            iterator._shutdown_workers()
 
 
 @pytest.fixture

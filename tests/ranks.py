@@ -36,12 +36,10 @@ class RankPool:
     Args:
         world: how many ranks.
         folder: an empty one.
-        preload: a module that all ranks need: imported once, in the process that they are forked from.
     """
 
-    def __init__(self, world: int, folder: Path, preload: str) -> None:
+    def __init__(self, world: int, folder: Path) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
         self._world = world
         self._folder = folder
         self._ends: list[Any] = []

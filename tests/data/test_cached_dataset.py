@@ -83,7 +83,7 @@ def test_equals_the_loader(options, collate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "persistent"), [("spawn", False), ("forkserver", True)])
+@pytest.mark.parametrize(("method", "persistent"), [("spawn", True), ("forkserver", False)])
 def test_equals_the_loader_in_processes_started_anew(method, persistent):
     data = Counted()
     cached = CachedDataset(data)

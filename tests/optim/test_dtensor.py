@@ -19,7 +19,7 @@ NAMES = list(checks.BASIC)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    pool = RankPool(checks.WORLD, tmp_path_factory.mktemp("ranks"), preload=checks.__name__)
+    pool = RankPool(checks.WORLD, tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
 
