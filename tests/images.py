@@ -39,6 +39,9 @@ def exact(x, mean, std, dtype):
 
 
 def assert_normalized(result, x, mean, std, dtype, memory_format):
-    torch.testing.assert_close(result.cpu(), exact(x, mean, std, dtype), rtol=0, atol=0)
-    assert result.device == x.device
+    assert (result.dtype, result.device) == (dtype, x.device)
+    expected, found = exact(x, mean, std, dtype), result.cpu()
+    if not torch.equal(found, expected):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)  # says where, and takes its time
+        raise AssertionError("NaN where there is none")
     assert result.stride() == torch.empty(x.shape, memory_format=memory_format).stride()

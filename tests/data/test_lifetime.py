@@ -98,7 +98,7 @@ def test_breaks_leave_no_worker_behind(wrap):
     break_after(loader, 1)
     gc.collect()
     before = descriptors(), children()
-    for number in range(100):
+    for number in range(30):
         break_after(loader, number % 3)
     gc.collect()
     assert soon(0)

@@ -69,7 +69,7 @@ def test_the_order_of_an_epoch_wakes_no_thread():
         from flatout.data import InMemoryLoader
 
         torch.set_num_threads(1)
-        n = 400_000
+        n = 100_000
         data = TensorDataset(torch.arange(n))
         last = Subset(data, torch.arange(n).flip(0))
         loaders = [

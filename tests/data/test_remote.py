@@ -192,14 +192,14 @@ def test_a_worker_that_dies(end, words, persistent):
 
 
 @pytest.mark.slow
-def test_100_killed_workers():
-    """From outside, at any moment: waiting, in the middle of a sample, or sending it."""
-    for attempt in range(100):
+def test_workers_killed_at_any_moment():
+    """From outside: waiting, in the middle of a sample, or sending it."""
+    for attempt in range(40):
         loader = DataLoader(torch.arange(100_000).reshape(-1, 10), 50, num_workers=2)
         iterator = iter(Prefetcher(loader, "cpu"))
         next(iterator)
         victim = iterator._epoch._batches._workers[attempt % 2].pid
-        time.sleep(0.0001 * attempt)
+        time.sleep(0.00025 * attempt)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"worker {attempt % 2} \(pid {victim}\) was killed by SIGKILL"):
             list(iterator)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.measure.statistics import paired_gain
@@ -12,6 +12,7 @@ from flatout.report.model import Gain
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=40)
 
 
+@settings(max_examples=25)
 @given(times, st.floats(0.1, 10.0))
 def test_a_constant_speedup_is_found_whatever_the_machine_does(baseline, speedup):
     gain = paired_gain(baseline, [t / speedup for t in baseline])

@@ -6,6 +6,7 @@ import errno
 import io
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from flatout.data import machine
 from flatout.monitor import GpuSample, HostSample, JsonLines, ProcessSample, Sample, Sampler, host, read_samples
+from tests.helpers import in_child
 from tests.monitor.fake_nvml import A100, H100
 
 SAFETY = 30  # seconds, never reached where things work
@@ -270,21 +272,22 @@ def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(monkeypatch: p
     assert (sample.processes, sample.pid_ended) == ((), False)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_where_no_file_can_be_opened_sampling_goes_on() -> None:
     """A training that runs out of file descriptors: psutil lets the system's own errors through."""
     pytest.importorskip("psutil")
-    code = """
-import os, resource
-from flatout.monitor import Sampler
-sampler, all = Sampler(), Sampler(pid="all")
-sampler.take()
-held = [os.open(os.devnull, os.O_RDONLY)]
-resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, held[0] + 1))
-sample, whole = sampler.take(), all.take()
-assert not sample.pid_ended and sample.processes == whole.processes == (), sample
-assert "Too many open files" in sample.host.missing["cpu_percent"], sample.host
-"""
-    subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", code], check=True, timeout=4 * SAFETY)
+
+    def work() -> None:
+        sampler, whole = Sampler(), Sampler(pid="all")
+        sampler.take()
+        next_file = os.open(os.devnull, os.O_RDONLY)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_file + 1, next_file + 1))
+        sample = sampler.take()
+        assert not sample.pid_ended
+        assert sample.processes == whole.take().processes == ()
+        assert "Too many open files" in sample.host.missing["cpu_percent"]
+
+    assert in_child(work) == 0
 
 
 def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,17 +178,17 @@ def test_a_plan_makes_the_same_loader(timed, tmp_path):
 def test_oversubscription_is_lowered_where_it_makes_nothing_slower_and_the_row_says_why(monkeypatch, timed):
     cores(monkeypatch, 2)
     timed(1.0, 1.0, FED)
-    run = run_with(DataLoader(Working(), 4, num_workers=32))
+    run = run_with(DataLoader(Working(), 4, num_workers=8))
     row = row_of(run)
     assert row.status == "kept"
     assert run._job.source.num_workers <= 2
-    assert "32 workers are more than this machine can serve: each keeps" in row.why
+    assert "8 workers are more than this machine can serve: each keeps" in row.why
     assert "of a core busy, and there are 2" in row.why
-    assert "32 workers are more than this machine can serve" in " ".join(str(run.report).split())
+    assert "8 workers are more than this machine can serve" in " ".join(str(run.report).split())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("new", "workers"), [(1.2, 32), (1.0, 4)])
+@pytest.mark.parametrize(("new", "workers"), [(1.2, 8), (1.0, 4)])
 def test_what_is_slower_is_not_lowered_and_what_is_not_oversubscribed_has_to_gain(monkeypatch, timed, new, workers):
     cores(monkeypatch, 4)
     timed(1.0, new, Pace(10.0, 5.0, 100.0))
