@@ -425,6 +425,14 @@ def sync_bound() -> Profile:
     )
 
 
+def test_advice_begins_with_what_costs_most_and_is_silent_about_what_costs_nothing() -> None:
+    r = step()
+    r.phase("loader_wait", 0, 100)
+    r.phase("forward", 100, 150)
+    told = [sentence[:16] for sentence in summarise(Trace(r.events)).advice]
+    assert told == ["The loop's own c", "Waiting for data"]
+
+
 def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
     profile = sync_bound()
     assert profile.device_busy == pytest.approx(0.525)
@@ -432,7 +440,9 @@ def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
     assert profile.advice[0].startswith("The wait for the GPU at train<b>")
     assert "48 % of it" in to_text(profile, 120, False)
     assert profile.commands == ("ncu -k gemm train.py",)
-    assert json.loads(profile.to_json())["gaps"][0]["cause"] == "sync"
+    plain = json.loads(profile.to_json())
+    assert plain["gaps"][0]["cause"] == "sync"
+    assert "trace" not in plain
     with pytest.raises(ValueError, match="no trace"):
         profile.to_chrome_trace("trace.json")
 
