@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html import unescape
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -163,13 +164,15 @@ def test_waits_that_the_debug_mode_is_silent_about_are_taken_from_the_trace() ->
     r.boundary(2000)
     for at in (100, 1100):
         r.function("train.py(1): <module>", at, at + 50, "")
-        r.function("torch/cuda/__init__.py(1): synchronize", at + 1, at + 45, "train.py:9")
+        r.function("torch/cuda/__init__.py(1): synchronize", at + 1, at + 45, f"{__file__}:1")
         r.wait(at + 5, at + 40, "cudaDeviceSynchronize")
         r.wait(at + 41, at + 42, "cudaStreamSynchronize")
     r.host("cudaEventSynchronize", 200, 210, "cuda_runtime", 99)
     r.wait(300, 310, "cudaEventSynchronize")  # of nobody's code that could be named
     profile = summarise(Trace(r.events))
-    assert [(s.what, s.where, s.per_step) for s in profile.syncs] == [("cudaDeviceSynchronize", "train.py:9", 1)]
+    (sync,) = profile.syncs
+    assert (sync.what, sync.where, sync.per_step) == ("cudaDeviceSynchronize", f"{__file__}:1", 1)
+    assert sync.code == Path(__file__).read_text(encoding="utf-8").splitlines()[0]
 
 
 def test_a_trace_that_lacks_things_gives_less() -> None:
