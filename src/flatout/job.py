@@ -45,6 +45,7 @@ class Job:
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
         expected_steps: steps that the training is going to take, for break-even decisions.
+        batches: what trials run on, on the device, while there are trials.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
 
@@ -60,6 +61,7 @@ class Job:
     max_grad_norm: float | None = None
     deterministic: bool = False
     expected_steps: int = 0
+    batches: Sequence[Any] = field(default=(), init=False)
     work: CountedWork = field(init=False)
     _pending: int = field(default=0, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)
@@ -80,6 +82,11 @@ class Job:
     def modules(self) -> list[nn.Module]:
         """Model and loss modules: everything with parameters or buffers that a step may use."""
         return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
+
+    @property
+    def varies(self) -> bool:
+        """Whether ``batches`` come in several shapes."""
+        return len({tuple(t.shape for t in tensors_of(batch)) for batch in self.batches}) > 1
 
     def loss(self, batch: Any) -> Tensor:
         """Forward pass and loss of one batch that is already on the device.

@@ -77,7 +77,7 @@ def optimize(
         compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if there is one, else cpu.
-        precision: ``"auto"`` (measured), ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
         deterministic: bit-reproducible training; then only bit-identical techniques are chosen by timing.
@@ -137,7 +137,7 @@ def optimize(
         if not bench.rewindable:
             # Their order was drawn for good: going back would draw the same order for the next epoch again.
             bench.state = State.capture(job.modules, optimizer, loader)
-        bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        job.batches = bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
         _check_step(job, bench.batches[0])
         with _saying("counting FLOPs"):
             job.work(bench.batches[0])
@@ -163,6 +163,7 @@ def optimize(
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
                     rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
+        job.batches = ()
         bench.rewind(to_train=False)
     except BaseException:
         if bench is not None:
@@ -238,10 +239,12 @@ def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, 
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
             raise ValueError(f"unknown technique {name!r} in techniques: {hint}")
-    if precision not in ("auto", "fp32", "bf16", "fp16"):
-        raise ValueError(f"precision must be 'auto', 'fp32', 'bf16' or 'fp16', got {precision!r}")
+    if precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
+        raise ValueError(f"precision must be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16', got {precision!r}")
     if precision != "auto":
-        choices["precision"] = False if precision == "fp32" else precision
+        choices["precision"] = False if precision in ("fp32", "tf32") else precision
+    if precision in ("fp32", "tf32"):
+        choices["tf32"] = precision == "tf32"
     return choices
 
 

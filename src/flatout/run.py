@@ -53,8 +53,11 @@ def detach(model: nn.Module) -> list[Switch]:
 class TrainingLoader:
     """The user's batches, on the device, prefetched. Attributes are those of the user's loader."""
 
-    def __init__(self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None]) -> None:
+    def __init__(
+        self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None], switches: Iterable[Switch] = ()
+    ) -> None:
         self._job = job
+        self._watching = [switch for switch in switches if switch.watches]
         self._counter = counter
         self._end_of_epoch = end_of_epoch
         self._prefetcher = Prefetcher(job.source, job.device, copying=counter.copying)
@@ -67,11 +70,17 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._end_of_epoch()  # of one that was left by a break
-        yield from self._counter.batches(self._prefetcher)
+        batches = self._counter.batches(self._prefetcher)
+        yield from map(self._show, batches) if self._watching else batches
         self._end_of_epoch()
 
     def __len__(self) -> int:
         return len(self._prefetcher)
+
+    def _show(self, batch: Any) -> Any:
+        for switch in self._watching:
+            switch.saw(batch)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the epoch training is: see :meth:`flatout.data.Prefetcher.state_dict`."""
@@ -115,7 +124,7 @@ class Run:
         self._job = job
         self._scheduler = scheduler
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
-        self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush)
+        self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
         self._switches = list(switches)
         attach(job.model, self._switches)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout._backends import AttentionKernels, Float32Precision
 from flatout.data.generators import RandomState
 
 
@@ -129,7 +130,8 @@ class _BackendFlags:
 
     def __init__(self) -> None:
         self._cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
-        self._matmul_precision = _matmul_precision()
+        self._precision = Float32Precision()
+        self._attention = AttentionKernels()
         self._deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -138,20 +140,12 @@ class _BackendFlags:
 
     def restore(self) -> None:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
-        if self._matmul_precision is not None and _matmul_precision() != self._matmul_precision:
-            torch.set_float32_matmul_precision(self._matmul_precision)
+        self._precision.restore()
+        self._attention.restore()
         enabled, warn_only = self._deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-
-
-def _matmul_precision() -> str | None:
-    """None where the user has set the newer ``fp32_precision`` flags: torch then refuses to tell."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 class State:

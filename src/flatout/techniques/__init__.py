@@ -1,5 +1,6 @@
 """The checklist: one file for each technique, one line here to add it."""
 
+from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
     LoaderTechnique,
@@ -15,6 +16,7 @@ from flatout.techniques.base import (
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.criterion import Criterion
+from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
@@ -24,6 +26,8 @@ from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
 from flatout.techniques.prefetch import Prefetch
 from flatout.techniques.profiler import Profiler
+from flatout.techniques.sdpa_backend import SdpaBackend
+from flatout.techniques.tf32 import Tf32
 from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
 
@@ -36,22 +40,24 @@ REGISTRY: tuple[Technique, ...] = (
     PinnedMemory(),
     Prefetch(),
     Precision(),
+    Tf32(),
     ChannelsLast(),
+    CudnnBenchmark(),
+    SdpaBackend(),
     FusedOptimizer(),
     Compile(),
     InMemory(),
     Workers(),
     Transforms(),
+    Allocator(),
 )
-"""Every technique, in the order in which they are tried: placement, precision, memory format, optimizer, compile,
-then the loader, because the rate that it must reach is the tuned step's; last the advice, about what is left."""
+"""Every technique, in the order in which they are tried: placement, precision, memory format, backends, optimizer,
+compile, then the loader, because the rate that it must reach is the tuned step's; last the advice, about what is left.
+"""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
-    (4, "cudnn_benchmark", "cudnn.benchmark", "lets cuDNN time its convolution algorithms for inputs of one shape"),
     (11, "torchscript", "TorchScript", "scripts or traces the model, where torch.compile is not to be had"),
-    (None, "tf32", "TF32", "lets tensor cores compute float32 products with shorter mantissas"),
-    (None, "sdpa_backend", "SDPA backend", "picks the fastest attention kernel for the model's shapes"),
     (
         None,
         "cuda_graph",
@@ -60,7 +66,6 @@ PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     ),
     (None, "cpu_threads", "CPU threads", "finds the number of threads that a step on the CPU runs best with"),
     (None, "gc_pauses", "garbage-collector pauses", "moves Python's garbage collection out of the steps"),
-    (None, "allocator", "allocator settings", "keeps GPU memory from fragmenting when shapes vary"),
     (None, "sync_points", "sync points", "names the lines that make the GPU wait for Python"),
     (None, "multiples_of_8", "dimensions in multiples of 8", "names layers whose sizes tensor cores cannot use fully"),
     (None, "oom_recovery", "out-of-memory recovery", "repeats a step that ran out of memory in smaller parts"),

@@ -21,10 +21,12 @@ class Switch(ABC):
     Attributes:
         label: what the report calls it.
         value: what ``techniques={name: value}`` would force it with; a plan stores this.
+        watches: whether it wants to see the batches that are trained on.
     """
 
     label: str
     value: Any
+    watches: ClassVar[bool] = False
     _is_on = False
 
     def enable(self) -> None:
@@ -47,6 +49,9 @@ class Switch(ABC):
 
     def freeze(self) -> None:
         """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
+
+    def saw(self, batch: Any) -> None:
+        """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""
 
 
 class Source(Protocol):

@@ -1,0 +1,149 @@
+"""Neighbour: the kernel that computes attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout._backends import AttentionKernels
+from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+_SERVES = {
+    "flash": cuda.can_use_flash_attention,
+    "mem_efficient": cuda.can_use_efficient_attention,
+    "cudnn": cuda.can_use_cudnn_attention,
+}
+
+_OPERATORS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "mem_efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+}
+
+
+UNUSED = "no step calls torch's fused attention (scaled_dot_product_attention)"
+
+
+class AttentionSwitch(Switch):
+    """Has ``scaled_dot_product_attention`` ask one kernel before the others.
+
+    On CUDA that is an order, so that inputs which the kernel cannot serve go where they went before. The CPU has two
+    kernels and knows no order: its fused one is turned off in favour of plain products.
+    """
+
+    def __init__(self, kernel: str, device_type: str) -> None:
+        self.label = self.value = kernel
+        self._device_type = device_type
+        self._before: AttentionKernels | None = None
+
+    def _turn_on(self) -> None:
+        self._before = AttentionKernels()
+        if self._device_type == "cpu":
+            cuda.enable_flash_sdp(self.value == "flash")
+            return
+        getattr(cuda, f"enable_{self.value}_sdp")(True)
+        first = int(KERNELS[self.value])  # type: ignore[call-overload]
+        others = [kernel for kernel in torch._C._get_sdp_priority_order() if kernel != first]
+        torch._C._set_sdp_priority_order([first, *others])
+
+    def _turn_off(self) -> None:
+        assert self._before is not None
+        self._before.restore()
+
+
+class _Attention(TorchDispatchMode):
+    """Notes which kernels attend, and which others could have served."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+        self.others: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = _OPERATORS.get(func._schema.name)
+        if kernel is not None:
+            names = [argument.name for argument in func._schema.arguments]
+            self._note(kernel, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, kernel: str, call: dict[str, Any]) -> None:
+        self.used.add(kernel)
+        if call["query"].device.type == "cuda":
+            mask = call.get("attn_bias")
+            rest = call.get("dropout_p", 0.0), call.get("is_causal", False), False
+            inputs = cuda.SDPAParams(call["query"], call["key"], call["value"], mask, *rest)
+            self.others.update(name for name, serves in _SERVES.items() if serves(inputs))
+
+
+class SdpaBackend(StepTechnique):
+    """Tries the kernels that can compute the model's ``scaled_dot_product_attention``.
+
+    torch asks them in a fixed order, flash attention first. When it helps: on Hopper cuDNN's kernel is 1.7 to 2.3
+    times as fast as that for the shapes of training, and slower on Ampere and Blackwell (measured in transformers
+    #48163): which is best has to be measured. When it hurts: another kernel rounds in another order and draws other
+    numbers for dropout, so the loss trajectory is compared. Plain products ("math") hold the scores, quadratic in the
+    length of the sequence: they are tried only where the trial's batches come in one shape.
+
+    Before compilation, because a compiled model keeps the kernels that it was compiled with.
+
+    Source: transformers #48163; pytorch's documentation of ``torch.nn.attention.sdpa_kernel``.
+    """
+
+    name = "sdpa_backend"
+    title = "SDPA backend"
+    kept_because = "attention runs in the kernel that is fastest for the model's shapes"
+    expected = "1.7 to 2.3× on attention on Hopper"
+    tolerance = 0.005
+    draws_other_numbers = True
+
+    def check(self, job: Job) -> None:
+        """A step that calls fused attention, by the operators that were counted."""
+        if isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None:
+            raise NotApplicable("the model comes compiled already, with the attention kernels that were chosen then")
+        if job.work.counts and not any("attention" in name for count in job.work.counts for name in count.by_op):
+            raise NotApplicable(UNUSED)
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """Every kernel that serves and is not the one in use: one forward is watched to know."""
+        seen = self._watch(job)
+        if not seen.used:
+            raise NotApplicable(UNUSED)
+        others = seen.others | (set() if job.varies else {"math"})
+        if len(seen.used) == 1:
+            others -= seen.used
+        if not others:
+            raise NotApplicable("no other kernel can be trusted with this model's attention")
+        return [AttentionSwitch(name, job.device.type) for name in KERNELS if name in others]
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """The kernel's name."""
+        kernels = [*KERNELS] if job.device.type == "cuda" else ["flash", "math"]
+        if value not in kernels:
+            names = ", ".join(map(repr, kernels))
+            raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
+        return AttentionSwitch(value, job.device.type)
+
+    @staticmethod
+    def _watch(job: Job) -> _Attention:
+        with _Attention() as seen:
+            if job.inference:
+                job.infer(job.batches[0])
+            else:
+                job.loss(job.batches[0])
+        return seen
