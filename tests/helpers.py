@@ -8,10 +8,18 @@ import traceback
 import numpy as np
 import torch
 
+from flatout._backends import SDP_KERNELS
+
 
 def bits(tensor):
     """The raw bytes of a tensor, so that NaNs and signed zeros compare."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def attention_flags():
+    """Which attention kernels are enabled, and the order in which they are asked."""
+    enabled = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_KERNELS]
+    return enabled, torch._C._get_sdp_priority_order()
 
 
 def _picture(value):
@@ -43,6 +51,9 @@ def snapshot(model, optimizer=None):
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
             torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+            attention_flags(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_num_threads(),
             torch.is_grad_enabled(),

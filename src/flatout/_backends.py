@@ -36,7 +36,7 @@ class Float32Precision:
 
 def _products() -> list[tuple[Any, Any]]:
     """What holds the flag of matrix products on CUDA and on the CPU, each with what holds the flag behind it."""
-    backends = torch.backends
+    backends: Any = torch.backends
     return [(backends.cuda.matmul, backends.cudnn), (backends.mkldnn.matmul, backends.mkldnn)]
 
 

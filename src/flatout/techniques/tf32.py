@@ -19,7 +19,7 @@ TENSOR_CORES = (8, 0)
 
 
 class Tf32Switch(Switch):
-    """TF32 for matrix products, in the older vocabulary and the newer where the two agree, else in the newer."""
+    """TF32 for matrix products: in torch's older vocabulary, which is the newer too, where that says "highest"."""
 
     label = "tf32"
     value = True
@@ -29,10 +29,10 @@ class Tf32Switch(Switch):
 
     def _turn_on(self) -> None:
         self._before = Float32Precision()
-        if self._before.legacy is None:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-        else:
+        if self._before.legacy == "highest":
             torch.backends.cuda.matmul.allow_tf32 = True
+        else:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def _turn_off(self) -> None:
         assert self._before is not None

@@ -1,0 +1,246 @@
+"""The flag, the key that makes it count, and the watch that turns it off when shapes vary."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.backends import cudnn
+from torch.nn import functional
+
+import flatout
+from flatout.job import Job
+from flatout.techniques import NotApplicable
+from flatout.techniques.cudnn_benchmark import MOST_NEW, WITHIN, BenchmarkSwitch, CudnnBenchmark, ShapeWatch
+
+
+@pytest.fixture(autouse=True)
+def flags_come_back():
+    before = cudnn.benchmark, cudnn.deterministic, cudnn.enabled
+    yield
+    cudnn.benchmark, cudnn.deterministic, cudnn.enabled = before
+
+
+@pytest.fixture
+def applies(monkeypatch):
+    """The flag exists without a GPU: what turns it needs none."""
+    monkeypatch.setattr(CudnnBenchmark, "check", lambda self, job: None)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.conv(x).mean(2))
+
+
+def batch(length, n=4):
+    return torch.randn(n, 1, length), torch.randint(0, 2, (n,))
+
+
+def job_of(model, batches=()):
+    job = Job(model, [], [], None, None, None, torch.device("cuda"))
+    job.batches = list(batches)
+    return job
+
+
+def why_not(model, batches=()):
+    job = job_of(model, batches)
+    try:
+        CudnnBenchmark().check(job)
+        CudnnBenchmark().candidates(job)
+    except NotApplicable as reason:
+        return str(reason)
+    raise AssertionError("it applies")
+
+
+# -- the watch -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 30), max_size=400))
+def test_shapes_vary_when_many_new_ones_come_close_together(lengths):
+    watch = ShapeWatch()
+    told = [watch.varies(torch.empty(length)) for length in lengths]
+    firsts = [i for i, length in enumerate(lengths) if length not in lengths[:i]]
+    assert [i for i, varies in enumerate(told) if varies] == [
+        i for k, i in enumerate(firsts) if k >= MOST_NEW - 1 and i - firsts[k - MOST_NEW + 1] < WITHIN
+    ]
+
+
+def test_shapes_that_come_back_and_shapes_that_come_rarely_do_not_vary():
+    watch = ShapeWatch()
+    assert not any(watch.varies(torch.empty(1 + i % (MOST_NEW - 1))) for i in range(1000))
+    watch = ShapeWatch()
+    assert not any(watch.varies(torch.empty(i // (WITHIN // (MOST_NEW - 1) + 1))) for i in range(1000))
+
+
+# -- the switch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [(False, False), (False, True), (True, False), (True, True)])
+def test_off_is_exactly_as_before(before):
+    cudnn.benchmark, cudnn.deterministic = before
+    switch = BenchmarkSwitch()
+    for _ in range(2):
+        switch.enable()
+        assert (cudnn.benchmark, cudnn.deterministic) == (True, True)
+        switch.disable()
+        assert (cudnn.benchmark, cudnn.deterministic) == before
+
+
+def test_what_was_found_serves_on_when_the_search_is_off():
+    switch = BenchmarkSwitch()
+    switch.enable()
+    for i in range(MOST_NEW - 1):
+        switch.saw(batch(4 + i))
+    assert cudnn.benchmark
+    with pytest.warns(RuntimeWarning, match="new shapes"):
+        switch.saw(batch(100))
+    assert (cudnn.benchmark, cudnn.deterministic) == (False, True)  # found under deterministic's key
+    switch.disable()
+    assert (cudnn.benchmark, cudnn.deterministic) == (False, False)
+    switch.enable()  # as a failed second optimize() does
+    assert not cudnn.benchmark
+    switch.disable()
+
+
+def test_a_switch_that_is_off_watches_nothing():
+    switch = BenchmarkSwitch()
+    cudnn.benchmark = True
+    for i in range(2 * MOST_NEW):
+        switch.saw(batch(4 + i))
+    assert cudnn.benchmark
+
+
+# -- in training ---------------------------------------------------------------------------------------------
+
+
+def tuned(batches, own_loop):
+    torch.manual_seed(0)
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    given = () if own_loop else (opt, functional.cross_entropy)
+    run = flatout.optimize(model, batches, *given, techniques={"cudnn_benchmark": True}, budget=0)
+
+    def epoch():
+        for x, y in run.loader:
+            if own_loop:
+                opt.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                opt.step()
+            else:
+                run.step((x, y))
+
+    return run, epoch
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_varying_shapes_turn_it_off_with_one_warning(applies, own_loop):
+    """pytorch #2759: each new input size is searched for, and training crawls."""
+    run, epoch = tuned([batch(16) if i < 4 else batch(8 + i) for i in range(40)], own_loop)
+    assert next(row for row in run.report.rows if row.technique == "cudnn_benchmark").status == "kept"
+    assert cudnn.benchmark
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epoch()
+        epoch()
+    told = [w for w in caught if "torch.backends.cudnn.benchmark is off" in str(w.message)]
+    assert len(told) == 1
+    assert told[0].category is RuntimeWarning
+    assert not cudnn.benchmark
+    run.undo()
+    assert (cudnn.benchmark, cudnn.deterministic) == (False, False)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_smaller_last_batch_and_buckets_leave_it_on(applies, own_loop):
+    run, epoch = tuned([*(batch(8 * (1 + i % 5)) for i in range(20)), batch(8, n=3)], own_loop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            epoch()
+    assert cudnn.benchmark
+    run.undo()
+    assert not cudnn.benchmark
+
+
+def test_a_loader_that_outlives_undo_changes_nothing(applies):
+    run, _ = tuned([batch(8 + i) for i in range(40)], own_loop=True)
+    loader = run.loader
+    run.undo()
+    cudnn.benchmark = True  # the user's own decision
+    assert len(list(loader)) == 40
+    assert cudnn.benchmark
+
+
+def test_the_watch_costs_no_batch(applies):
+    batches = [batch(16) for _ in range(6)]
+    run, _ = tuned(batches, own_loop=True)
+    for (x, y), (x0, y0) in zip(run.loader, batches, strict=True):
+        assert x is x0
+        assert y is y0
+    run.undo()
+
+
+# -- when it applies -----------------------------------------------------------------------------------------
+
+FIXED, VARYING = [batch(16)] * 4, [batch(16), batch(20)]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv1d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.Conv3d(1, 1, 1), nn.ConvTranspose1d(1, 1, 1),
+     nn.ConvTranspose2d(1, 1, 1), nn.ConvTranspose3d(1, 1, 1)],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+def test_every_convolution_counts(layer):
+    job = job_of(nn.Sequential(layer), FIXED)
+    CudnnBenchmark().check(job)
+    assert [switch.value for switch in CudnnBenchmark().candidates(job)] == [True]
+
+
+def test_convolutions_without_a_module_count():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 1, 3))
+
+        def forward(self, x):
+            return functional.conv1d(x, self.weight).mean(2)
+
+    job = Job(Functional(), [], [], None, functional.cross_entropy, None, torch.device("cuda"))
+    job.work(batch(16))
+    CudnnBenchmark().check(job)
+
+
+def test_rows_say_why_it_does_not_apply():
+    assert "no convolutions" in why_not(nn.LSTM(2, 2))
+    assert "several shapes" in why_not(Net(), VARYING)
+    job = job_of(Net())
+    job.device = torch.device("cpu")
+    with pytest.raises(NotApplicable, match="CPU"):
+        CudnnBenchmark().check(job)
+    job = job_of(Net())
+    job.deterministic = True
+    with pytest.raises(NotApplicable, match="deterministic=True"):
+        CudnnBenchmark().check(job)
+    cudnn.deterministic = True
+    assert "cudnn.deterministic is on" in why_not(Net(), FIXED)
+
+
+def test_a_flag_that_the_user_has_set_stays_his():
+    cudnn.benchmark = True
+    assert "stays on" in why_not(Net(), FIXED)
+    assert "try without" in why_not(Net(), VARYING)
+    assert cudnn.benchmark
+
+
+def test_it_can_be_forced_where_shapes_vary_and_by_true_alone():
+    assert CudnnBenchmark().forced(job_of(Net(), VARYING), True).value is True
+    with pytest.raises(ValueError, match="must be True or False"):
+        CudnnBenchmark().forced(job_of(Net()), "on")
