@@ -79,6 +79,14 @@ def test_shapes_that_come_back_and_shapes_that_come_rarely_do_not_vary():
     assert not any(watch.varies(torch.empty(i // (WITHIN // (MOST_NEW - 1) + 1))) for i in range(1000))
 
 
+@pytest.mark.parametrize(("gap", "varies"), [(WITHIN - 1, True), (WITHIN, False)])
+def test_the_first_of_the_new_shapes_must_be_among_the_latest_batches(gap, varies):
+    watch = ShapeWatch()
+    firsts = [0, *range(1, MOST_NEW - 1), gap]
+    told = [watch.varies(torch.empty(firsts.index(i) if i in firsts else 0)) for i in range(gap + 1)]
+    assert told == [False] * gap + [varies]
+
+
 # -- the switch ----------------------------------------------------------------------------------------------
 
 

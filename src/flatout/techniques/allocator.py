@@ -37,7 +37,7 @@ class Allocator(Advice):
 
     name = "allocator"
     title = "allocator settings"
-    expected = "28 % less memory"
+    expected = "up to 30 %"
     exact = True
 
     def check(self, job: Job) -> None:
