@@ -142,7 +142,7 @@ def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(monk
 @pytest.mark.usefixtures("short_trials")
 def test_the_report_tells_the_memory_of_a_step() -> None:
     model, loader, opt = make_job()
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=10)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=60)
     timed = [t for row in run.report.rows for t in row.trials if t.gain is not None and t.baseline_bytes]
     assert timed
     assert all(trial.candidate_bytes is not None for trial in timed)
