@@ -78,10 +78,12 @@ def frozen_objects() -> None:
 
 @pytest.fixture(autouse=True)
 def restored_random_states() -> Iterator[None]:
-    """No test's draws reach the next one."""
+    """No test's draws, nor the threads that suited it, reach the next one."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

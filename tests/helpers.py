@@ -26,7 +26,7 @@ def _picture(value):
     return (str(value.dtype), tuple(value.shape), bits(value)) if isinstance(value, torch.Tensor) else value
 
 
-WHAT_TECHNIQUES_CHANGE = ("class", "compiled", "optimizer class")
+WHAT_TECHNIQUES_CHANGE = ("class", "compiled", "optimizer class", "threads")
 
 
 def trained_state(model, optimizer=None):
@@ -55,9 +55,9 @@ def snapshot(model, optimizer=None):
             torch.backends.mkldnn.matmul.fp32_precision,
             attention_flags(),
             torch.are_deterministic_algorithms_enabled(),
-            torch.get_num_threads(),
             torch.is_grad_enabled(),
         ),
+        "threads": torch.get_num_threads(),
     }
     if optimizer is not None:
         names = {p: n for n, p in model.named_parameters()}

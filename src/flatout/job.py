@@ -207,6 +207,19 @@ class Job:
         peak = peak_flops(self.device, "tf32" if tf32 else dtype)
         return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 
+    def share_of_flops(self, module: str) -> float | None:
+        """Share of a step's FLOPs, 0..1, that one of the model's modules takes; None where that is not known.
+
+        Args:
+            module: its name in ``model.named_modules()``.
+        """
+        for count in self.work.counts[:1]:
+            try:
+                return count.by_module[f"parts.0.{module}"].total / max(1, count.total)
+            except KeyError:  # counted under another of its names
+                return None
+        return None
+
     def _count_flops(self, batch: Any) -> FlopCount:
         return count_flops(_Forward(self), batch, backward=not self.inference)
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout._garbage import LongLived
 from flatout.data import Prefetcher, batch_size_of, to_device
 from flatout.data.replay import Replayed
 from flatout.job import Job
+from flatout.logs import Logs
 from flatout.measure.judge import judged
 from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
@@ -71,7 +73,10 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         self._end_of_epoch()  # of one that was left by a break
         batches = self._counter.batches(self._prefetcher)
-        yield from map(self._show, batches) if self._watching else batches
+        with LongLived() as objects:
+            for batch in map(self._show, batches) if self._watching else batches:
+                yield batch
+                objects.between_steps()
         self._end_of_epoch()
 
     def __len__(self) -> int:
@@ -105,6 +110,7 @@ class Run:
         optimizer: the user's optimizer, the same object; None in the two-value form.
         plan: the decisions, to save and apply again.
         report: every row of the checklist, with its number and its why.
+        logs: what :meth:`log` was given: iterate it for ``(step, name, value)``, or have ``logs.listen`` call you.
     """
 
     def __init__(
@@ -125,6 +131,8 @@ class Run:
         self._scheduler = scheduler
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
+        self.logs = Logs()
+        self._steps = 0
         self._switches = list(switches)
         attach(job.model, self._switches)
 
@@ -179,7 +187,34 @@ class Run:
             loss = self._job.step(batch, step.phase)
             if not self._job.pending:
                 self._step_scheduler()
+        self._steps += 1
         return loss
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Log a number without waiting for the device: ``run.log("loss", run.step(batch))``.
+
+        Where ``loss.item()`` would wait until the GPU has computed the loss, this queues a copy of it and goes on;
+        listeners get the number in a later call, or in :meth:`flush_logs`::
+
+            run.logs.listen(lambda step, name, value: writer.add_scalar(name, value, step))
+
+        Args:
+            name: what it is.
+            value: a number, or a tensor of one element.
+            step: when; default: the number of :meth:`step` calls so far.
+
+        Raises:
+            TypeError: ``value`` is neither a number nor a tensor.
+            ValueError: a tensor of more or less than one element, or there is neither ``step`` nor an optimizer: only
+                :meth:`step` counts steps.
+        """
+        if step is None and self.optimizer is None:
+            raise ValueError("run.log needs step= in a loop of your own: only run.step counts steps")
+        self.logs.log(name, value, self._steps if step is None else step)
+
+    def flush_logs(self) -> None:
+        """Wait for what was logged and is on its way, and hand it to the listeners: at the end of training, say."""
+        self.logs.flush()
 
     def _flush(self) -> None:
         """Update with what accumulated since the last update, at an epoch's end."""
@@ -227,6 +262,7 @@ class Run:
                 if steps == 0:
                     raise ValueError(f"the loader yielded no batch in epoch {epoch + 1}: can it be iterated again?")
                 row = {"loss": float(total) / steps}
+                self.flush_logs()  # they are here by now
                 if eval_loader is not None:
                     row |= {f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()}
                 bar.end(row)

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from flatout.logs import Logs
 from flatout.mfu import MfuCounter
 
 LOSS_EVERY = 20
 """Steps between two looks at the loss."""
-
-
-class _LateScalar:
-    """A number read from the device once it has arrived there, never waited for."""
-
-    def __init__(self) -> None:
-        self.value = float("nan")
-        self._host: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-
-    def send(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cuda":
-            self.value = float(tensor)
-        elif self._arrived is None:
-            if self._host is None:
-                self._host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def poll(self) -> float:
-        if self._arrived is not None and self._arrived.query() and self._host is not None:
-            self.value, self._arrived = float(self._host), None
-        return self.value
 
 
 class EpochProgress:
@@ -46,7 +23,7 @@ class EpochProgress:
         self._epochs = epochs
         self._loader = loader
         self._counter = counter
-        self._loss = _LateScalar()
+        self._losses = Logs(keep=1)
         self._steps = 0
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -75,7 +52,7 @@ class EpochProgress:
     def advance(self, loss: Tensor) -> None:
         """Count one step."""
         if self._steps % LOSS_EVERY == 0:
-            self._loss.send(loss)
+            self._losses.log("loss", loss, self._steps)
         self._steps += 1
         if self._steps % LOSS_EVERY == 0:
             self._bar.update(self._task, status=self._status())
@@ -87,7 +64,8 @@ class EpochProgress:
         self._bar.update(self._task, status=f"{shown}  {self._rates()}")
 
     def _status(self) -> str:
-        return f"loss {self._loss.poll():.4g}  {self._rates()}"
+        loss = self._losses.latest("loss")
+        return f"loss {math.nan if loss is None else loss:.4g}  {self._rates()}"
 
     def _rates(self) -> str:
         told = self._counter.window.told()

@@ -15,18 +15,22 @@ from flatout.techniques.base import (
 )
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
+from flatout.techniques.cpu_threads import CpuThreads
 from flatout.techniques.criterion import Criterion
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
+from flatout.techniques.gc_pauses import GcPauses
 from flatout.techniques.in_memory import InMemory
 from flatout.techniques.monitoring import Monitoring
+from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
 from flatout.techniques.prefetch import Prefetch
 from flatout.techniques.profiler import Profiler
 from flatout.techniques.sdpa_backend import SdpaBackend
+from flatout.techniques.sync_points import SyncPoints
 from flatout.techniques.tf32 import Tf32
 from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
@@ -37,6 +41,7 @@ REGISTRY: tuple[Technique, ...] = (
     Evaluation(),
     Profiler(),
     Monitoring(),
+    GcPauses(),
     PinnedMemory(),
     Prefetch(),
     Precision(),
@@ -44,16 +49,19 @@ REGISTRY: tuple[Technique, ...] = (
     ChannelsLast(),
     CudnnBenchmark(),
     SdpaBackend(),
+    CpuThreads(),
     FusedOptimizer(),
     Compile(),
     InMemory(),
     Workers(),
     Transforms(),
+    SyncPoints(),
+    MultiplesOf8(),
     Allocator(),
 )
-"""Every technique, in the order in which they are tried: placement, precision, memory format, backends, optimizer,
-compile, then the loader, because the rate that it must reach is the tuned step's; last the advice, about what is left.
-"""
+"""Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
+optimizer, compile, then the loader, because the rate that it must reach is the tuned step's; last the advice, about
+what is left."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
@@ -64,10 +72,6 @@ PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
         "whole-step CUDA graph",
         "replays a step as one launch, where launching is what takes the time",
     ),
-    (None, "cpu_threads", "CPU threads", "finds the number of threads that a step on the CPU runs best with"),
-    (None, "gc_pauses", "garbage-collector pauses", "moves Python's garbage collection out of the steps"),
-    (None, "sync_points", "sync points", "names the lines that make the GPU wait for Python"),
-    (None, "multiples_of_8", "dimensions in multiples of 8", "names layers whose sizes tensor cores cannot use fully"),
     (None, "oom_recovery", "out-of-memory recovery", "repeats a step that ran out of memory in smaller parts"),
     (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )

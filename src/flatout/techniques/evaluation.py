@@ -2,18 +2,136 @@
 
 from __future__ import annotations
 
-from flatout.techniques.base import Rule
+import sys
+import warnings
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout._subclass import instance_class, take_class_out
+from flatout.data import tensors_of
+from flatout.profile.places import of_frame
+from flatout.techniques.base import Rule, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+SURE_AFTER = 3
+"""Forwards in eval mode, one after another, whose graphs were made for nothing, before anything is said."""
+
+
+class _Graph:
+    """Lives as long as what a forward has recorded for its backward."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+        self._used = False
+
+    def use(self, *_: object) -> None:
+        """A backward has come this way."""
+        self._used = True
+
+    def __del__(self) -> None:
+        self._watch.wasted = 0 if self._used else self._watch.wasted + 1
+
+
+class _Watch:
+    """Sees what becomes of the outputs of a model in eval mode.
+
+    Attributes:
+        wasted: forwards in a row whose graph nobody has used.
+        said: the warning has been given.
+    """
+
+    def __init__(self) -> None:
+        self.wasted = 0
+        self.said = False
+
+    def saw(self, output: Any, frame: FrameType) -> None:
+        """A forward in eval mode with gradients on, called from ``frame``, has returned ``output``."""
+        ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        if not ends:
+            return
+        if self.wasted >= SURE_AFTER:
+            self._say(frame)
+            return
+        graph = _Graph(self)
+        for node in ends:
+            node.register_prehook(graph.use)
+
+    def _say(self, frame: FrameType) -> None:
+        self.said = True
+        place = of_frame(frame)
+        file, line = (place[1], int(place[0].rpartition(":")[2])) if place else (__file__, 0)
+        warnings.warn_explicit(
+            "this evaluates the model with gradients on, and nothing goes backward from it: every activation is kept "
+            "for nothing. Evaluate within `with torch.inference_mode():`",
+            UserWarning,
+            file,
+            line,
+        )
+
+
+class WatchSwitch(Switch):
+    """Gives one model instance a class that looks at its calls in eval mode."""
+
+    label = value = "watched"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._class: type[nn.Module] | None = None
+
+    def _turn_on(self) -> None:
+        model = self._model()
+        if model is not None:
+            self._class = _watched_class(type(model))
+            model.__class__ = self._class
+
+    def _turn_off(self) -> None:
+        model = self._model()
+        if model is not None and self._class is not None:
+            take_class_out(model, self._class)
+
+
+def _watched_class(base: type[nn.Module]) -> type[nn.Module]:
+    watch = _Watch()
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super(watched, self).__call__(*args, **kwargs)
+        if torch.compiler.is_compiling() or self.training or watch.said or not torch.is_grad_enabled():
+            return output
+        watch.saw(output, sys._getframe(1))
+        return output
+
+    watched = instance_class(base, __call__=__call__)
+    return watched
 
 
 class Evaluation(Rule):
     """``run.evaluate`` runs under ``inference_mode`` and in eval mode, and restores every module's mode.
 
+    In a loop of the user's own, a model in eval mode is watched for what becomes of its outputs: where gradients are on
+    and nothing goes backward, a warning names the line, once.
+
     When it helps: an evaluation loop that tracks gradients keeps every activation alive and is about a third
-    slower; one that forgets ``eval()`` gives wrong numbers with BatchNorm or Dropout.
+    slower; one that forgets ``eval()`` gives wrong numbers with BatchNorm or Dropout. When it hurts: watching costs a
+    microsecond for each call of the model.
     """
 
     name = "evaluation"
     number = 6
     title = "no gradients in evaluation"
-    kept_because = "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes"
+    kept_because = (
+        "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes; a loop of your own "
+        "that evaluates with gradients on gets a warning with its line"
+    )
     exact = True
+
+    def switch(self, job: Job) -> Switch | None:
+        """The watch over a loop of the user's own: what it trains comes without an optimizer."""
+        if job.optimizer is not None or job.inference or isinstance(job.model, torch.jit.ScriptModule):
+            return None
+        return WatchSwitch(job.model)

@@ -1,0 +1,81 @@
+"""Neighbour: the number of threads that operators on the CPU compute with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.data.machine import usable_cores
+from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+_GRAIN = 32768
+"""Elements from which torch gives another thread a share of an elementwise operator (``at::internal::GRAIN_SIZE``)."""
+
+
+class ThreadsSwitch(Switch):
+    """Sets torch's number of intra-op threads, process-wide, and the earlier number again."""
+
+    def __init__(self, threads: int) -> None:
+        self.value = threads
+        self.label = f"{threads} thread{'' if threads == 1 else 's'}"
+        self._before = threads
+
+    def _turn_on(self) -> None:
+        self._before = torch.get_num_threads()
+        _set_threads(self.value)
+
+    def _turn_off(self) -> None:
+        _set_threads(self._before)
+
+
+def _set_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.empty(_GRAIN * threads).fill_(0)  # OpenMP starts and ends threads in the next operator: not in a timed one
+
+
+class CpuThreads(StepTechnique):
+    """Tries fewer threads, and as many as there are cores to use, where the step runs on the CPU.
+
+    When it helps: small operators, which the threads take longer to share than to compute; and containers with fewer
+    cores than the machine: torch starts a thread for each core that it sees, and the quota then stops all of them for
+    most of each period (kserve/kserve, issue 1031). Hardware threads of one core share its arithmetic units: torch
+    counts physical cores for that reason, and so does flatout. When it hurts: what else the process computes gets the
+    same number; sums are made in another order, so that the last bits of a result may differ. Source: torch's
+    documentation, "CPU threading and TorchScript inference", tuning the number of threads.
+    """
+
+    name = "cpu_threads"
+    title = "CPU threads"
+    kept_because = "operators are shared by this many threads: with more or fewer, they take longer"
+    tolerance = 0.005
+
+    def check(self, job: Job) -> None:
+        """A step on the CPU, and another number than torch's to try."""
+        if job.device.type != "cpu":
+            raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
+        if not self._numbers():
+            raise NotApplicable("there is one core to use, and one thread on it")
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """All usable cores where torch uses more or fewer; half of them; one."""
+        return [ThreadsSwitch(number) for number in self._numbers()]
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """A number of threads."""
+        most = os.cpu_count() or 1
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most}, or False; got {value!r}")
+        return ThreadsSwitch(value)
+
+    @staticmethod
+    def _numbers() -> list[int]:
+        cores = usable_cores()
+        numbers = dict.fromkeys((cores, max(1, cores // 2), 1))
+        numbers.pop(torch.get_num_threads(), None)
+        return list(numbers)

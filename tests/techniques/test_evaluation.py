@@ -1,0 +1,153 @@
+"""An evaluation loop that tracks gradients for nothing gets one warning, at its line; a training never does."""
+
+import copy
+import gc
+import inspect
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.techniques.evaluation import SURE_AFTER, WatchSwitch
+from tests.jobs import FORCED, QUICK, Net, make_job
+
+X, Y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+
+
+def evaluate(model, times=10):
+    model.eval()
+    total = 0.0
+    for _ in range(times):
+        total += functional.cross_entropy(model(X), Y).item()
+    return total
+
+
+def warned(work):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    return [each for each in caught if "with gradients on" in str(each.message)]
+
+
+def own_loop(techniques=QUICK):
+    model, loader, opt = make_job()
+    model, loader = flatout.optimize(model, loader, techniques=techniques, budget=0, device="cpu")
+    return model, loader, opt
+
+
+@pytest.mark.parametrize("techniques", [QUICK, FORCED], ids=["plain", "autocast"])
+def test_it_is_said_once_with_the_line(techniques):
+    model, _, _ = own_loop({k: v for k, v in techniques.items() if k not in ("fused_optimizer", "in_memory")})
+    (said,) = warned(lambda: [evaluate(model) for _ in range(3)])
+    lines, first = inspect.getsourcelines(evaluate)
+    assert Path(said.filename).name == Path(__file__).name
+    assert said.lineno == first + next(i for i, line in enumerate(lines) if "model(X)" in line)
+    assert "inference_mode" in str(said.message)
+
+
+def without_gradients(model):
+    with torch.no_grad():
+        evaluate(model)
+    with torch.inference_mode():
+        evaluate(model)
+
+
+def in_eval_mode(model):
+    """Fine-tuning with frozen statistics."""
+    model.eval()
+    for _ in range(10):
+        functional.cross_entropy(model(X), Y).backward()
+
+
+def late(model):
+    """One backward for many forwards."""
+    model.eval()
+    for _ in range(3):
+        sum(model(X).sum() for _ in range(10)).backward()
+
+
+def through_the_input(model):
+    """An adversarial attack."""
+    model.eval().requires_grad_(False)
+    for _ in range(10):
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+
+
+def frozen(model):
+    evaluate(model.requires_grad_(False))
+
+
+def written_into(model):
+    model.eval()
+    for _ in range(10):
+        model(X).mul_(2).sum().backward()
+
+
+def now_and_then(model):
+    """Fewer than it takes to be sure, between steps that are trained on."""
+    for _ in range(5):
+        evaluate(model, SURE_AFTER - 1)
+        model(X).sum().backward()
+
+
+TRAININGS = [without_gradients, in_eval_mode, late, through_the_input, frozen, written_into, now_and_then]
+
+
+@pytest.mark.parametrize("use", TRAININGS)
+def test_what_is_used_is_not_complained_about(use):
+    model, _, _ = own_loop()
+    assert warned(lambda: use(model)) == []
+
+
+def test_train_mode_is_not_looked_at():
+    model, _, _ = own_loop()
+    model.train()
+    assert warned(lambda: [model(X) for _ in range(10)]) == []
+
+
+def test_a_model_inside_a_compiled_function_works():
+    model, _, _ = own_loop()
+    model.eval()
+    step = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+    assert torch.equal(step(X), model(X))
+
+
+def test_copies_pickles_and_undo_know_nothing_of_it():
+    model, loader, _ = make_job()
+    run = flatout.optimize(model, loader, techniques=QUICK, budget=0, device="cpu")
+    assert type(model) is not Net
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is Net
+    run.undo()
+    assert type(model) is Net
+    assert warned(lambda: evaluate(model)) == []
+
+
+def test_nothing_is_attached_where_the_run_evaluates():
+    model, loader, opt = make_job()
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=0, device="cpu")
+    assert type(model) is Net
+    model.eval()
+    flatout.optimize(model, loader, techniques=QUICK, budget=0, device="cpu")
+    assert type(model) is Net
+
+
+def test_the_graph_is_freed_as_without_it():
+    model = nn.Linear(8, 3)
+    switch = WatchSwitch(model)
+    switch.enable()
+    model.eval()
+    output = model(X)
+    node = output.grad_fn
+    model(X).sum().backward()
+    del output, node
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each).__name__ == "_Graph"]
+    switch.disable()
+    assert type(model) is nn.Linear

@@ -1,0 +1,138 @@
+"""Layers whose sizes tensor cores cannot use fully, by name."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.job import Job
+from flatout.techniques import NotApplicable
+from flatout.techniques.multiples import MultiplesOf8, better_size, multiple_of, odd_layers
+from tests.jobs import QUICK, make_job
+
+
+class Gpt(nn.Module):
+    """nanoGPT's shape, small."""
+
+    def __init__(self, vocabulary=257, width=32):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, tokens):
+        return self.lm_head(self.mlp(self.wte(tokens)))
+
+
+def found(model, autocast=torch.bfloat16, tf32=False):
+    return [(layer.names, layer.sizes, layer.multiple) for layer in odd_layers(model, autocast, tf32=tf32)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "multiple"),
+    [
+        (torch.bfloat16, False, 8),
+        (torch.float16, True, 8),
+        (torch.int8, False, 16),
+        (torch.float8_e4m3fn, False, 16),
+        (torch.float32, True, 4),
+        (torch.float32, False, 1),
+        (torch.float64, True, 1),
+    ],
+)
+def test_multiples(dtype, tf32, multiple):
+    assert multiple_of(dtype, tf32=tf32) == multiple
+
+
+def test_known_sizes():
+    assert better_size(50257, 8) == 50304  # nanoGPT's
+    assert better_size(30522, 8) == 30528  # BERT's
+    assert better_size(10, 8) == 16
+    assert better_size(513, 8) == 520  # not 576: an eighth more
+
+
+@given(st.integers(1, 10**6), st.sampled_from([4, 8, 16]))
+def test_a_better_size_suits_and_is_not_far(size, multiple):
+    better = better_size(size, multiple)
+    assert better % multiple == 0
+    assert better >= size
+    assert better < size + multiple or better <= 1.05 * size
+
+
+def test_a_vocabulary_is_found_with_every_name_of_its_weight():
+    assert found(Gpt()) == [(("wte", "lm_head"), (("out_features", 257, 264),), 8)]
+    assert found(Gpt(264)) == []
+    assert found(Gpt(260), None, tf32=True) == []
+    assert found(Gpt(), None) == []  # float32 products run elsewhere
+
+
+def test_an_embedding_alone_is_no_product():
+    assert found(nn.Embedding(257, 31)) == []
+
+
+def test_convolutions():
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 7),  # an image's channels are as they are
+        nn.Conv2d(64, 30, 3),
+        nn.Conv2d(30, 30, 3, groups=30),
+        nn.ConvTranspose2d(30, 16, 1),
+        nn.Conv1d(16, 32, 1),
+    )
+    assert found(model) == [
+        (("1",), (("out_channels", 30, 32),), 8),
+        (("3",), (("in_channels", 30, 32),), 8),
+    ]
+
+
+def test_layers_in_their_own_dtype():
+    model = nn.Linear(12, 16).half()
+    assert found(model, None) == [(("Linear",), (("in_features", 12, 16),), 8)]
+    assert found(nn.Linear(12, 16).double()) == []
+
+
+def job_of(model, loss, device="cuda"):
+    return Job(model, [], [], None, None, loss, torch.device(device))
+
+
+def test_the_findings_are_sentences_about_layers_that_matter():
+    """What it says on a GPU, as far as it needs none."""
+    model = Gpt().bfloat16()
+    model.extra = nn.Linear(3, 1).bfloat16()  # odd, and nothing
+    job = job_of(model, lambda m, b: m(b).float().mean() + m.extra(torch.ones(3, dtype=torch.bfloat16)).sum())
+    tokens = torch.randint(0, 257, (4, 16))
+    job.work(tokens)
+    assert job.share_of_flops("lm_head") > 0.3
+    said = MultiplesOf8().findings(job, [tokens], 1.0)
+    assert said[0] == "wte, lm_head (Linear) has out_features 257: 264 would do (no multiple of 8)"
+    assert said[1].startswith("What to do")
+    assert len(said) == 2
+
+
+def test_a_model_that_suits_is_told_so():
+    job = job_of(Gpt(264).bfloat16(), None)
+    with pytest.raises(NotApplicable, match="every layer"):
+        MultiplesOf8().findings(job, [], 1.0)
+
+
+def test_shares_of_flops():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24), nn.ReLU())
+    job = job_of(model, lambda m, b: m(b).sum(), "cpu")
+    assert job.share_of_flops("0") is None
+    job.work(torch.ones(4, 8, requires_grad=True))
+    assert job.share_of_flops("1") == pytest.approx(0.75)
+    assert job.share_of_flops("2") == 0
+    assert job.share_of_flops("nowhere") is None
+
+
+def test_a_cpu_has_no_tensor_cores():
+    model, loader, opt = make_job()
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=0, device=torch.device("cpu")
+    )
+    row = run.report.row("multiples_of_8")
+    assert row.status == "not applicable"
+    assert "CPU" in row.why
