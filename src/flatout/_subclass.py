@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+_MADE = "flatout_instance_class"
+"""Attribute of the classes made here."""
+
 
 class _Unannounced(nn.Module):
     """Keeps ``__init_subclass__`` of a user's class (a registry, say) from hearing of classes made for an instance."""
@@ -26,20 +29,25 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
     """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        base: Any = subclass.__bases__[-1]
-        reduced: Any = base.__reduce_ex__(self, protocol)
+        made, own = type(self), _users_class(type(self))  # others may have made classes below and above this one
+        reduced: Any = own.__reduce_ex__(self, protocol)
         make, args, *rest = reduced
-        if make is copyreg.__newobj__ and args == (subclass,):  # type: ignore[attr-defined]
+        if make is copyreg.__newobj__ and args == (made,):  # type: ignore[attr-defined]
             # Picklers insist that __newobj__ makes the object's own class; this one makes any.
-            return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
-        return (base if make is subclass else make, tuple(base if arg is subclass else arg for arg in args), *rest)
+            return (copyreg._reconstructor, (own, object, None), *rest)  # type: ignore[attr-defined]
+        return (own if make is made else make, tuple(own if arg is made else arg for arg in args), *rest)
 
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__qualname__", "__module__", "__doc__")}
     make_class: Any = type(base)  # a metaclass of the user's own
     announced = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
     bases = (_Unannounced, base) if announced and not issubclass(base, _Unannounced) else (base,)
-    subclass: type[nn.Module] = make_class(base.__name__, bases, names | members | {"__reduce_ex__": __reduce_ex__})
+    added = {"__reduce_ex__": __reduce_ex__, _MADE: True}
+    subclass: type[nn.Module] = make_class(base.__name__, bases, names | members | added)
     return subclass
+
+
+def _users_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return next(each for each in cls.__mro__ if _MADE not in vars(each) and each is not _Unannounced)
 
 
 def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:

@@ -341,7 +341,8 @@ def _advise(technique: Advice, bench: Bench, choices: Mapping[str, Any], budget:
         technique.check(bench.job)
         if budget == 0:
             return replace(row, why="nothing is evaluated with budget=0 or a plan")
-        return replace(row, status="advice", why="\n".join(technique.findings(bench.job, bench.batches, ADVICE_SHARE * budget)))
+        found = technique.findings(bench.job, bench.batches, ADVICE_SHARE * budget)
+        return replace(row, status="advice", why="\n".join(found))
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     except Exception as error:  # of the user's code, which training has not run into

@@ -61,7 +61,10 @@ REGISTRY: tuple[Technique, ...] = (
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
 optimizer, compile, then the loader, because the rate that it must reach is the tuned step's; last the advice, about
-what is left."""
+what is left.
+
+Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
+cores they leave."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),

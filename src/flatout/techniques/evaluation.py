@@ -125,8 +125,8 @@ class Evaluation(Rule):
     number = 6
     title = "no gradients in evaluation"
     kept_because = (
-        "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes; a loop of your own "
-        "that evaluates with gradients on gets a warning with its line"
+        "run.evaluate and run.fit evaluate under inference_mode, in eval mode, and restore the modes; a loop of your "
+        "own that evaluates with gradients on gets a warning with its line"
     )
     exact = True
 
