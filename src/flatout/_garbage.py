@@ -23,7 +23,8 @@ class LongLived:
     def __init__(self) -> None:
         self._begun = 0.0
         self._seconds = 0.0
-        self._set_aside = 0
+        self._made_since: list[object] | None = None
+        self._others_froze = False
 
     def __enter__(self) -> LongLived:
         gc.callbacks.append(self._heard)
@@ -31,17 +32,19 @@ class LongLived:
 
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._heard)
-        if self._set_aside and gc.get_freeze_count() <= self._set_aside:
-            gc.unfreeze()
+        if self._made_since is not None and any(each is self._made_since for each in gc.get_objects()):
+            gc.unfreeze()  # nobody has frozen more, else what was made since would not be in sight
 
     def between_steps(self) -> None:
         """Set aside what is alive, if a full collection since the last call took long."""
         if self._seconds < WORTH_SECONDS:
             return
         self._seconds = 0.0
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
-            self._set_aside = gc.get_freeze_count()
+        if self._made_since is None and not self._others_froze:
+            self._others_froze = gc.get_freeze_count() > 0  # counting takes as long as there is something to count
+            if not self._others_froze:
+                gc.freeze()
+                self._made_since = []
 
     def _heard(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] < 2:
