@@ -71,7 +71,7 @@ def _quick(short_trials):
 
 
 def test_lines_of_the_forward_are_named_with_how_often():
-    row = row_of(Waits())
+    row = row_of(Waits(), budget=40)
     assert row.status == "advice"
     often, once, mask, remedy, other_remedy = row.why.splitlines()
     assert line_of(Waits, "max().item()") in often
@@ -117,6 +117,14 @@ def test_what_torch_and_flatout_do_is_nobodys_fault():
     row = row_of(model, optimizer=opt, loss_fn=functional.cross_entropy, max_grad_norm=1.0, accumulate=2)
     assert row.status == "not applicable"
     assert "flatout profile" in row.why
+
+
+def test_what_torchs_own_modules_wait_for_is_not_said_of_the_line_that_called_optimize():
+    model = nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3, 6], 2.0)  # which looks for non-zero elements
+    batches = [{"input_": torch.randn(16, 8), "target_": torch.randint(0, 10, (16,))} for _ in range(2)]
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    run = flatout.optimize(model, batches, opt, techniques=REST, budget=1, device="cpu")
+    assert run.report.row("sync_points").status == "not applicable"
 
 
 def test_looking_leaves_no_trace():

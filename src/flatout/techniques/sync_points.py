@@ -64,8 +64,6 @@ def _by_line(syncs: Iterable[Sync]) -> dict[str, list[Sync]]:
     lines: dict[str, list[Sync]] = {}
     for sync in syncs:
         lines.setdefault(sync.where, []).append(sync)
-    for where, found in lines.items():  # printing a tensor reads its elements: that is one thing
-        lines[where] = [sync for sync in found if sync.what == "print"] or found
     return lines
 
 
