@@ -162,7 +162,7 @@ def optimize(
         for technique in REGISTRY:
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
-                    rows[technique.name] = _advise(technique, bench, choices, budget if plan is None else 0)
+                    rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
         job.batches = ()
         bench.rewind(to_train=False)
     except BaseException:
@@ -332,16 +332,16 @@ def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
         yield technique.row("kept", technique.kept_because)
 
 
-def _advise(technique: Advice, bench: Bench, choices: Mapping[str, Any], budget: float) -> Row:
+def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: float) -> Row:
     """What the technique has to say, in a part of the budget's time that no trial spends."""
     row = technique.row("not tried", "")
     if choices.get(technique.name) is False:
         return replace(row, why="techniques= does without it")
     try:
-        technique.check(bench.job)
+        technique.check(job)
         if budget == 0:
             return replace(row, why="nothing is evaluated with budget=0 or a plan")
-        found = technique.findings(bench.job, bench.batches, ADVICE_SHARE * budget)
+        found = technique.findings(job, ADVICE_SHARE * budget)
         return replace(row, status="advice", why="\n".join(found))
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))

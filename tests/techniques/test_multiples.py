@@ -106,7 +106,7 @@ def test_the_findings_are_sentences_about_layers_that_matter():
     tokens = torch.randint(0, 257, (4, 16))
     job.work(tokens)
     assert job.share_of_flops("lm_head") > 0.3
-    said = MultiplesOf8().findings(job, [tokens], 1.0)
+    said = MultiplesOf8().findings(job, 1.0)
     assert said[0] == "wte, lm_head (Linear) has out_features 257: 264 would do (no multiple of 8)"
     assert said[1].startswith("What to do")
     assert len(said) == 2
@@ -115,7 +115,7 @@ def test_the_findings_are_sentences_about_layers_that_matter():
 def test_a_model_that_suits_is_told_so():
     job = job_of(Gpt(264).bfloat16(), None)
     with pytest.raises(NotApplicable, match="every layer"):
-        MultiplesOf8().findings(job, [], 1.0)
+        MultiplesOf8().findings(job, 1.0)
 
 
 def test_shares_of_flops():

@@ -22,6 +22,7 @@ from flatout.profile.places import of_frame, outwards, short
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING_OPERATORS = {
     "_local_scalar_dense": "item",
+    "item": "item",  # whole under inference_mode
     "nonzero": "nonzero",
     "masked_select": "masked_select",
     "_unique2": "unique",

@@ -187,12 +187,11 @@ class Advice(Technique):
     kept_because = ""
 
     @abstractmethod
-    def findings(self, job: Job, batches: Sequence[Any], seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Sentences with file and line.
 
         Args:
             job: as tuned. It may be stepped: what that changes is put back afterwards.
-            batches: a few real batches, on the device.
             seconds: what looking may take.
 
         Raises:

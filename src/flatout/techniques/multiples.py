@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -123,7 +123,7 @@ class MultiplesOf8(Advice):
         if torch.cuda.get_device_capability(job.device) < (7, 0):
             raise NotApplicable(f"{torch.cuda.get_device_name(job.device)} has no tensor cores")
 
-    def findings(self, job: Job, batches: Sequence[Any], seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """The layers that take a good part of the step's FLOPs."""
         layers = odd_layers(job.model, autocast_dtype(job.model), tf32=multiplies_in_tf32(job.device))
         layers = [layer for layer in layers if _share(job, layer) >= WORTH_NAMING]

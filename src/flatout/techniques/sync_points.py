@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flatout.profile.model import Sync
 from flatout.profile.places import of_frame
-from flatout.profile.syncs import SyncFinder
+from flatout.profile.syncs import watching
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
     from flatout.job import Job
-    from flatout.profile import Sync
 
 _VALUES = {"item", "cpu", "to", "tolist", "numpy", "print", "equal", "synchronize"}
 """What needs a value; the others need the size of a result, which the data decide."""
@@ -35,19 +35,19 @@ class SyncPoints(Advice):
     title = "sync points"
     exact = True
 
-    def findings(self, job: Job, batches: Sequence[Any], seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Lines of the user's code, most frequent first, and what to do about them."""
-        finder = SyncFinder(job.device.type == "cuda")
         steps, deadline = 0, time.perf_counter() + seconds
-        with finder.watching():
-            for batch in batches:
+        with watching(job.device.type == "cuda") as seen:
+            for batch in job.batches:
                 job.step(batch)
                 steps += 1
                 if time.perf_counter() > deadline:
                     break
         caller = of_frame(sys._getframe())  # to whom falls what torch does, and what flatout does
         outside = "" if caller is None else caller[0]
-        lines = _by_line(sync for sync in finder.syncs(steps) if sync.where not in ("", outside))
+        syncs = (Sync(*found, count / steps) for found, count in seen.most_common())
+        lines = _by_line(sync for sync in syncs if sync.where not in ("", outside))
         if not lines:
             raise NotApplicable(
                 "no line of the model or the loss makes Python wait for the GPU "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,7 @@ class Transforms(Advice):
         if isinstance(job.source, InMemoryLoader):
             raise NotApplicable("the samples are in memory, ready made: no transform runs any more")
 
-    def findings(self, job: Job, batches: Sequence[Any], seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """What :func:`flatout.data.movable_transforms` finds, and what to do about it."""
         assert isinstance(job.loader, DataLoader)
         try:
