@@ -9,8 +9,9 @@ from flatout import amp, data, mfu, optim
 from flatout.optimize import optimize
 from flatout.plan import Plan
 from flatout.report import Report
+from flatout.reproducible import reproducible
 from flatout.run import Run, undo
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "Report", "Run", "__version__", "amp", "data", "mfu", "optim", "optimize", "undo"]
+__all__ = ["Plan", "Report", "Run", "__version__", "amp", "data", "mfu", "optim", "optimize", "reproducible", "undo"]

@@ -28,9 +28,10 @@ from flatout.plan import Plan, fingerprint
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
+from flatout.reproducible import check_seed, seed_all
 from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
-from flatout.techniques.determinism import seed_all
+from flatout.techniques.determinism import seeded_where_random
 
 TRIAL_BATCHES = 4
 """Batches that trials go round in; they stay on the device while measuring."""
@@ -80,8 +81,10 @@ def optimize(
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
-        deterministic: bit-reproducible training; then only bit-identical techniques are chosen by timing.
-        seed: seed python, numpy and torch with this when everything is set up.
+        deterministic: bit-reproducible training, as :func:`flatout.reproducible` has it; then only bit-identical
+            techniques are chosen by timing, and the report says what determinism costs in speed.
+        seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
+            sample of random augmentation (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
         expected_steps: batches that the training will take, for break-even decisions; default: 10 epochs.
         budget: seconds to spend on measuring; 0 means rules only. Advice takes a twentieth of it on top at most.
@@ -94,19 +97,25 @@ def optimize(
         TypeError: an argument or a batch is not of a kind that is understood.
         ValueError: an argument has a value that cannot work, or the loader is empty, the model has nothing to
             train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing has changed then.
+        RuntimeError: too late for ``deterministic``: cuBLAS has started already. Nothing has changed either.
     """
     choices = _choices(techniques, precision)
     _check_arguments(model, loader, optimizer, loss_fn, compute_loss)
     _check_schedule(optimizer, scheduler, accumulate, max_grad_norm)
     _check_numbers(accumulate, max_grad_norm, expected_steps, budget)
+    if seed is not None:
+        check_seed(seed)
     if plan is not None:
         if choices:
             raise ValueError("a plan decides about every technique: give plan, or techniques and precision")
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        plan.check_techniques([t.name for t in REGISTRY])
         choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
 
     if isinstance(loader, TrainingLoader):
         loader = loader.original
+    if deterministic and seed is not None:
+        loader = seeded_where_random(loader)
     job = Job(
         model=model,
         loader=loader,
@@ -122,9 +131,11 @@ def optimize(
         expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
     earlier = detach(model)
-    switches: list[Switch] = []
+    switches: dict[str, Switch] = {}
     bench: Bench | None = None
     try:
+        if plan is not None:
+            plan.check(fingerprint(model, optimizer, job.device))
         for technique in REGISTRY:
             if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
                 with contextlib.suppress(NotApplicable):
@@ -144,11 +155,15 @@ def optimize(
         peak_before, _ = job.peak_flops(measure=budget > 0)
         measures = budget > 0 and plan is None
         costs_before = bench.costs() if measures else {}
-        here = fingerprint(model, bench.batches[0], job.device)
+        here = fingerprint(model, optimizer, job.device, bench.batches[0])
         if plan is not None:
             plan.check(here)
 
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
+        for technique in REGISTRY:
+            if isinstance(technique, Rule) and technique.costs_speed and technique.name in switches and measures:
+                with _saying(f"timing {technique.title}"):
+                    rows[technique.name] = tuner.price(switches[technique.name], rows[technique.name])
         for technique in REGISTRY:
             if isinstance(technique, Measured):
                 with _saying(f"trying {technique.title}"):
@@ -171,7 +186,7 @@ def optimize(
             for switch in reversed(bench.kept):
                 switch.disable()
             bench.state.restore()
-        for switch in reversed(switches):
+        for switch in reversed(switches.values()):
             switch.disable()
         attach(model, earlier)
         raise
@@ -192,7 +207,7 @@ def optimize(
         scheduler=scheduler,
         plan=Plan(decisions=tuner.decisions, fingerprint=here),
         report=Report(summary),
-        switches=[*switches, *bench.kept],
+        switches=[*switches.values(), *bench.kept],
         peak_flops=peak,
     )
 
@@ -315,8 +330,8 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
     return taken
 
 
-def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
-    """Turn on every rule that serves this job; ``switches`` receives what was turned on."""
+def _apply_rules(job: Job, switches: dict[str, Switch]) -> Iterator[Row]:
+    """Turn on every rule that serves this job; ``switches`` receives what was turned on, by technique."""
     for technique in REGISTRY:
         if not isinstance(technique, Rule):
             continue
@@ -327,7 +342,7 @@ def _apply_rules(job: Job, switches: list[Switch]) -> Iterator[Row]:
             continue
         switch = technique.switch(job)
         if switch is not None:
-            switches.append(switch)
+            switches[technique.name] = switch
             switch.enable()
         yield technique.row("kept", technique.kept_because)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from flatout.data import tensors_of
+from flatout.data.machine import usable_cores
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Plan:
 
     Attributes:
         decisions: value for each kept technique, as ``optimize(techniques=...)`` takes it.
-        fingerprint: device, torch, model signature and batch signature that the decisions were made for.
+        fingerprint: device, torch, model, optimizer and batch that the decisions were made for.
     """
 
     decisions: Mapping[str, Any]
@@ -43,12 +44,21 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text())
             version = data["schema_version"]
-            plan = cls(decisions=dict(data["decisions"]), fingerprint=dict(data["fingerprint"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if version == SCHEMA_VERSION:
+                return cls(decisions=dict(data["decisions"]), fingerprint=dict(data["fingerprint"]))
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a flatout plan: {error!r}") from error
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}")
-        return plan
+        raise ValueError(f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}")
+
+    def check_techniques(self, known: Collection[str]) -> None:
+        """Refuse to decide about what there is not.
+
+        Raises:
+            ValueError: names the first technique that is not among ``known``.
+        """
+        for name in self.decisions:
+            if name not in known:
+                raise ValueError(f"this plan decides about {name!r}, a technique that this flatout does not have")
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
         """Refuse to be applied in other circumstances.
@@ -57,18 +67,43 @@ class Plan:
             ValueError: names the first field that differs, and both values.
         """
         for field, here in fingerprint.items():
-            there = self.fingerprint.get(field)
+            there = self.fingerprint.get(field, "nothing")
             if there != here:
-                raise ValueError(f"this plan was made for another {field}: {there!r} there, {here!r} here")
+                raise ValueError(f"this plan was made for another {field}: {there} there, {here} here")
 
 
-def fingerprint(model: nn.Module, batch: Any, device: torch.device) -> dict[str, str]:
-    """What decisions depend on: device, torch, the model's parameters, and a batch's shapes and dtypes."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parameters = "".join(f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad};" for n, p in model.named_parameters())
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "model": f"{type(model).__qualname__} {hashlib.sha256(parameters.encode()).hexdigest()[:16]}",
-        "batch": ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch)),
+def fingerprint(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, batch: Any = None
+) -> dict[str, str]:
+    """What decisions depend on: device, torch, the model's make, the optimizer's class, a batch's shapes and dtypes.
+
+    Args:
+        model: its modules' classes, parameters and buffers, not their values.
+        optimizer: None for a loop of the user's own, and for inference.
+        device: where it runs.
+        batch: left out where there is none yet.
+    """
+    made = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
+    made += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    made += [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    parameters = sum(p.numel() for p in model.parameters())
+    make = hashlib.sha256("\n".join(made).encode()).hexdigest()[:12]
+    if optimizer is not None:
+        updated_by = type(optimizer).__qualname__
+    else:
+        updated_by = "none, in training" if model.training else "none, in inference"
+    found = {
+        "device": _name(device),
+        "torch": str(torch.__version__),
+        "model": f"{type(model).__qualname__} of {parameters:,} parameters ({make})",
+        "optimizer": updated_by,
     }
+    if batch is not None:
+        found["batch"] = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch))
+    return found
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} of {usable_cores()} cores" if device.type == "cpu" else device.type

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatout._garbage import LongLived
 from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.data.loaders import SEEDED_FROM
 from flatout.data.replay import Replayed
 from flatout.job import Job
 from flatout.logs import Logs
@@ -67,8 +68,8 @@ class TrainingLoader:
     @property
     def original(self) -> Iterable[Any]:
         """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
-        source = self._job.source
-        return source if isinstance(source, Replayed) else self._job.loader
+        source, loader = self._job.source, self._job.loader
+        return source if isinstance(source, Replayed) else getattr(loader, SEEDED_FROM, loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._end_of_epoch()  # of one that was left by a break
@@ -98,7 +99,7 @@ class TrainingLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # a copy looks for these before there is a job to ask
             raise AttributeError(name)
-        return getattr(self._job.loader, name)
+        return getattr(getattr(self._job.loader, SEEDED_FROM, self._job.loader), name)
 
 
 class Run:

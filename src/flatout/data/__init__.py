@@ -9,6 +9,7 @@ from flatout.data.normalize import Normalize
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.remote import WorkerError
 from flatout.data.samples import NotCacheable
+from flatout.data.seeding import seed_samples
 from flatout.data.tuning import Tuned, tune
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "is_rewindable",
     "map_tensors",
     "movable_transforms",
+    "seed_samples",
     "tensors_of",
     "to_device",
     "tune",

@@ -27,6 +27,8 @@ TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
 SEEDS_EVERY_EPOCH = "seeds_every_epoch"
 """Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
+SEEDED_FROM = "seeded_from"
+"""Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
@@ -42,6 +44,7 @@ def is_rewindable(loader: Any) -> bool:
     if type(loader) is not DataLoader:
         inner = getattr(loader, "loader", None) if type(loader).__module__.startswith("flatout.data.") else None
         return inner is not None and is_rewindable(inner)
+    loader = getattr(loader, SEEDED_FROM, loader)
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         return False
     batch_sampler: Any = loader.batch_sampler

@@ -136,6 +136,7 @@ class _BackendFlags:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
+        self._fill_uninitialized = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         self._threads = torch.get_num_threads()
 
     def restore(self) -> None:
@@ -144,6 +145,7 @@ class _BackendFlags:
         self._attention.restore()
         enabled, warn_only = self._deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = self._fill_uninitialized  # type: ignore[attr-defined]
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
 

@@ -66,6 +66,34 @@ class Tuner:
         except NothingBetter as reason:
             return replace(row, status="rejected", why=str(reason))
 
+    def price(self, switch: Switch, row: Row) -> Row:
+        """The row of a rule with what its switch costs in speed; the switch stays on whatever that is."""
+        bench, job = self._bench, self._bench.job
+
+        def new(i: int) -> float:
+            return seconds(lambda: bench.update(i), job.device)
+
+        def old(i: int) -> float:
+            switch.disable()
+            try:
+                return new(i)
+            finally:
+                switch.enable()
+
+        def trial() -> Trial:
+            bench.rewind()
+            new(0), old(0)  # what is compiled for one is not for the other
+            bench.rewind()
+            return trial_of(switch.label, *bench.interleave(old, new), job.accumulate)
+
+        priced = self._attempt(switch.label, trial)
+        bench.rewind()
+        row = replace(row, chosen=switch.label, gain=priced.gain, trials=(priced,))
+        if priced.failure:
+            return replace(row, why=f"{row.why}; what it costs is not known: {priced.failure}")
+        times = f"a step takes {priced.candidate_ms:.2f} ms with it and {priced.baseline_ms:.2f} ms without"
+        return replace(row, why=f"{row.why}; {times}")
+
     def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
         candidate = technique.forced(self._bench.job, choice)
         if isinstance(technique, LoaderTechnique):

@@ -102,7 +102,13 @@ class Technique(ABC):
 
 
 class Rule(Technique):
-    """A technique that is always right: applied without a trial."""
+    """A technique that is always right: applied without a trial.
+
+    Attributes:
+        costs_speed: whether a trial is to show, for the report, what its switch costs; it stays on in any case.
+    """
+
+    costs_speed: ClassVar[bool] = False
 
     def switch(self, job: Job) -> Switch | None:
         """What to turn on; None when there is nothing to turn (the technique is how ``Run`` works)."""

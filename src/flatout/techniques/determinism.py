@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from torch.utils.data import DataLoader
 
+from flatout.data import is_rewindable, seed_samples
+from flatout.data.loaders import why_random
+from flatout.reproducible import DeterministicAlgorithms
 from flatout.techniques.base import NotApplicable, Rule, Switch
 
 if TYPE_CHECKING:
     from flatout.job import Job
-
-
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class DeterministicSwitch(Switch):
@@ -24,39 +22,29 @@ class DeterministicSwitch(Switch):
     label = value = "deterministic"
 
     def __init__(self) -> None:
-        cudnn = torch.backends.cudnn
-        self._before = (
-            cudnn.benchmark,
-            cudnn.deterministic,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._cublas = os.environ.get(CUBLAS)
+        self._algorithms = DeterministicAlgorithms()
 
     def _turn_on(self) -> None:
-        # cuBLAS reads this when its handle is made; 8 buffers of 4,096 KiB, as torch's reproducibility notes say.
-        os.environ.setdefault(CUBLAS, ":4096:8")
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-        torch.use_deterministic_algorithms(True)
+        self._algorithms.enable()
 
     def _turn_off(self) -> None:
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._before[:2]
-        torch.use_deterministic_algorithms(self._before[2], warn_only=self._before[3])
-        if self._cublas is None:
-            os.environ.pop(CUBLAS, None)
+        self._algorithms.disable()
 
 
 class Determinism(Rule):
-    """Algorithms whose results do not depend on scheduling, and no decision by timing that changes numerics.
+    """Algorithms that repeat their results, seeds for every generator, no decision by timing that changes numerics.
 
-    When it helps: debugging and comparing runs bit by bit. When it hurts: deterministic kernels can be slower, and
-    operators without one raise.
+    With a ``seed``, random augmentation gets a seed for each sample, so that it is the same with any number of
+    workers. When it helps: debugging and comparing runs bit by bit. When it hurts: deterministic kernels can be
+    slower (the row says by how much here), and operators without one raise. Source: PyTorch's notes on
+    reproducibility (docs.pytorch.org, "Reproducibility").
     """
 
     name = "determinism"
     title = "determinism and seeding"
     kept_because = "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
     exact = True
+    costs_speed = True
 
     def check(self, job: Job) -> None:
         """On request only."""
@@ -68,8 +56,11 @@ class Determinism(Rule):
         return DeterministicSwitch()
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators of python, numpy and torch (every device)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def seeded_where_random(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader; with a seed for each sample where its samples are random, and have an index to be seeded by."""
+    if type(loader) is not DataLoader or not is_rewindable(loader):
+        return loader
+    try:
+        return loader if why_random(loader) is None else seed_samples(loader)
+    except Exception:  # of the user's code, which only runs in worker processes, say
+        return loader

@@ -68,6 +68,8 @@ class Precision(StepTechnique):
             raise NotApplicable("the model's forward was replaced on the instance; its class's is not what runs")
         if isinstance(job.model, torch.jit.ScriptModule):
             raise NotApplicable("the model is a ScriptModule: its forward is compiled already")
+        if getattr(type(job.model).forward, "__script_unsupported", "").startswith("@autocast"):
+            raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """bf16, or fp16 on a GPU that has no bf16 units (there is an optimizer to scale for, then)."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loaders import why_random
 from flatout.data.machine import usable_cores
+from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
 from flatout.techniques.base import LoaderTechnique, NotApplicable, NothingBetter, Source
 
@@ -54,6 +55,7 @@ class Workers(LoaderTechnique):
     title = "loader workers"
     expected = "20–50 %"
     kept_because = "batches are made while the step runs, by as many worker processes as pay"
+    exact = True
 
     def check(self, job: Job) -> None:
         """An exact DataLoader, whose samples other processes make alike, that data in memory has not replaced."""
@@ -66,7 +68,7 @@ class Workers(LoaderTechnique):
         if job.loader.num_workers > 0 and job.loader.worker_init_fn is not None:
             raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
         try:
-            reason = why_random(job.loader)
+            reason = None if is_seeded(job.loader) else why_random(job.loader)
         except Exception as error:
             raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
         if reason is not None:

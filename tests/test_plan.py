@@ -1,0 +1,197 @@
+"""Plans: saved, reloaded, applied, and refused by the name of the field that differs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout.plan import SCHEMA_VERSION
+from tests.helpers import snapshot
+from tests.jobs import FORCED, Net, make_data, make_job
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+def planned(**how: Any) -> flatout.Plan:
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0, **how)
+    run.undo()
+    return run.plan
+
+
+def assert_refused(plan: Any, field: str, model: nn.Module, loader: Any, opt: Any = None, loss_fn: Any = None) -> None:
+    """With the field's name, and nothing changed."""
+    before = snapshot(model, opt)
+    with pytest.raises(ValueError, match=f"this plan was made for another {field}: .* there, .* here"):
+        flatout.optimize(model, loader, opt, loss_fn, plan=plan)
+    assert snapshot(model, opt) == before
+
+
+def test_a_plan_comes_back_from_its_file_and_decides_the_same(tmp_path: Path) -> None:
+    plan = planned()
+    plan.save(tmp_path / "plan.json")
+    loaded = flatout.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.fingerprint.keys() == {"device", "torch", "model", "optimizer", "batch"}
+    for given in (loaded, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        model, loader, opt = make_job()
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=given)
+        assert run.plan == plan
+        assert not any(row.trials for row in run.report.rows)
+        kept = {row.technique for row in run.report.rows if "the plan asks for it" in row.why}
+        assert kept == plan.decisions.keys()
+
+
+def test_a_plan_of_settings_in_a_dict_comes_back(tmp_path: Path) -> None:
+    model, loader, opt = make_job()
+    techniques = FORCED | {"in_memory": False, "workers": {"num_workers": 1, "prefetch_factor": 3}}
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
+    run.plan.save(tmp_path / "plan.json")
+    run.undo()
+    again = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=tmp_path / "plan.json")
+    assert again.plan == run.plan
+    assert again.plan.decisions["workers"]["prefetch_factor"] == 3
+
+
+def test_trained_weights_do_not_matter() -> None:
+    plan = planned()
+    model, loader, opt = make_job()
+    with torch.no_grad():
+        model.body[0].weight.zero_()
+    model.eval()  # as models from checkpoints come; an optimizer trains it
+    flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan)
+
+
+class Other(Net):
+    """The same by another name."""
+
+
+def gelu() -> nn.Module:
+    model = Net()
+    model.body[2] = nn.GELU()
+    return model
+
+
+def frozen() -> nn.Module:
+    model = Net()
+    model.body[0].bias.requires_grad_(False)
+    return model
+
+
+def with_buffer() -> nn.Module:
+    model = Net()
+    model.register_buffer("seen", torch.zeros(1))
+    return model
+
+
+def narrow() -> nn.Module:
+    model = Net()
+    model.body[0], model.body[1], model.body[4] = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    return model
+
+
+@pytest.mark.parametrize("make", [Other, gelu, frozen, with_buffer, narrow, lambda: Net().double()], ids=range(6))
+def test_another_model_is_refused(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    assert_refused(
+        planned(), "model", model, make_job()[1], torch.optim.Adam(model.parameters()), functional.cross_entropy
+    )
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    model, loader, opt = make_job()
+    assert_refused(plan, "torch", model, loader, opt, functional.cross_entropy)
+
+
+def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned()
+    monkeypatch.setattr(sys.modules["flatout.plan"], "usable_cores", lambda: 99)
+    model, loader, opt = make_job()
+    assert_refused(plan, "device", model, loader, opt, functional.cross_entropy)
+    of_a_gpu = flatout.Plan(plan.decisions, {**plan.fingerprint, "device": "NVIDIA H200"})
+    with pytest.raises(ValueError, match="another device: NVIDIA H200 there, cpu of 99 cores here"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=of_a_gpu)
+
+
+def test_another_optimizer_or_use_is_refused() -> None:
+    plan = planned()
+    model, loader, _ = make_job()
+    assert_refused(plan, "optimizer", model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy)
+    assert_refused(plan, "optimizer", model, loader)
+    own_loop = flatout.optimize(model, loader, techniques=FORCED, budget=0).plan
+    flatout.undo(model)
+    with pytest.raises(ValueError, match="another optimizer: none, in training there, none, in inference here"):
+        flatout.optimize(model.eval(), loader, plan=own_loop)
+
+
+@pytest.mark.parametrize("change", ["size", "dtype", "shape"])
+def test_other_batches_are_refused(change: str) -> None:
+    model, _, opt = make_job()
+    x, y = make_data().tensors
+    data = {"size": (x, y), "dtype": (x, y.int()), "shape": (x, y[:, None])}[change]
+    loader = DataLoader(TensorDataset(*data), batch_size=8 if change == "size" else 16)
+    assert_refused(planned(), "batch", model, loader, opt, lambda output, target: output.square().mean())
+
+
+@pytest.mark.parametrize("field", ["device", "torch", "model", "optimizer", "batch"])
+def test_every_field_is_looked_at_and_none_may_be_missing(field: str) -> None:
+    plan = planned()
+    model, loader, opt = make_job()
+    other = flatout.Plan(plan.decisions, {**plan.fingerprint, field: "something else"})
+    before = snapshot(model, opt)
+    with pytest.raises(ValueError, match=f"another {field}: something else there, .+ here"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=other)
+    without = flatout.Plan(plan.decisions, {k: v for k, v in plan.fingerprint.items() if k != field})
+    with pytest.raises(ValueError, match=f"another {field}: nothing there"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=without)
+    assert snapshot(model, opt) == before
+
+
+def test_a_technique_that_there_is_not_is_refused() -> None:
+    plan = planned()
+    model, loader, opt = make_job()
+    with pytest.raises(ValueError, match="decides about 'warp_drive'"):
+        flatout.optimize(
+            model, loader, opt, functional.cross_entropy, plan=flatout.Plan({"warp_drive": True}, plan.fingerprint)
+        )
+
+
+def test_a_refused_plan_leaves_an_earlier_run_in_place() -> None:
+    model, loader, opt = make_job()
+    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
+    kinds = type(model), type(opt)
+    with pytest.raises(ValueError, match="another device"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=flatout.Plan({}, {"device": "abacus"}))
+    assert (type(model), type(opt)) == kinds
+    flatout.undo(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not a flatout plan"),
+        ("{}", "not a flatout plan"),
+        ("[1, 2]", "not a flatout plan"),
+        (json.dumps({"schema_version": SCHEMA_VERSION, "decisions": "ab", "fingerprint": {}}), "not a flatout plan"),
+        (json.dumps({"schema_version": SCHEMA_VERSION, "decisions": {}}), "not a flatout plan"),
+        (json.dumps({"schema_version": 99}), f"has plan version 99, this flatout reads version {SCHEMA_VERSION}"),
+    ],
+)
+def test_a_file_that_is_no_plan_says_so(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        flatout.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(FileNotFoundError):
+        flatout.Plan.load(tmp_path / "missing.json")
