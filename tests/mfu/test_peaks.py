@@ -220,3 +220,14 @@ def test_measuring_draws_from_nobodys_generator(monkeypatch: pytest.MonkeyPatch,
     state = torch.get_rng_state()
     assert measured_peak_flops("cpu", torch.float32) is not None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_dtype_that_is_multiplied_in_software_is_not_measured_for_minutes(cache, monkeypatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(peaks, "_rate", lambda place, dtype, size: sizes.append(size) or 1e9 * size)
+    assert measured_peak_flops("cpu", FP16) == 2048e9
+    assert sizes == [512, 1024, 2048]
+    sizes.clear()
+    monkeypatch.setattr(peaks, "_SLOW_SECONDS", 0.0)  # every size takes longer
+    assert measured_peak_flops("cpu", FP16, refresh=True) == 512e9
+    assert sizes == [512]
