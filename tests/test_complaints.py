@@ -72,7 +72,7 @@ def test_neither_mode_is_an_error(training: bool, with_optimizer: bool) -> None:
     model.train(training)
     modes = [module.training for module in model.modules()]
     given = (opt, CROSS_ENTROPY) if with_optimizer else ()
-    flatout.optimize(model, loader, *given, techniques=QUICK, budget=2)
+    flatout.optimize(model, loader, *given, techniques=QUICK, budget=1)
     assert [module.training for module in model.modules()] == modes
 
 
