@@ -130,6 +130,8 @@ def test_another_optimizer_or_use_is_refused() -> None:
     model, loader, _ = make_job()
     assert_refused(plan, "optimizer", model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy)
     assert_refused(plan, "optimizer", model, loader)
+    # Before any decision is looked at: this one has no candidate without an optimizer.
+    assert_refused(flatout.Plan({"precision": "fp16"}, plan.fingerprint), "optimizer", model, loader)
     own_loop = flatout.optimize(model, loader, techniques=FORCED, budget=0).plan
     flatout.undo(model)
     with pytest.raises(ValueError, match="another optimizer: none, in training there, none, in inference here"):
