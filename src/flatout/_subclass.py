@@ -29,7 +29,7 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
     """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made, own = type(self), _users_class(type(self))  # others may have made classes below and above this one
+        made, own = type(self), users_class(type(self))  # others may have made classes below and above this one
         reduced: Any = own.__reduce_ex__(self, protocol)
         make, args, *rest = reduced
         if make is copyreg.__newobj__ and args == (made,):  # type: ignore[attr-defined]
@@ -46,7 +46,8 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
     return subclass
 
 
-def _users_class(cls: type[nn.Module]) -> type[nn.Module]:
+def users_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class without those made for a module here."""
     return next(each for each in cls.__mro__ if _MADE not in vars(each) and each is not _Unannounced)
 
 

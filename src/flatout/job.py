@@ -46,6 +46,7 @@ class Job:
         deterministic: whether only bit-identical techniques may be chosen by timing.
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
+        failed: names of the techniques of which no candidate ran at all.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
 
@@ -62,6 +63,7 @@ class Job:
     deterministic: bool = False
     expected_steps: int = 0
     batches: Sequence[Any] = field(default=(), init=False)
+    failed: set[str] = field(default_factory=set, init=False)
     work: CountedWork = field(init=False)
     _pending: int = field(default=0, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)

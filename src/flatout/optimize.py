@@ -260,6 +260,8 @@ def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, 
         choices["precision"] = False if precision in ("fp32", "tf32") else precision
     if precision in ("fp32", "tf32"):
         choices["tf32"] = precision == "tf32"
+    if choices.get("torchscript", False) is not False:
+        choices.setdefault("compile", False)  # one of the two runs the model
     return choices
 
 

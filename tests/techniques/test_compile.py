@@ -10,8 +10,18 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
+from flatout.job import Job
 from flatout.mfu import count_flops
-from flatout.techniques.compile import RELEARN_AFTER, CompiledCall, CompileSwitch
+from flatout.techniques.calls import signature
+from flatout.techniques.compile import (
+    MOST_RECOMPILATIONS,
+    RELEARN_AFTER,
+    Compile,
+    CompiledCall,
+    CompileSwitch,
+    _entry,
+    why_no_compiler,
+)
 
 
 class Recorder:
@@ -138,7 +148,7 @@ def test_models_do_not_use_up_each_others_compilations():
     for _ in range(limit + 2):
         model = nn.Linear(4, 2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "compile", lambda call: compile_(call, backend=backend))
+            patch.setattr(torch, "compile", lambda call, mode: compile_(call, backend=backend))
             switch = CompileSwitch(model)
         switch.enable()
         model(torch.ones(3, 4))
@@ -150,7 +160,7 @@ def test_a_compiler_that_fails_is_a_rejection_with_its_reason(monkeypatch):
         raise RuntimeError("no compiler here\nand a long trace")
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call: compile_(call, backend=broken))
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compile_(call, backend=broken))
     model = nn.Linear(8, 3)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
     run = flatout.optimize(
@@ -169,18 +179,316 @@ def test_a_compiler_that_fails_is_a_rejection_with_its_reason(monkeypatch):
     run.step(next(iter(run.loader)))
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, torch.compile])
-def test_models_that_come_compiled_are_left_alone(make):
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def in_part(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.jit.script, "ScriptModule"),
+        (lambda model: torch.compile(model, backend="eager"), "_orig_mod. in front"),
+        (in_place, "the model comes compiled already"),
+        (in_part, "the model's part '0' comes compiled already"),
+    ],
+    ids=["scripted", "compiled", "compiled in place", "compiled in part"],
+)
+def test_models_that_come_compiled_are_accepted_and_left_alone(make, said):
     torch._dynamo.reset()
-    model = make(nn.Linear(8, 3))
+    model = make(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+    keys, own_call = list(model.state_dict()), model._compiled_call_impl
     batches = [(torch.randn(4, 8), torch.randint(0, 3, (4,)))] * 4
     run = flatout.optimize(
         model,
         batches,
         torch.optim.SGD(model.parameters(), 0.1),
         functional.cross_entropy,
-        techniques={"compile": True, "precision": False},
+        techniques={"compile": True, "precision": False, "workers": False, "fused_optimizer": True},
         budget=0,
     )
     row = next(row for row in run.report.rows if row.technique == "compile")
     assert row.status == "not applicable"
+    assert said in row.why
+    before = float(run.step(batches[0]))
+    assert float(run.step(batches[0])) < before
+    assert list(model.state_dict()) == keys
+    run.undo()
+    assert model._compiled_call_impl is own_call
+
+
+def test_a_compile_of_the_users_own_after_optimize_survives_undo():
+    model = nn.Linear(4, 2)
+    switch = CompileSwitch(model)
+    switch.enable()
+    model.compile(backend="eager")
+    own = model._compiled_call_impl
+    switch.disable()
+    assert model._compiled_call_impl is own
+
+
+def test_switched_off_it_leaves_no_attribute():
+    model = nn.Linear(4, 2)
+    names = set(vars(model))
+    switch = CompileSwitch(model)
+    switch.enable()
+    switch.disable()
+    assert set(vars(model)) == names
+
+
+def counted(module):
+    """A CompiledCall over Dynamo without a code generator, and the list of what was compiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = CompiledCall(module, torch.compile(_entry(module), backend=backend))
+    module._compiled_call_impl = call
+    return call, graphs
+
+
+def test_sizes_that_varied_in_the_trial_are_served_at_any_size_and_others_are_not():
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    call, graphs = counted(model)
+    for length in (3, 5):
+        model(torch.randn(2, length, 4))
+    call.learning = False
+    assert len(graphs) == 2
+    for length in (3, 5, 7, 11):
+        model(torch.randn(2, length, 4))
+    assert (len(graphs), call.plain_calls) == (2, 0)
+    model(torch.randn(6, 5, 4))  # this size did not vary
+    model(torch.randn(2, 1, 4))  # 1 is compiled for by itself
+    assert (len(graphs), call.plain_calls) == (2, 2)
+
+
+def test_sizes_that_begin_to_vary_in_training_are_learnt():
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    call, graphs = counted(model)
+    model(torch.randn(2, 3, 4))
+    call.learning = False
+    for length in range(4, 4 + RELEARN_AFTER):
+        model(torch.randn(2, length, 4))
+    assert call.plain_calls == RELEARN_AFTER
+    for length in range(100, 110):
+        model(torch.randn(2, length, 4))
+    assert call.plain_calls == RELEARN_AFTER
+    assert len(graphs) == 2
+    assert not call.why_off
+
+
+def test_what_is_tuned_under_inference_mode_serves_under_no_grad_and_for_inference_tensors():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    call, graphs = counted(model)
+    x = torch.randn(8, 4)
+    expected = model._call_impl(x)
+    with torch.inference_mode():
+        model(x)
+        call.learning = False
+        made_there = x * 1
+        for inputs in (x, made_there):
+            torch.testing.assert_close(model(inputs), expected)
+    with torch.no_grad():
+        for inputs in (x, made_there):
+            torch.testing.assert_close(model(inputs), expected)
+    assert (len(graphs), call.plain_calls) == (1, 0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_flips_a_tail_batch_and_a_schedule_do_not_trip_the_watchdog():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 2))
+    call, graphs = counted(model)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    model(torch.randn(8, 4)).sum().backward()
+    call.learning = False
+    for _ in range(5):
+        model.train()
+        for samples in (8, 8, 3):
+            opt.zero_grad()
+            model(torch.randn(samples, 4)).sum().backward()
+            opt.step()
+        schedule.step()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+    assert not call.why_off
+    assert (len(graphs), call.plain_calls) == (1, 10)
+
+
+def repeat(times, work):
+    for _ in range(times):
+        work()
+
+
+class Counting(nn.Linear):
+    """An integer in Python that every step changes: Dynamo compiles for each value."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) * self.steps
+
+
+def test_a_model_that_keeps_compiling_falls_back_once_and_the_guard_is_named():
+    torch._dynamo.reset()
+    model = Counting()
+    call, graphs = counted(model)
+    model(torch.randn(8, 4))
+    call.learning = False
+    with pytest.warns(RuntimeWarning, match=r"torch.compile is off .* eager: .*no longer held: .*steps") as said:
+        repeat(2 * MOST_RECOMPILATIONS, lambda: model(torch.randn(8, 4)))
+    assert len(said) == 1
+    assert len(graphs) == 1 + MOST_RECOMPILATIONS
+    assert model.steps == 1 + 2 * MOST_RECOMPILATIONS
+    assert CompileSwitch(model).why_off == ""
+
+
+def test_compiling_again_and_again_in_the_trial_is_a_rejection(monkeypatch):
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compile_(call, backend="eager"))
+    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
+    monkeypatch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.2)
+    model = Counting()
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    with pytest.warns(RuntimeWarning, match="torch.compile is off"):
+        run = flatout.optimize(
+            model,
+            DataLoader(data, batch_size=8),
+            torch.optim.SGD(model.parameters(), 0.1),
+            functional.cross_entropy,
+            techniques={"precision": False, "workers": False, "in_memory": False, "fused_optimizer": False},
+            expected_steps=10**9,
+        )
+    row = next(row for row in run.report.rows if row.technique == "compile")
+    assert row.status == "rejected"
+    assert any("no longer held" in trial.failure for trial in row.trials)
+
+
+def test_a_failure_while_training_falls_back_to_eager_with_its_first_line():
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+
+    def breaks(*args):
+        if not call.learning:
+            raise RuntimeError("a kernel broke\nand a long trace")
+        return model._call_impl(*args)
+
+    call = model._compiled_call_impl = CompiledCall(model, breaks)
+    model(x)
+    call.learning = False
+    with pytest.warns(RuntimeWarning, match="eager: RuntimeError: a kernel broke$") as said:
+        repeat(2, lambda: torch.testing.assert_close(model(x), model._call_impl(x)))
+    assert len(said) == 1
+    assert call.plain_calls == 1
+
+
+def test_a_mistake_of_the_users_own_and_a_lack_of_memory_stay_theirs():
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+    call, _ = counted(model)
+    model(x)
+    call.learning = False
+    model.weight.data = torch.ones(2, 5)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(x)
+    assert not call.why_off
+
+    def hungry(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    other = nn.Linear(4, 2)
+    call = other._compiled_call_impl = CompiledCall(other, hungry)
+    call._learn(signature((x,), {})._replace(kind=(True, signature((x,), {}).kind)))
+    call.learning = False
+    with pytest.raises(torch.OutOfMemoryError):
+        other(x)
+    assert not call.why_off
+
+
+def test_a_backward_that_cannot_be_compiled_falls_back_where_the_call_can_still_be_mended():
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+    broken = []
+
+    def backward(graph, inputs):
+        if broken:
+            raise RuntimeError("no backward here")
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=backward)
+    call = model._compiled_call_impl = CompiledCall(model, torch.compile(_entry(model), backend=backend))
+    model(x).sum().backward()
+    call.learning = False
+    broken.append(True)
+    other = torch.randn(8, 4, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="off"):
+        repeat(RELEARN_AFTER + 1, lambda: model(other).sum().backward())
+
+
+def test_the_modes_that_can_serve(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda call, mode: asked.append(mode) or call)
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    def job(device, **changes):
+        settings = {"optimizer": opt, "loss_fn": None, "compute_loss": None} | changes
+        return Job(model=model, loader=[], source=[], device=torch.device(device), **settings)
+
+    def labels(*args, **changes):
+        return [candidate.label for candidate in Compile().candidates(job(*args, **changes))]
+
+    assert labels("cpu") == ["default"]
+    assert labels("cuda") == ["default", "reduce-overhead"]
+    assert labels("cuda", accumulate=2) == labels("cuda", optimizer=None) == ["default"]
+    assert labels("cuda", optimizer=None, inference=True) == ["default", "reduce-overhead"]
+    assert Compile().forced(job("cuda"), "max-autotune").call._reuses_outputs
+    assert Compile().forced(job("cpu"), "max-autotune").value == "max-autotune"
+    assert asked[-1] == "max-autotune"
+    with pytest.raises(ValueError, match="accumulate"):
+        Compile().forced(job("cuda", accumulate=2), "max-autotune")
+    with pytest.raises(ValueError, match="needs a GPU"):
+        Compile().forced(job("cpu"), "reduce-overhead")
+    with pytest.raises(ValueError, match="max-autotune"):
+        Compile().forced(job("cpu"), "fastest")
+
+
+def test_outputs_that_the_next_call_overwrites_are_copied():
+    module = nn.Linear(4, 2)
+    static = torch.zeros(8, 2)
+
+    def replay(x):
+        return {"out": static.copy_(x[:, :2])}
+
+    call = CompiledCall(module, replay, reuses_outputs=True)
+    x = torch.randn(8, 4)
+    first = call(x)["out"]
+    call(x + 1)
+    assert torch.equal(first, x[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [("CXX", "no-such-compiler", "no 'no-such-compiler' here"), ("TORCHDYNAMO_DISABLE", "1", "switched off")],
+)
+def test_a_machine_that_cannot_compile_is_told_so_without_a_trial(variable, value, said, monkeypatch):
+    assert why_no_compiler(torch.device("cpu")) == ""
+    monkeypatch.setenv(variable, value)
+    assert said in why_no_compiler(torch.device("cpu"))

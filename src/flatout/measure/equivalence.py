@@ -1,43 +1,251 @@
-"""Does a candidate train the same model? What a short run shows of it, compared with the baseline's."""
+"""Does a candidate train the same model? Outputs, gradients and losses of a short run, beside the baseline's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.data import tensors_of
-from flatout.job import Job
+from flatout.mfu.peaks import multiplies_in_tf32
+from flatout.techniques.autocast import autocast_dtype
+
+if TYPE_CHECKING:
+    from flatout.job import Job
 
 UPDATES = 8
+"""Updates whose losses are compared."""
+
+BATCHES = 2
+"""Batches whose outputs are compared where an optimizer trains; without one it is all that trials have."""
+
+GRADIENT_SCALE = 1024.0
+"""What a loss is multiplied with for gradients in fp16: most become normal numbers, and none overflows."""
+
+FLOOR = 0.1
+"""Share of its part in the whole below which a tensor's own size is no measure for its error.
+
+A bias in front of a BatchNorm, say, has a gradient that is all rounding.
+"""
 
 
-def observe(job: Job, batches: Sequence[Any]) -> list[Tensor]:
-    """What to compare, from the present state on.
+@dataclass(frozen=True)
+class Allowed:
+    """Largest relative differences that are accepted.
 
-    With an optimizer: the losses of the batches of ``UPDATES`` updates, each 0-dim. Without one nothing is updated,
-    and a sum of outputs would hide differences: the model's outputs for every batch, elementwise.
+    Attributes:
+        outputs: of the model's outputs, by tensor.
+        gradients: of the gradients, by parameter.
     """
-    if job.optimizer is not None:
-        return [job.step(batches[i % len(batches)]).float() for i in range(UPDATES * job.accumulate)]
+
+    outputs: float
+    gradients: float
+
+
+ALLOWED: Mapping[torch.dtype | str, Allowed] = {
+    torch.float64: Allowed(1e-6, 1e-5),
+    torch.float32: Allowed(1e-3, 1e-2),
+    "tf32": Allowed(1e-2, 5e-2),
+    torch.float16: Allowed(1e-2, 5e-2),
+    torch.bfloat16: Allowed(5e-2, 2e-1),
+}
+"""By the dtype that products are computed in, from the finest to the coarsest.
+
+Rounding differs by a unit in the last place (1e-7, 1e-3 or 8e-3 of a value) from operator to operator, and grows with
+depth; a wrong mask, a stale weight or a branch not taken changes results by their own size. A model that multiplies
+rounding errors by more (gradients of residual networks with BatchNorm, fresh from their initialisation: 16 to 50 % in
+bfloat16) is allowed ``LEEWAY`` times what nudging its weights by half a unit in the last place changes.
+"""
+
+LEEWAY = 3.0
+"""Rounding every activation changes 1.3 to 1.7 times as much as rounding the weights: 2 to 16 residual blocks."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What to compare.
+
+    Attributes:
+        dtype: that products are computed in.
+        outputs: by name; empty where ``compute_loss`` hides them: then the losses stand for them.
+        gradients: by the parameter's name, of the first batch's loss; empty in inference.
+        losses: of the batches of ``UPDATES`` updates; empty where nothing is updated.
+    """
+
+    dtype: torch.dtype | str
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a candidate is from the baseline, in one of the three.
+
+    Attributes:
+        what: "outputs", "gradients" or "losses".
+        by: relative to the baseline's size.
+        allowed: the most that is accepted.
+        where: the tensor that differs most.
+    """
+
+    what: str
+    by: float
+    allowed: float
+    where: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is more than is accepted; a NaN is."""
+        return not self.by <= self.allowed
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.what} differ by {_share(self.by)}{place}, {_share(self.allowed)} is allowed"
+
+
+def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Observed:
+    """What to compare, from the present state on; the state has moved afterwards.
+
+    Args:
+        job: runs with what is on now.
+        batches: on the device.
+        evaluation: also look at the outputs in eval mode, because what is tried can break a branch that training does
+            not take.
+    """
+    dtype = compute_dtype(job.model)
     if job.inference:
-        outputs = [tensors_of(job.infer(batch)) for batch in batches]
-    else:
-        with torch.no_grad():
-            if job.compute_loss is not None:
-                return [job.loss(batch).float() for batch in batches]
-            outputs = [tensors_of(job.forward(batch)[0]) for batch in batches]
-    return [t.float() for tensors in outputs for t in tensors if t.is_floating_point()]
+        return Observed(dtype, _outputs([job.infer(batch) for batch in batches]))
+    shown = batches if job.optimizer is None else batches[:BATCHES]
+    outputs: dict[str, Tensor] = {}
+    if evaluation:
+        outputs = _in_eval_mode(job, shown)
+    if job.compute_loss is None:
+        outputs |= _outputs([job.forward(batch)[0] for batch in shown])
+    elif job.optimizer is None:
+        outputs |= _outputs([job.loss(batch) for batch in shown])
+    gradients = _gradients(job, batches[0])
+    losses: dict[str, Tensor] = {}
+    if job.optimizer is not None:
+        steps = range(UPDATES * job.accumulate)
+        losses = {f"of step {i + 1}": job.step(batches[i % len(batches)]).float() for i in steps}
+    return Observed(dtype, outputs, gradients, losses)
 
 
-def difference(baseline: Sequence[Tensor], candidate: Sequence[Tensor]) -> float:
-    """Sum of absolute differences relative to the sum of the baseline's magnitudes.
+def compare(baseline: Observed, candidate: Observed, losses: float) -> list[Difference]:
+    """Outputs, gradients and losses, each beside what is accepted.
 
-    A NaN or infinity on either side gives infinity.
+    Args:
+        baseline: without the candidate.
+        candidate: with it, from the same state on the same batches.
+        losses: the largest mean relative difference of the losses that is accepted.
     """
-    total = sum(float((b - c).abs().sum()) for b, c in zip(baseline, candidate, strict=True))
-    scale = sum(float(b.abs().sum()) for b in baseline)
-    relative = total / scale if scale > 0 else total
-    return relative if relative == relative else float("inf")
+    coarsest = max(baseline.dtype, candidate.dtype, key=list(ALLOWED).index)
+    allowed = allowed_in(coarsest)
+    parts = (
+        ("outputs", baseline.outputs, candidate.outputs, allowed.outputs),
+        ("gradients", baseline.gradients, candidate.gradients, allowed.gradients),
+    )
+    found = [Difference(what, *_by_where(old, new, most)) for what, old, new, most in parts if old or new]
+    if baseline.losses:
+        pairs = zip(baseline.losses.values(), candidate.losses.values(), strict=True)
+        total = sum(float((old - new).abs()) for old, new in pairs)
+        scale = sum(float(old.abs()) for old in baseline.losses.values())
+        by = total / scale if scale > 0 else total
+        found.append(Difference("losses", by if by == by else float("inf"), losses))
+    return found
+
+
+def nudge(model: nn.Module, dtype: torch.dtype | str) -> None:
+    """Change every weight by up to half a unit in the last place of a dtype, always in the same way."""
+    eps = 2.0**-10 if isinstance(dtype, str) else torch.finfo(dtype).eps
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
+            generator = torch.Generator(parameter.device).manual_seed(i)
+            size = torch.rand(parameter.shape, generator=generator, device=parameter.device) - 0.5
+            parameter.copy_(parameter * (1 + eps * size))
+
+
+def _by_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], most: float) -> tuple[float, float, str]:
+    by, where = apart(old, new)
+    return by, most, where
+
+
+def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
+
+    A tensor that is small beside the others is measured against ``FLOOR`` of what would be its part in the whole.
+    Infinite for a NaN, for other shapes, and for a tensor that only one side has.
+    """
+    if not baseline and not candidate:
+        return 0.0, ""
+    for name in (*baseline, *candidate):
+        if name not in baseline or name not in candidate or baseline[name].shape != candidate[name].shape:
+            return float("inf"), name
+    names = [name for name in baseline if baseline[name].numel()]
+    if not names:
+        return 0.0, ""
+    norms = torch.stack([torch.linalg.vector_norm(baseline[n].float()) for n in names])
+    errors = torch.stack([torch.linalg.vector_norm(candidate[n].float() - baseline[n].float()) for n in names])
+    sizes = torch.tensor([float(baseline[n].numel()) for n in names], device=norms.device)
+    even = torch.linalg.vector_norm(norms) * (sizes / sizes.sum()).sqrt()
+    scale = torch.maximum(norms, FLOOR * even)
+    relative = torch.where(scale > 0, errors / scale, errors).nan_to_num(nan=float("inf"))
+    worst = int(relative.argmax())
+    return float(relative[worst]), names[worst]
+
+
+def allowed_in(dtype: torch.dtype | str) -> Allowed:
+    """What is accepted of results that were computed in a dtype."""
+    return ALLOWED[dtype]
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype | str:
+    """The dtype that a model's products are computed in: a torch dtype, or ``"tf32"``."""
+    tensors = [p for p in model.parameters() if p.is_floating_point()]
+    coarsest = max((p.dtype for p in tensors if p.dtype in ALLOWED), key=list(ALLOWED).index, default=torch.float32)
+    dtype = autocast_dtype(model) or coarsest
+    cuda = next((p.device for p in tensors if p.device.type == "cuda"), None)
+    return "tf32" if dtype is torch.float32 and cuda is not None and multiplies_in_tf32(cuda) else dtype
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """Every tensor of real or complex numbers in an output."""
+    return [t for t in tensors_of(output) if t.is_floating_point() or t.is_complex()]
+
+
+def _outputs(outputs: Sequence[Any], where: str = "") -> dict[str, Tensor]:
+    tensors = [t.detach().clone() for output in outputs for t in floats_of(output)]
+    return {f"output {i + 1}{where}": torch.view_as_real(t) if t.is_complex() else t for i, t in enumerate(tensors)}
+
+
+def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
+    modes = [(module, module.training) for module in job.model.modules()]
+    job.model.eval()
+    try:
+        with torch.no_grad():
+            outputs = [job.loss(b) if job.compute_loss is not None else job.forward(b)[0] for b in batches]
+        return _outputs(outputs, " in eval mode")
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
+    """Of the batch's loss, by the parameter's name."""
+    parameters = {name: p for module in job.modules for name, p in module.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = None
+    scale = 1.0 if job.scaler is None else GRADIENT_SCALE
+    (job.loss(batch) * scale).backward()
+    gradients = {name: p.grad.detach().clone() / scale for name, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}"

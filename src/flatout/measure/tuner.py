@@ -12,7 +12,7 @@ import torch
 
 from flatout.data import tensors_of
 from flatout.measure.bench import Bench, on
-from flatout.measure.equivalence import difference, observe
+from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
 from flatout.measure.memory import ran_out_of_memory
 from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Track
@@ -143,11 +143,15 @@ class Tuner:
         trials: list[Trial] = []
         best: tuple[Trial, Switch] | None = None
         for candidate in technique.candidates(self._bench.job):
+            if trials and not self._bench.budget.fits(technique.setup_estimate(self._bench.job, self._bench.pace)):
+                break
             trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(technique, c))
             trials.append(trial)
             if _serves(trial) and (best is None or _rank(trial) > _rank(best[0])):
                 best = trial, candidate
         self._bench.rewind()
+        if trials and all(trial.gain is None for trial in trials):
+            self._bench.job.failed.add(technique.name)
         if best is not None:
             self._bench.keep(best[1])
             self._note(technique, best[1].value, best[1])
@@ -159,7 +163,8 @@ class Tuner:
         hopeless = self._is_hopeless(candidate)
         if hopeless is not None:
             return replace(hopeless, setup_seconds=setup)
-        failure, changed = self._verify(technique, candidate)
+        differences = self._verify(technique, candidate)
+        by = {d.what: d.by for d in differences}
 
         def old(i: int) -> float:
             return seconds(lambda: bench.update(i), job.device)
@@ -175,8 +180,10 @@ class Tuner:
             baseline_bytes=bench.memory,
             candidate_bytes=bench.memory_with(candidate),
             setup_seconds=setup,
-            loss_difference=changed,
-            failure=failure,
+            loss_difference=by.get("losses"),
+            output_difference=by.get("outputs"),
+            gradient_difference=by.get("gradients"),
+            failure="; ".join(str(d) for d in differences if d.fails) or candidate.why_off,
         )
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
         if technique.setup_estimate(job, self._bench.pace) and saved > 0:
@@ -202,26 +209,28 @@ class Tuner:
             new = seconds(lambda: job.step(batch), job.device)
         return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
-    def _verify(self, technique: StepTechnique, candidate: Switch) -> tuple[str, float | None]:
-        """What is wrong with the candidate's training (empty: nothing), and by how much it differs."""
+    def _verify(self, technique: StepTechnique, candidate: Switch) -> list[Difference]:
+        """How far the candidate's outputs, gradients and losses are from the baseline's."""
         if technique.tolerance is None:
-            return "", None
-        job, batches = self._bench.job, self._bench.batches
+            return []
+        job, batches, evaluation = self._bench.job, self._bench.batches, technique.checks_evaluation
         self._bench.rewind()
-        baseline = observe(job, batches)
+        baseline = observe(job, batches, evaluation=evaluation)
         self._bench.rewind()
         with on(candidate):
-            changed = difference(baseline, observe(job, batches))
-            if technique.checks_evaluation and not job.inference:
-                job.model.eval()
-                with torch.no_grad():
-                    job.loss(batches[0])
-        allowed = technique.tolerance
-        if changed > allowed and technique.draws_other_numbers:
+            observed = observe(job, batches, evaluation=evaluation)
+            found = compare(baseline, observed, technique.tolerance)
+        if any(d.fails for d in found if d.what != "losses"):
             self._bench.rewind()
-            torch.default_generator.manual_seed(torch.initial_seed() + 1)
-            allowed = max(allowed, 2 * difference(baseline, observe(job, batches)))
-        return (f"results differ by {changed:.1%}, more than {allowed:.1%}" if changed > allowed else ""), changed
+            nudge(job.model, observed.dtype)
+            nudged = compare(baseline, observe(job, batches, evaluation=evaluation), technique.tolerance)
+            found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
+        if technique.draws_other_numbers and any(d.fails for d in found):
+            self._bench.rewind()
+            torch.manual_seed(torch.initial_seed() + 1)
+            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation), technique.tolerance)
+            found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
+        return found
 
     # -- trials of the loader --------------------------------------------------------------------------------
 
@@ -274,6 +283,8 @@ class Tuner:
             return trial()
         except NotApplicable:
             raise
+        except NothingBetter as reason:
+            failure = str(reason)
         except Exception as error:
             failure = _first_line(error)
             if ran_out_of_memory(error):
@@ -325,6 +336,10 @@ class Tuner:
             why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
             rows[name] = replace(rows[name], status="rejected", chosen="", why=why)
         self.after = self.before
+
+
+def _allow(difference: Difference, much: float) -> Difference:
+    return replace(difference, allowed=max(difference.allowed, much))
 
 
 def _earns(trial: Trial) -> bool:

@@ -42,8 +42,10 @@ class Trial:
         candidate_bytes: the same of the candidate.
         setup_seconds: one-off cost before the first timed step (compilation, caching), seconds.
         break_even_steps: steps after which the setup has paid for itself; None when it never does or is free.
-        loss_difference: largest relative difference of the loss trajectory from the baseline's, for
-            techniques that change numerics; None for the others.
+        loss_difference: mean relative difference of the loss trajectory from the baseline's, for techniques that
+            change numerics; None for the others, and where no loss was compared.
+        output_difference: the same of the model's outputs, of the tensor that differs most.
+        gradient_difference: the same of the gradients, of the parameter whose differs most.
         failure: why the candidate was dropped before or despite its timing; empty otherwise.
     """
 
@@ -57,6 +59,8 @@ class Trial:
     setup_seconds: float = 0.0
     break_even_steps: float | None = None
     loss_difference: float | None = None
+    output_difference: float | None = None
+    gradient_difference: float | None = None
     failure: str = ""
 
     @property

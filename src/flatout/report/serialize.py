@@ -101,6 +101,8 @@ def _trial(data: dict[str, Any]) -> Trial:
         setup_seconds=_number(data["setup_seconds"]),
         break_even_steps=_optional(data["break_even_steps"]),
         loss_difference=_optional(data["loss_difference"]),
+        output_difference=_optional(data.get("output_difference")),
+        gradient_difference=_optional(data.get("gradient_difference")),
         failure=data["failure"],
     )
 

@@ -59,8 +59,14 @@ def trial_notes(trial: Trial) -> list[str]:
         notes.append(f"{words.seconds(trial.setup_seconds)} to set up")
     if trial.break_even_steps is not None:
         notes.append(f"pays back after {words.count(trial.break_even_steps)} steps")
-    if trial.loss_difference is not None:
-        notes.append(f"losses within {trial.loss_difference:.2g} of the baseline's")
+    differences = (
+        ("outputs", trial.output_difference),
+        ("gradients", trial.gradient_difference),
+        ("losses", trial.loss_difference),
+    )
+    within = [f"{what} within {by:.2g}" for what, by in differences if by is not None]
+    if within:
+        notes.append(f"{', '.join(within)} of the baseline's")
     return notes
 
 

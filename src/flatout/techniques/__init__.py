@@ -32,6 +32,7 @@ from flatout.techniques.profiler import Profiler
 from flatout.techniques.sdpa_backend import SdpaBackend
 from flatout.techniques.sync_points import SyncPoints
 from flatout.techniques.tf32 import Tf32
+from flatout.techniques.torchscript import TorchScript
 from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
 
@@ -52,6 +53,7 @@ REGISTRY: tuple[Technique, ...] = (
     CpuThreads(),
     FusedOptimizer(),
     Compile(),
+    TorchScript(),
     InMemory(),
     Workers(),
     Transforms(),
@@ -60,7 +62,7 @@ REGISTRY: tuple[Technique, ...] = (
     Allocator(),
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
-optimizer, compile, then the loader, because the rate that it must reach is the tuned step's; last the advice, about
+optimizer, compile or TorchScript, then the loader, because the rate that it must reach is the tuned step's; last the advice, about
 what is left.
 
 Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
@@ -68,7 +70,6 @@ cores they leave."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
-    (11, "torchscript", "TorchScript", "scripts or traces the model, where torch.compile is not to be had"),
     (
         None,
         "cuda_graph",

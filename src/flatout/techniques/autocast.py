@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,28 @@ def autocast_class(base: type[nn.Module], device_type: str, dtype: torch.dtype) 
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(device_type):
-            return base.forward(self, *args, **kwargs)
-        with torch.autocast(device_type, dtype):
-            output = base.forward(self, *args, **kwargs)
-        return pytree.tree_map_only(Tensor, _to_float32, output)
+        return _under_autocast(device_type, dtype, base.forward, self, *args, **kwargs)
 
-    return instance_class(base, forward=forward, flatout_autocast_dtype=dtype)
+    return instance_class(base, forward=forward, flatout_autocast_dtype=dtype, flatout_autocast_device=device_type)
+
+
+def _under_autocast(
+    device_type: str, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if torch.is_autocast_enabled(device_type):
+        return forward(*args, **kwargs)
+    with torch.autocast(device_type, dtype):
+        output = forward(*args, **kwargs)
+    return pytree.tree_map_only(Tensor, _to_float32, output)
+
+
+def call_as(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call another form of a model's forward under the autocast that flatout has the model compute under, if any."""
+    dtype = autocast_dtype(model)
+    if dtype is None:
+        return forward(*args, **kwargs)
+    cls: Any = type(model)
+    return _under_autocast(cls.flatout_autocast_device, dtype, forward, *args, **kwargs)
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:

@@ -22,11 +22,13 @@ class Switch(ABC):
         label: what the report calls it.
         value: what ``techniques={name: value}`` would force it with; a plan stores this.
         watches: whether it wants to see the batches that are trained on.
+        why_off: why the change has stopped working while it was on; empty while it does.
     """
 
     label: str
     value: Any
     watches: ClassVar[bool] = False
+    why_off: str = ""
     _is_on = False
 
     def enable(self) -> None:
@@ -139,12 +141,12 @@ class StepTechnique(Measured):
     """Changes how a step runs. Its candidates are ``Switch`` objects; trials time the step alone.
 
     Attributes:
-        tolerance: largest mean relative difference of the loss trajectory that is accepted; None when the
-            technique needs no check.
-        draws_other_numbers: whether dropout and its like draw other random numbers than without the technique; the
-            loss may then differ by what other numbers alone would change.
-        checks_evaluation: whether a trial also runs the model in eval mode, because what the technique changes can
-            break a branch that training does not take.
+        tolerance: largest mean relative difference of the loss trajectory that is accepted, outputs and gradients
+            being held to what ``measure/equivalence.py`` allows in their dtype; None when the technique needs no check.
+        draws_other_numbers: whether dropout and its like draw other random numbers than without the technique;
+            results may then differ by what other numbers alone would change.
+        checks_evaluation: whether a trial also compares the outputs in eval mode, because what the technique changes
+            can break a branch that training does not take.
         optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
     """
 

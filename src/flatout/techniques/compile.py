@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
 import types
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.mfu.counting import is_counting
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.calls import CallSwitch, RoutedCall, Signature, comes_compiled, signature
 
 if TYPE_CHECKING:
     from flatout.job import Job
@@ -22,58 +25,151 @@ if TYPE_CHECKING:
 COLD_COMPILE_SECONDS = 30.0
 """First forward and backward of small models with an empty cache, two cores: 28 to 35 s."""
 
-
 RELEARN_AFTER = 50
-"""Plain training calls with one and the same signature after which it is worth a compilation of its own."""
+"""Plain training calls of one kind after which it is worth a compilation of its own."""
+
+MOST_RECOMPILATIONS = 3
+"""Compilations that nobody asked for, after which training is not held up by another."""
+
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+MODES = ("default", "max-autotune-no-cudagraphs", *WITH_CUDA_GRAPHS)
 
 
-class CompiledCall:
+class CompiledCall(RoutedCall):
     """Calls the compiled module for the inputs it was compiled for, and the plain module for all others.
 
     A last, smaller batch or an evaluation pass would otherwise stop training for a recompilation, half a minute
     long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered. Later,
-    one signature that training turns out to use all the time (another call or mode than the trial's) is, too.
+    one kind of call that training turns out to use all the time (another shape or mode than the trial's) is, too.
+
+    Sizes that varied while learning are served at any size: Dynamo compiles them as dynamic the second time it meets
+    them (``dynamic=None``, its default), and those alone. ``dynamic=True`` would make every size a variable, those
+    that never change included, and marking the batches' tensors would miss what ``compute_loss`` makes of them.
+
+    Without gradients the compiled code always runs under ``no_grad``, on ordinary tensors: Dynamo compiles anew for
+    ``inference_mode`` beside ``no_grad``, and a third time for inputs that were made under ``inference_mode``
+    (torch 2.14: "dispatch key set mismatch"). So what is tuned under the one serves under the others.
+
+    Args:
+        module: called plainly where the compiled call does not serve.
+        compiled: the compiled call.
+        reuses_outputs: whether its outputs lie where the next call's will: then copies are returned.
     """
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.learning = True
-        self.plain_calls = 0
-        self._module = module
-        self._compiled = compiled
-        self._known: set[Any] = set()
-        self._plain: Counter[Any] | None = Counter()
+    title = "torch.compile"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_counting():
-            return self._module._call_impl(*args, **kwargs)
-        signature = (self._module.training, torch.is_grad_enabled(), *_signature(args, kwargs))
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], *, reuses_outputs: bool = False) -> None:
+        super().__init__(module)
+        self._compiled: Callable[..., Any] | None = compiled
+        self._reuses_outputs = reuses_outputs
+        self._known: dict[Hashable, _Shapes] = {}
+        self._plain: Counter[Hashable] | None = Counter()
+        self._serves_inference = False
+        self._expected = 0
+        self._recompilations = 0
+
+    def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        call = signature(args, kwargs)
+        call = call._replace(kind=(self._module.training, call.kind))
         if self.learning:
-            self._known.add(signature)
-        if signature in self._known:
-            return self._compiled(*args, **kwargs)
-        self.plain_calls += 1
-        if self._plain is not None and torch.is_grad_enabled():
-            self._plain[signature] += 1
-            if self._plain[signature] == RELEARN_AFTER:
-                self._known.add(signature)
-                self._plain = None
-        return self._module._call_impl(*args, **kwargs)
+            self._learn(call)
+        known = self._known.get(call.kind)
+        if known is not None and known.serve(call.shapes):
+            return lambda: self._run(args, kwargs)
+        self._note_plain(call)
+        return None
+
+    def _learn(self, call: Signature) -> None:
+        self._known.setdefault(call.kind, _Shapes()).add(call.shapes)
+        self._serves_inference |= not torch.is_grad_enabled()
+
+    def _note_plain(self, call: Signature) -> None:
+        """Learn one kind of call that training uses all the time; from the next call of the kind on."""
+        if self._plain is None or not (torch.is_grad_enabled() or self._serves_inference):
+            return
+        self._plain[call.kind] += 1
+        if self._plain[call.kind] == RELEARN_AFTER:
+            self._learn(call)
+            self._plain = None
+            self._expected = 1
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = _compilations()
+        if self.learning or self._expected:
+            # A backward is otherwise compiled when it first runs, where nobody could step in if that fails.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                output = self._call(args, kwargs)
+        else:
+            output = self._call(args, kwargs)
+        if _compilations() != before and not self.learning:
+            if self._expected:
+                self._expected -= 1
+            else:
+                self._recompilations += 1
+                if self._recompilations == MOST_RECOMPILATIONS:
+                    self._give_up(
+                        f"it was compiled {MOST_RECOMPILATIONS} times more since its trial, {_latest_cause()}"
+                    )
+        return output
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._compiled is not None
+        if torch.is_grad_enabled():
+            output = self._compiled(*args, **kwargs)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                args, kwargs = pytree.tree_map_only(Tensor, _ordinary, (args, kwargs))
+                output = self._compiled(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, torch.clone, output) if self._reuses_outputs else output
+
+    def _give_up(self, reason: str) -> None:
+        self._compiled = None
+        self._known.clear()
+        super()._give_up(reason)
 
 
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a compilation is specialised on: the layout of the tensors, the other values, and autocast."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    described = tuple(
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        if isinstance(leaf, (bool, int, float, str, type(None)))
-        else type(leaf)
-        for leaf in leaves
-    )
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
-    autocast = tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in devices)
-    return structure, described, autocast
+class _Shapes:
+    """The shapes that one kind of call was compiled for, and the sizes among them that may be any."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[tuple[int, ...], ...]] = set()
+
+    def add(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        self._seen.add(shapes)
+
+    def serve(self, shapes: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether these were compiled for; 0 and 1 never stand for other sizes."""
+        if shapes in self._seen:
+            return True
+        if len(self._seen) < 2:
+            return False
+        for tensor, seen in zip(shapes, zip(*self._seen, strict=True), strict=True):
+            for size, sizes in zip(tensor, zip(*seen, strict=True), strict=True):
+                if size not in sizes and (size < 2 or len(set(sizes)) < 2):
+                    return False
+        return True
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that ``inference_mode`` has not marked."""
+    if not tensor.is_inference():
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _compilations() -> int:
+    """Frames that Dynamo has compiled so far in this process."""
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+
+def _latest_cause() -> str:
+    """The guard that failed last, from Dynamo's own records."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    reason = (metrics[-1].recompile_reason or "") if metrics else ""
+    lines = reason.split("#")[0].splitlines()
+    guard = lines[0].partition(": ")[2].strip() if lines else ""
+    return f"lastly because this no longer held: {guard}" if guard else "for a reason that Dynamo does not tell"
 
 
 def _entry(module: nn.Module) -> Callable[..., Any]:
@@ -89,49 +185,33 @@ def _entry(module: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
-class CompileSwitch(Switch):
-    """Swaps the module's compiled call in and out; the module stays the same object with the same keys.
+class CompileSwitch(CallSwitch):
+    """The model compiled in one of torch's modes."""
 
-    It holds the call only while that is out of the module, so that nothing here keeps the model alive.
-    """
-
-    label = value = "default"
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._parked: Any = CompiledCall(model, torch.compile(_entry(model)))
-
-    def _turn_on(self) -> None:
-        self._swap()
-
-    def _turn_off(self) -> None:
-        self._swap()
-
-    def freeze(self) -> None:
-        """End the learning of new inputs: from here on only what was compiled in the trial runs compiled."""
-        model = self._model()
-        for call in (self._parked, None if model is None else model._compiled_call_impl):
-            if isinstance(call, CompiledCall):
-                call.learning = False
-
-    def _swap(self) -> None:
-        model = self._model()
-        if model is not None:
-            model._compiled_call_impl, self._parked = self._parked, model._compiled_call_impl
+    def __init__(self, model: nn.Module, mode: str = "default") -> None:
+        self.label = self.value = mode
+        compiled = torch.compile(_entry(model), mode=mode)
+        super().__init__(model, CompiledCall(model, compiled, reuses_outputs=mode in WITH_CUDA_GRAPHS))
 
 
 class Compile(StepTechnique):
     """Compiles the model with TorchInductor, in place (``state_dict`` keys and pickles do not change).
 
-    When it helps: many small elementwise operators that fuse, and launch-bound GPU steps. When it hurts: the
-    first step takes half a minute, inputs of changing shape compile again, and models that are a few large
-    matrix products gain little. The report says after how many steps it has paid for itself.
+    When it helps: many small elementwise operators that fuse, and launch-bound GPU steps; those most of all in the
+    mode ``reduce-overhead``, which replays the model as CUDA graphs. When it hurts: the first step takes half a
+    minute, and models that are a few large matrix products gain little. The report says after how many steps it has
+    paid for itself. Inputs that it was not compiled for run eager instead of holding training up, and so does
+    everything once it fails or keeps compiling.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html; "30% to 2x" is what torch's own
+    documentation of 2.0 measured for training and inference (pytorch #93794). CUDA graphs with accumulation: #169545.
     """
 
     name = "compile"
     number = 9
     title = "torch.compile"
     kept_because = "the model's operators run as fused, generated kernels"
+    expected = "30 % to 2×"
     tolerance = 0.005
     draws_other_numbers = True
     optimistic_gain = 1.5
@@ -141,18 +221,55 @@ class Compile(StepTechnique):
         return COLD_COMPILE_SECONDS
 
     def check(self, job: Job) -> None:
-        """A module that is neither compiled nor scripted already."""
-        if isinstance(job.model, torch.jit.ScriptModule):
-            raise NotApplicable("the model is a ScriptModule: it is compiled already")
-        if isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None:
-            raise NotApplicable("the model comes compiled already")
+        """A module that is neither compiled nor scripted already, and a machine that has what compiling takes."""
+        reason = comes_compiled(job.model) or why_no_compiler(job.device)
+        if reason:
+            raise NotApplicable(reason)
 
     def candidates(self, job: Job) -> Sequence[Switch]:
-        """The default mode."""
-        return [CompileSwitch(job.model)]
+        """The default mode, and CUDA graphs where they can serve. ``max-autotune`` takes minutes: on request only."""
+        modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
+        return [CompileSwitch(job.model, mode) for mode in modes]
 
     def forced(self, job: Job, value: Any) -> Switch:
-        """True or ``"default"``."""
-        if value not in (True, "default"):
-            raise ValueError(f"techniques['compile'] must be True, False or 'default', got {value!r}")
-        return self.candidates(job)[0]
+        """True or one of torch's modes."""
+        mode = "default" if value is True else value
+        if mode not in MODES:
+            raise ValueError(f"techniques['compile'] must be True, False or one of {', '.join(MODES)}, got {value!r}")
+        if mode in WITH_CUDA_GRAPHS and job.device.type == "cuda" and _why_no_cuda_graphs(job):
+            raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")
+        if mode == "reduce-overhead" and job.device.type != "cuda":
+            raise ValueError("techniques['compile']='reduce-overhead' replays CUDA graphs: it needs a GPU")
+        return CompileSwitch(job.model, mode)
+
+
+def _why_no_cuda_graphs(job: Job) -> str:
+    """What keeps compiled code from being replayed as CUDA graphs; empty when nothing does."""
+    if job.device.type != "cuda":
+        return "there is no CUDA device"
+    if job.accumulate > 1:
+        return "the graph of a backward writes over the gradients that accumulate"
+    if job.optimizer is None and not job.inference:
+        return "in a loop of one's own a second forward may come before the first one's backward"
+    return ""
+
+
+def why_no_compiler(device: torch.device) -> str:
+    """What this machine lacks for ``torch.compile``; empty when it has everything."""
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch.compile is switched off in this process: TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set"
+    try:
+        torch._dynamo.eval_frame.check_if_dynamo_supported()
+    except RuntimeError as error:
+        return f"torch.compile does not work here: {error}"
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "torch.compile writes GPU kernels with Triton, and the package triton is not installed"
+        if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+            return "torch.compile needs a C compiler, and there is none: install gcc or clang"
+        return ""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    wanted = os.environ.get("CXX", "cl" if sys.platform == "win32" else usual)
+    if shutil.which(wanted.split()[0] if wanted.split() else "") is None:
+        return f"torch.compile needs a C++ compiler, and there is no {wanted!r} here: install one, or name it in CXX"
+    return ""

@@ -1,0 +1,405 @@
+"""11: TorchScript, where torch.compile is not to be had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flatout._subclass import users_class
+from flatout.data import tensors_of
+from flatout.data.generators import RandomState
+from flatout.measure.equivalence import allowed_in, apart, compute_dtype, floats_of
+from flatout.measure.state import State
+from flatout.techniques.autocast import call_as
+from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
+from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, first_line, signature
+from flatout.techniques.compile import CompiledCall, why_no_compiler
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+    from flatout.report.model import Pace
+
+KINDS = ("script", "trace")
+
+RUNS = 3
+"""Calls of a form before its outputs count: TorchScript watches the first ones and rewrites its graph after them."""
+
+
+class _Taken:
+    """What a script or trace took over from Python for good, as it was when it was taken.
+
+    Python's own dictionaries are compared, which sees a value replaced and not one that changes inside.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._values = [[vars(m) | {"training": training} for training in (False, True)] for m in self._modules]
+        self._slots = [
+            (slots, list(slots.values()), list(map(id, slots.values())))
+            for m in self._modules
+            for slots in (m._parameters, m._buffers, m._modules)
+        ]
+        self._hooks = [
+            hooks
+            for m in self._modules
+            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        ]
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """train (True) or eval (False) of every module."""
+        return tuple([m.training for m in self._modules])
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody listens, whom only the plain call tells."""
+        return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
+
+    def changed(self) -> str:
+        """What is no longer as it was taken; empty when nothing is."""
+        for slots, _, ids in self._slots:
+            if list(map(id, slots.values())) != ids:
+                return "a parameter, buffer or submodule was replaced"
+        for module, values in zip(self._modules, self._values, strict=True):
+            if not _same(vars(module), values[module.training]):
+                return f"attribute {_first_changed(vars(module), values[module.training])!r} was changed"
+        return ""
+
+
+def _same(now: Any, then: Any) -> bool:
+    try:
+        return bool(now == then)
+    except Exception:  # of an array's ==, say, which is only asked where there is another array now
+        return False
+
+
+def _first_changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    return next((k for k in {**then, **now} if k not in now or k not in then or not _same(now[k], then[k])), "")
+
+
+class _Script:
+    """A scripted module, and its modes kept as those of the module it was made from."""
+
+    def __init__(self, module: nn.Module) -> None:
+        with _as_the_user_wrote_it(module):
+            self._scripted = torch.jit.script(module)
+        scripted = dict(self._scripted.named_modules(remove_duplicate=False))
+        named = module.named_modules(remove_duplicate=False)
+        self._pairs = [(m, scripted[name]) for name, m in named if name in scripted]
+        self._modes = [m.training for m, _ in self._pairs]
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A script holds both sides of every branch: there is nothing to prepare."""
+
+    def way(self) -> Callable[..., Any]:
+        """What to call in the present modes."""
+        modes = [m.training for m, _ in self._pairs]
+        if modes != self._modes:
+            for (module, scripted), before in zip(self._pairs, self._modes, strict=True):
+                if module.training != before:
+                    scripted.training = module.training
+            self._modes = modes
+        return self._scripted
+
+
+class _Trace:
+    """Traces of a module, one for each combination of modes that it was traced in."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self._traces: dict[tuple[bool, ...], Callable[..., Any]] = {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace the module in its present modes.
+
+        Raises:
+            ValueError: the trace would not hold for other inputs.
+        """
+        if args and kwargs:
+            raise ValueError("a trace takes positional arguments or keywords, not both")
+        devices = {t.device.type for t in tensors_of((args, kwargs))}
+        with contextlib.ExitStack() as stack:
+            said = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            torch.jit.TracerWarning.ignore_lib_warnings()  # of torch's own code, on sizes that it checks
+            stack.enter_context(_as_the_user_wrote_it(self._module))
+            for device in devices:  # its weights in 16 bits would be constants of the trace
+                stack.enter_context(torch.autocast(device, enabled=False))
+            traced = torch.jit.trace(
+                self._module, args or None, example_kwarg_inputs=kwargs or None, check_trace=False, strict=False
+            )
+        for warning in said:
+            if issubclass(warning.category, torch.jit.TracerWarning):
+                place = f"{os.path.basename(warning.filename)}:{warning.lineno}"
+                raise ValueError(f"it would not hold for other inputs: {place}: {_sentence(warning.message)}")
+        self._traces[self._modes()] = traced
+
+    def way(self) -> Callable[..., Any] | None:
+        """The trace for the present modes; None where there is none."""
+        return self._traces.get(self._modes())
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple([m.training for m in self._modules])
+
+
+FORMS: Mapping[str, Callable[[nn.Module], _Script | _Trace]] = {"script": _Script, "trace": _Trace}
+
+
+@contextlib.contextmanager
+def _as_the_user_wrote_it(module: nn.Module) -> Iterator[None]:
+    """Without what was put into this instance, which TorchScript cannot read; what it writes there goes again."""
+    made, module.__class__ = type(module), users_class(type(module))
+    call = vars(module).pop("_compiled_call_impl", None)
+    names = [(vars(m), set(vars(m))) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for values, before in names:
+            for name in values.keys() - before:
+                del values[name]
+        module.__class__, module._compiled_call_impl = made, call
+
+
+def _sentence(message: object) -> str:
+    return str(message).split(". ")[0].strip()
+
+
+class ScriptedCall(RoutedCall):
+    """Calls the scripted or traced module for the kinds of input that it was verified with, others plainly.
+
+    The first call of a kind, while ``learning``, scripts the module, or traces it where that fails, and compares the
+    outcome with the plain module's: outputs on the inputs as they come, negated, shuffled and resized, in the present
+    modes and in eval mode, and the gradients of the parameters. The plain call also serves while somebody listens on
+    a hook, and for good once an attribute, parameter or submodule is replaced: a script does not see that.
+
+    Args:
+        module: whose call it is.
+        kinds: what to try, of ``KINDS``, in this order.
+    """
+
+    title = "TorchScript"
+
+    def __init__(self, module: nn.Module, kinds: Sequence[str] = KINDS) -> None:
+        super().__init__(module)
+        self.form = ""
+        self._kinds = kinds
+        self._known: dict[Any, _Script | _Trace] = {}
+        self._taken: _Taken | None = None
+
+    def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        kind = signature(args, kwargs).kind
+        if self.learning and kind not in self._known:
+            self._learn(kind, args, kwargs)
+        form = self._known.get(kind)
+        if form is None or self._taken is None or self._taken.hooked:
+            return None
+        changed = self._taken.changed()
+        if changed:
+            self._give_up(changed)
+            return None
+        way = form.way()
+        return None if way is None else lambda: call_as(self._module, way, *args, **kwargs)
+
+    def _learn(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find a form that does what the plain module does.
+
+        Raises:
+            NothingBetter: there is none.
+        """
+        reasons = []
+        for name in [self.form] if self.form else self._kinds:
+            try:
+                self._known[kind] = self._verified(name, args, kwargs)
+                self.form = name
+                return
+            except Exception as error:
+                reasons.append(f"{name}: {error if isinstance(error, _Refused) else first_line(error)}")
+        raise NothingBetter("; ".join(reasons))
+
+    def _verified(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Script | _Trace:
+        module, state = self._module, State.capture([self._module])
+        taken = _Taken(module)
+        if taken.hooked:
+            raise _Refused("the model has hooks, which TorchScript does not call")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated, which the row says
+                warnings.simplefilter("ignore", DeprecationWarning)
+                form = FORMS[name](module)
+                for mode in dict.fromkeys((module.training, False)):
+                    if mode != module.training:
+                        module.eval()
+                    form.prepare(args, kwargs)
+                    self._compare(form, args, kwargs)
+        finally:
+            state.restore()
+        if taken.changed():
+            raise _Refused(f"the forward keeps something in Python, which TorchScript would not: {taken.changed()}")
+        self._taken = taken
+        return form
+
+    def _compare(self, form: _Script | _Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plain and other form side by side, in the module's present modes."""
+        module, way = self._module, form.way()
+        assert way is not None
+        allowed = allowed_in(compute_dtype(module))
+        for name, inputs, named in _altered(args, kwargs):
+            numbers = RandomState.capture(None)
+            try:
+                plain = self._results(module._call_impl, inputs, named)
+            except Exception:
+                if name == AS_THEY_COME:
+                    raise
+                continue  # the model does not take such inputs
+            for _ in range(RUNS):
+                numbers.restore()
+                other = self._results(lambda *a, **k: call_as(module, way, *a, **k), inputs, named)
+            where = f"for inputs {name}" if module.training else f"in eval mode for inputs {name}"
+            if plain.kind != other.kind:
+                raise _Refused(f"it returns {other.kind}, not {plain.kind}, {where}")
+            for what, most in (("outputs", allowed.outputs), ("gradients", allowed.gradients)):
+                by, _ = apart(getattr(plain, what), getattr(other, what))
+                if not by <= most:  # unless its numbers are other draws
+                    redrawn = self._results(module._call_impl, inputs, named)
+                    most = max(most, 2 * apart(getattr(plain, what), getattr(redrawn, what))[0])
+                if not by <= most:
+                    raise _Refused(f"{what} differ by {by:.2%} {where}, {most:.2%} is allowed")
+
+    def _results(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Results:
+        output = call(*args, **kwargs)
+        floats = floats_of(output)
+        ends = [t.abs().square().sum() for t in floats if t.requires_grad]
+        wanted = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(ends, list(wanted.values()), allow_unused=True) if ends and wanted else ()
+        named = zip(wanted, gradients, strict=False)
+        return _Results(
+            str(pytree.tree_structure(output)),
+            {str(i): t.detach().clone() for i, t in enumerate(floats)},
+            {name: gradient for name, gradient in named if gradient is not None},
+        )
+
+
+class _Results(NamedTuple):
+    """What one call gave; ``kind`` is the structure of its output."""
+
+    kind: str
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+class _Refused(Exception):
+    """Why a form cannot stand for the module: one clause for the report."""
+
+
+AS_THEY_COME = "as they come"
+
+
+def _altered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Inputs that take a model's other branches: as they come, negated, shuffled and resized."""
+    tensors = tensors_of((args, kwargs))
+    samples = next((t.size(0) for t in tensors if t.dim()), 0)
+
+    def negated(t: Tensor) -> Tensor:
+        return -t if t.is_floating_point() or t.is_complex() else t
+
+    def shuffled(t: Tensor) -> Tensor:
+        order = torch.randperm(t.numel(), generator=torch.Generator().manual_seed(0)).to(t.device)
+        return t.flatten()[order].view(t.shape)
+
+    def resized(t: Tensor) -> Tensor:
+        if not t.dim() or t.size(0) != samples:
+            return t
+        return t[: (samples + 1) // 2].clone() if samples > 1 else torch.cat([t, t])
+
+    ways = {AS_THEY_COME: lambda t: t, "negated": negated, "shuffled": shuffled, "resized": resized}
+    for name, alter in ways.items():
+        altered: Any = pytree.tree_map_only(Tensor, alter, (args, kwargs))
+        yield name, *altered
+
+
+class TorchScriptSwitch(CallSwitch):
+    """The model's call as TorchScript; what form it took is known from the first call on."""
+
+    def __init__(self, model: nn.Module, kinds: Sequence[str] = KINDS) -> None:
+        self._kinds = kinds
+        super().__init__(model, ScriptedCall(model, kinds))
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """ "script" or "trace"; both as long as that is open."""
+        return (isinstance(self.call, ScriptedCall) and self.call.form) or " or ".join(self._kinds)
+
+    @property
+    def value(self) -> str:
+        """What a plan stores."""
+        return self.label
+
+
+class TorchScript(StepTechnique):
+    """Runs the model's forward as TorchScript: scripted, or traced where it cannot be scripted.
+
+    TorchScript is deprecated upstream since torch 2.11 in favour of ``torch.compile`` and ``torch.export``: it is
+    tried where ``torch.compile`` is not to be had (no compiler on the machine, or every trial of it failed), or when
+    ``techniques={"torchscript": True}`` asks for it, which leaves ``torch.compile`` out.
+
+    When it helps: models of many small operators, where Python between them is what takes the time. When it hurts:
+    large operators gain nothing; a script ignores what Python changes later, and a trace holds one side of every
+    branch. So either is compared with the plain model before it is used (outputs on inputs as they come, negated,
+    shuffled and resized, in train and in eval mode; gradients), a ``TracerWarning`` refuses a trace, and the model
+    runs plain again as soon as one of its attributes, parameters or submodules is replaced, or somebody hooks in.
+
+    Source: https://docs.pytorch.org/docs/stable/jit.html (the deprecation), pytorch #127283 (since which torch), and
+    https://docs.pytorch.org/docs/stable/generated/torch.jit.trace.html (what tracing loses). No gain is published
+    there for training.
+    """
+
+    name = "torchscript"
+    number = 11
+    title = "TorchScript (deprecated)"
+    kept_because = (
+        "the model's forward runs without Python between its operators; TorchScript is deprecated upstream since "
+        "torch 2.11, so a later torch may no longer have it"
+    )
+    tolerance = 0.005
+    draws_other_numbers = True
+    checks_evaluation = True
+    optimistic_gain = 1.5
+
+    def setup_estimate(self, job: Job, pace: Pace) -> float:
+        """Scripting and tracing small models, and the calls that compare them."""
+        return 2.0
+
+    def check(self, job: Job) -> None:
+        """A module whose call is free, in the forms where ``optimize`` knows the calls: ``run.step`` and inference."""
+        reason = comes_compiled(job.model)
+        if reason:
+            raise NotApplicable(reason)
+        if isinstance(job.model._compiled_call_impl, CompiledCall):
+            raise NotApplicable("torch.compile runs the model already, and does what TorchScript did")
+        if job.optimizer is None and not job.inference:
+            raise NotApplicable("TorchScript serves run.step alone: give the optimizer to optimize()")
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """The one switch, where ``torch.compile`` is not to be had."""
+        if not why_no_compiler(job.device) and "compile" not in job.failed:
+            raise NotApplicable(
+                "it is deprecated upstream since torch 2.11, and torch.compile is to be had here: "
+                "techniques={'torchscript': True} asks for it all the same"
+            )
+        return [TorchScriptSwitch(job.model)]
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """True, ``"script"`` or ``"trace"``."""
+        if value is True:
+            return TorchScriptSwitch(job.model)
+        if value not in KINDS:
+            raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
+        return TorchScriptSwitch(job.model, (value,))

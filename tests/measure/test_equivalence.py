@@ -1,0 +1,207 @@
+"""Outputs, gradients and losses of a candidate beside the baseline's: what passes, what fails, and what is said."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout.job import Job
+from flatout.measure import tuner
+from flatout.measure.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
+from flatout.techniques import StepTechnique, Switch
+from flatout.techniques.precision import AutocastSwitch
+from tests.helpers import snapshot
+from tests.jobs import Net, make_data, make_job
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+def make(model: nn.Module, *, accumulate: int = 1, optimizer: bool = True, **changes: Any) -> tuple[Job, list[Any]]:
+    batches = list(DataLoader(make_data(64), batch_size=16))
+    job = Job(
+        model=model,
+        loader=batches,
+        source=batches,
+        optimizer=torch.optim.Adam(model.parameters(), 0.01) if optimizer else None,
+        loss_fn=functional.cross_entropy,
+        compute_loss=None,
+        device=torch.device("cpu"),
+        accumulate=accumulate,
+        **changes,
+    )
+    return job, batches
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_shows_all_three(accumulate: int) -> None:
+    job, batches = make(Net(), accumulate=accumulate)
+    seen = observe(job, batches, evaluation=True)
+    assert [t.shape for t in seen.outputs.values()] == [(16, 3)] * 4
+    assert sum("in eval mode" in name for name in seen.outputs) == 2
+    assert seen.gradients.keys() == dict(job.model.named_parameters()).keys()
+    assert len(seen.losses) == 8 * accumulate
+    assert job.model.training
+
+
+def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
+    job, batches = make(Net(), optimizer=False)
+    seen = observe(job, batches)
+    assert (len(seen.outputs), len(seen.losses)) == (4, 0)
+    assert seen.gradients
+    job, batches = make(Net().eval(), optimizer=False, inference=True)
+    seen = observe(job, batches)
+    assert (len(seen.outputs), len(seen.gradients), len(seen.losses)) == (4, 0, 0)
+
+
+def test_each_of_the_three_fails_by_itself_and_says_so() -> None:
+    ones = {"a": torch.ones(4), "b": torch.ones(2)}
+    same = Observed(torch.float32, ones, ones, {"1": torch.ones(())})
+    assert not any(d.fails for d in compare(same, same, 0.005))
+    wrong = {"a": torch.ones(4), "b": torch.tensor([1.0, 1.5])}
+    cases = {
+        "outputs": Observed(torch.float32, wrong, ones, same.losses),
+        "gradients": Observed(torch.float32, ones, wrong, same.losses),
+        "losses": Observed(torch.float32, ones, ones, {"1": torch.tensor(1.25)}),
+    }
+    said = {
+        "outputs": "outputs differ by 35.4% (b), 0.1% is allowed",
+        "gradients": "gradients differ by 35.4% (b), 1.0% is allowed",
+        "losses": "losses differ by 25.0%, 0.5% is allowed",
+    }
+    for what, candidate in cases.items():
+        failing = [d for d in compare(same, candidate, 0.005) if d.fails]
+        assert [d.what for d in failing] == [what]
+        assert str(failing[0]) == said[what]
+
+
+@pytest.mark.parametrize("other", [{}, {"a": torch.ones(3)}, {"a": torch.full((2,), torch.nan)}])
+def test_what_is_missing_of_another_shape_or_nan_is_infinitely_far(other: dict[str, torch.Tensor]) -> None:
+    here = {"a": torch.ones(2)}
+    assert apart(here, other) == (float("inf"), "a")
+    assert apart(other, here)[0] == float("inf")
+
+
+@given(st.floats(0.01, 10.0), st.integers(1, 30), st.sampled_from(["a", "b"]))
+def test_the_difference_is_relative_to_the_tensor(by: float, size: int, where: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    old = {name: torch.randn(size, generator=generator) for name in ("a", "b")}
+    new = {name: t * (1 + by) if name == where else t for name, t in old.items()}
+    far, name = apart(old, new)
+    assert name == where
+    assert far <= by * 1.001
+    if old[where].norm() > 0.1 * max(t.norm() for t in old.values()):
+        assert far == pytest.approx(by, rel=1e-3)
+
+
+def test_a_tensor_of_nothing_but_rounding_does_not_count_by_its_own_size() -> None:
+    old = {"weight": torch.ones(100), "bias": torch.full((10,), 1e-9)}
+    assert apart(old, old | {"bias": torch.full((10,), -1e-9)})[0] < 1e-6
+    assert apart(old, old | {"bias": torch.full((10,), 0.1)})[0] > 0.5
+
+
+def test_the_coarser_of_the_two_dtypes_says_what_is_allowed() -> None:
+    model = Net()
+    switch = AutocastSwitch(model, "cpu", "bf16")
+    assert compute_dtype(model) is torch.float32
+    switch.enable()
+    assert compute_dtype(model) is torch.bfloat16
+    fine, coarse = Observed(torch.float32, {"a": torch.ones(2)}), Observed(torch.bfloat16, {"a": torch.ones(2)})
+    for pair in ((fine, coarse), (coarse, fine), (coarse, coarse)):
+        assert compare(*pair, 0.1)[0].allowed == ALLOWED[torch.bfloat16].outputs
+    assert compute_dtype(Net().double()) is torch.float64
+
+
+def test_nudging_stays_within_half_a_unit_in_the_last_place() -> None:
+    model = Net()
+    before = [p.clone() for p in model.parameters()]
+    nudge(model, torch.bfloat16)
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert ((new - old).abs() <= old.abs() * 2.0**-8 * 1.001).all()
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+class Wrong(Switch):
+    """Changes what a model computes: its outputs, its gradients alone, or what an update does."""
+
+    label = "wrong"
+    value = True
+
+    def __init__(self, model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
+        self._layer, self._optimizer, self._how = model.body[-1], optimizer, how
+        self._handles: list[Any] = []
+
+    def _turn_on(self) -> None:
+        if self._how == "outputs":
+            self._handles = [self._layer.register_forward_hook(lambda m, a, out: out * 1.2)]
+        elif self._how == "gradients":
+            self._handles = [self._layer.weight.register_hook(lambda g: g * 1.2)]
+        else:
+            self._handles = [self._optimizer.register_step_post_hook(lambda *_: self._layer.weight.data.mul_(3))]
+
+    def _turn_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("how", ["outputs", "gradients", "losses"])
+def test_a_failing_candidates_row_names_what_failed_by_how_much_and_what_was_allowed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Candidate(StepTechnique):
+        name = "candidate"
+        title = "a candidate"
+        kept_because = "it is fast"
+        tolerance = 0.005
+
+        def candidates(self, job: Job) -> list[Switch]:
+            return [Wrong(job.model, job.optimizer, how)]
+
+        def forced(self, job: Job, value: Any) -> Switch:
+            raise ValueError
+
+    model, loader, opt = make_job()
+    before = snapshot(model, opt)
+    monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (Candidate(),))
+    monkeypatch.setattr(tuner, "HOPELESS", float("inf"))
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=20)
+    (row,) = [row for row in run.report.rows if row.technique == "candidate"]
+    assert row.status == "rejected"
+    (trial,) = row.trials
+    assert f"{how} differ by" in trial.failure
+    assert "is allowed" in trial.failure
+    assert getattr(trial, {"losses": "loss", "outputs": "output", "gradients": "gradient"}[how] + "_difference") > 0.005
+    assert (trial.output_difference > 0.1) == (how == "outputs")
+    run.undo()
+    assert snapshot(model, opt) == before
+
+
+def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits() -> None:
+    """A failing gradient is held against what nudging the weights changes; the tables alone would refuse it."""
+
+    class Fragile(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y + 300 * (y - y.mean(0)).pow(3)
+
+    torch.manual_seed(0)
+    model = Fragile(8, 3)
+    data = TensorDataset(torch.randn(64, 8) / 3, torch.randn(64, 3))
+    run = flatout.optimize(
+        model,
+        DataLoader(data, batch_size=16),
+        torch.optim.SGD(model.parameters(), 1e-9),
+        functional.mse_loss,
+        techniques={"compile": False, "workers": False, "in_memory": False, "fused_optimizer": False},
+        budget=20,
+    )
+    (row,) = [row for row in run.report.rows if row.technique == "precision"]
+    assert not row.trials[0].failure
