@@ -265,6 +265,24 @@ def test_it_goes_with_flatouts_autocast(kind: str) -> None:
     assert not model(x).any()
 
 
+def test_an_autocast_of_the_users_own_leaves_no_stale_weight_in_a_trace() -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(16, 8)
+    switch = TorchScriptSwitch(model, ("trace",))
+    switch.enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        model._call_impl(x)  # its weights in 16 bits wait in autocast's cache
+        model(x)
+        switch.freeze()
+    with torch.no_grad():
+        model.body[-1].weight.zero_()
+        model.body[-1].bias.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not model(x).any()
+    assert switch.call is not None
+    assert switch.call.plain_calls == 0
+
+
 def test_it_is_tried_where_compile_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     model, loader, opt = make_job()
     tried = {"techniques": OTHERS, "budget": 20, "expected_steps": 10**9}

@@ -333,14 +333,19 @@ class TorchScriptSwitch(CallSwitch):
         super().__init__(model, ScriptedCall(model, kinds))
 
     @property
-    def label(self) -> str:  # type: ignore[override]
-        """ "script" or "trace"; both as long as that is open."""
-        return (isinstance(self.call, ScriptedCall) and self.call.form) or " or ".join(self._kinds)
+    def form(self) -> str:
+        """What the model's call became; empty as long as nothing has called it."""
+        return self.call.form if isinstance(self.call, ScriptedCall) else ""
 
     @property
-    def value(self) -> str:
-        """What a plan stores."""
-        return self.label
+    def label(self) -> str:  # type: ignore[override]
+        """What the report calls it: the form, or those that are open."""
+        return self.form or " or ".join(self._kinds)
+
+    @property
+    def value(self) -> str | bool:
+        """What a plan stores: the form, or True where it is open."""
+        return self.form or True
 
 
 class TorchScript(StepTechnique):
