@@ -14,6 +14,7 @@ from tests.jobs import QUICK, make_job
 @pytest.fixture(autouse=True)
 def every_collection_is_long(monkeypatch):
     """Nothing here depends on how long one takes."""
+    gc.unfreeze()
     gc.collect()
     monkeypatch.setattr(_garbage, "WORTH_SECONDS", 1e-9)
     before = (gc.isenabled(), gc.get_threshold(), list(gc.callbacks))

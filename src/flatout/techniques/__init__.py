@@ -62,8 +62,8 @@ REGISTRY: tuple[Technique, ...] = (
     Allocator(),
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
-optimizer, compile or TorchScript, then the loader, because the rate that it must reach is the tuned step's; last the advice, about
-what is left.
+optimizer, compile or TorchScript, then the loader, because the rate that it must reach is the tuned step's; last the
+advice, about what is left.
 
 Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
 cores they leave."""

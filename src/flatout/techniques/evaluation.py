@@ -64,14 +64,14 @@ class _Watch:
 
     def _say(self, frame: FrameType) -> None:
         self.said = True
-        place = of_frame(frame)
-        file, line = (place[1], int(place[0].rpartition(":")[2])) if place else (__file__, 0)
+        where, _ = of_frame(frame)
+        file, _, line = where.rpartition(":")
         warnings.warn_explicit(
             "this evaluates the model with gradients on, and nothing goes backward from it: every activation is kept "
             "for nothing. Evaluate within `with torch.inference_mode():`",
             UserWarning,
-            file,
-            line,
+            file or __file__,
+            int(line or 0),
         )
 
 

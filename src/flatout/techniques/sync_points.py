@@ -44,8 +44,7 @@ class SyncPoints(Advice):
                 steps += 1
                 if time.perf_counter() > deadline:
                     break
-        caller = of_frame(sys._getframe())  # to whom falls what torch does, and what flatout does
-        outside = "" if caller is None else caller[0]
+        outside, _ = of_frame(sys._getframe())  # to whom falls what torch does, and what flatout does
         syncs = (Sync(*found, count / steps) for found, count in seen.most_common())
         lines = _by_line(sync for sync in syncs if sync.where not in ("", outside))
         if not lines:
