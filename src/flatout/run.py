@@ -13,6 +13,7 @@ from flatout._garbage import LongLived
 from flatout.data import Prefetcher, batch_size_of, to_device
 from flatout.data.loaders import SEEDED_FROM
 from flatout.data.replay import Replayed
+from flatout.finite import FiniteWatch
 from flatout.job import Job
 from flatout.logs import Logs
 from flatout.measure.judge import judged
@@ -133,6 +134,7 @@ class Run:
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
         self.logs = Logs()
+        self._finite = FiniteWatch(job)
         self._steps = 0
         self._switches = list(switches)
         attach(job.model, self._switches)
@@ -154,6 +156,17 @@ class Run:
         The steps are those of :meth:`step`. For a loop of your own: ``run.stats.wrap(run.model)``.
         """
         return self._counter
+
+    @property
+    def stop_after_bad(self) -> int:
+        """Steps in a row that were infinite or NaN, or skipped by the loss scaler, after which :meth:`step` raises."""
+        return self._finite.stop_after
+
+    @stop_after_bad.setter
+    def stop_after_bad(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"stop_after_bad must be >= 1, got {steps}")
+        self._finite.stop_after = steps
 
     @property
     def verdict(self) -> Verdict:
@@ -179,6 +192,8 @@ class Run:
 
         Raises:
             RuntimeError: ``optimize`` was not given an optimizer.
+            FloatingPointError: ``stop_after_bad`` steps in a row were infinite or NaN; it names where that begins. (The
+                first bad loss is told by a warning.)
         """
         if self.optimizer is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
@@ -189,6 +204,7 @@ class Run:
             if not self._job.pending:
                 self._step_scheduler()
         self._steps += 1
+        self._finite.saw(self._steps, loss, batch)
         return loss
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:

@@ -62,7 +62,7 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
             inputs, keywords = _detached((inputs, keywords), {})
             stack.enter_context(_untouched(model))
             counting.adopted = lambda module: stack.enter_context(_untouched(module))
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         with counting:
             result = original(*inputs, **keywords)
             if model is not None and backward:
@@ -171,7 +171,7 @@ def _gradients_aside(leaves: list[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Compiled functions and modules run their eager code, and keep what was compiled."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
         yield
