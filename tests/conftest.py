@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,13 @@ if sys.dont_write_bytecode:
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flatout import _native
+from flatout.measure.state import State
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
@@ -78,17 +77,10 @@ def frozen_objects() -> None:
 
 @pytest.fixture(autouse=True)
 def restored_random_states() -> Iterator[None]:
-    """No test's draws, nor the threads that suited it, reach the next one."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    threads = torch.get_num_threads()
+    """No test's draws, nor the threads and backend flags that suited it, reach the next one."""
+    state = State.capture([])
     yield
-    torch.set_num_threads(threads)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
-    if cuda_states is not None:
-        torch.cuda.set_rng_state_all(cuda_states)
+    state.restore()
 
 
 @pytest.fixture(autouse=True)

@@ -314,7 +314,7 @@ def test_trials_keep_no_memory() -> None:
 
     def held() -> int:
         gc.collect()
-        tensors = {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+        tensors = {id(t): t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)}
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}.values())
 
     model, loader, opt = make_job()

@@ -29,7 +29,10 @@ class FiniteWatch:
 
     Args:
         job: what is stepped.
-        stop_after: bad steps in a row after which ``saw`` raises.
+        stop_after: bad steps in a row after which ``look`` raises.
+
+    Attributes:
+        next_look: the step to look at next.
     """
 
     def __init__(self, job: Job, stop_after: int = STOP_AFTER) -> None:
@@ -39,10 +42,10 @@ class FiniteWatch:
         self._values.listen(self._heard)
         self._bad = 0
         self._told = False
-        self._next = 0
+        self.next_look = 0
 
-    def saw(self, step: int, loss: Tensor, batch: Any) -> None:
-        """A step has been queued.
+    def look(self, step: int, loss: Tensor, batch: Any) -> None:
+        """Look at a step that has been queued.
 
         Args:
             step: its number.
@@ -52,9 +55,7 @@ class FiniteWatch:
         Raises:
             FloatingPointError: ``stop_after`` steps in a row were bad. It names the first module whose output is.
         """
-        if step < self._next:
-            return
-        self._next = step + (1 if self._bad else LOOK_EVERY)
+        self.next_look = step + (1 if self._bad else LOOK_EVERY)
         skipped = None if self._job.scaler is None else self._job.scaler.last_step_skipped
         if skipped is None:
             self._values.log("loss", loss, step)

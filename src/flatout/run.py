@@ -204,7 +204,8 @@ class Run:
             if not self._job.pending:
                 self._step_scheduler()
         self._steps += 1
-        self._finite.saw(self._steps, loss, batch)
+        if self._steps >= self._finite.next_look:
+            self._finite.look(self._steps, loss, batch)
         return loss
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import flatout
 from flatout.mfu import MfuCounter, count_flops
+from flatout.mfu.wrapped import _listening
 
 
 def mlp() -> nn.Sequential:
@@ -181,18 +182,35 @@ def test_it_says_what_it_cannot_wrap() -> None:
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
+    MfuCounter(1.0, device="cpu").wrap(mlp())
     gc.collect()  # models of other tests
-    hooks = len(_global_optimizer_post_hooks)
+    hooks, listening = len(_global_optimizer_post_hooks), len(_listening)
     counter, model = MfuCounter(1.0, device="cpu"), mlp()
     counter.wrap(model)
     train(model)
-    assert len(_global_optimizer_post_hooks) == hooks + 1
+    assert len(_listening) == listening + 1
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    assert len(_global_optimizer_post_hooks) == hooks
+    assert len(_listening) == listening
+    assert len(_global_optimizer_post_hooks) == hooks  # one for all
     assert counter.steps >= 2
+
+
+def test_a_model_may_be_collected_while_torch_goes_through_its_hooks() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    model.itself = [counter.wrap(mlp())]
+    forgotten = model.itself
+    counter.wrap(model)
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    handle = register_optimizer_step_post_hook(lambda *_: (forgotten.clear(), gc.collect()))
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
+    assert counter.steps == 1
 
 
 def test_flops_that_cannot_be_counted_are_unknown_and_training_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -82,14 +83,8 @@ class Calls:
         self._work = CountedWork(self._counted)
         self._steps: dict[int, UnderWay] = {}
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        this = weakref.ref(self)
-
-        def behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            calls = this()
-            if calls is not None:
-                calls.updated(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(behind_update).remove)
+        _listen_to_updates()
+        _listening.add(self)
 
     def __del__(self) -> None:
         self.settle()  # the model is gone: nothing follows its last step
@@ -211,6 +206,22 @@ class Calls:
         if _processes() > 1:  # each counts when it has the time: none may wait for another meanwhile
             raise RuntimeError("several processes train together: give MfuCounter flops_per_step")
         return count_flops(model, *args, **kwargs)
+
+
+_listening: weakref.WeakSet[Calls] = weakref.WeakSet()
+"""Whoever is told of an update."""
+
+
+def _behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for calls in list(_listening):
+        calls.updated(optimizer)
+
+
+@functools.cache
+def _listen_to_updates() -> None:
+    """One hook for all, for good: a model may be collected while torch goes through the hooks, and removing its own
+    then would break that."""
+    register_optimizer_step_post_hook(_behind_update)
 
 
 def _processes() -> int:
