@@ -53,7 +53,7 @@ def test_compile_precision_and_worker_trials_leave_no_trace():
         """Worth workers, so that they are tried."""
 
         def __getitem__(self, i):
-            time.sleep(0.005)
+            time.sleep(0.001)
             return super().__getitem__(i)
 
     model, _, opt = make_job()
