@@ -46,7 +46,7 @@ def test_finite_training_says_nothing() -> None:
     run = run_of(nn.Tanh())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert train(run, 40) == 40
+        assert train(run, 120) == 120
 
 
 def test_the_first_bad_module_is_named_when_skipping_does_not_end() -> None:
@@ -56,7 +56,7 @@ def test_the_first_bad_module_is_named_when_skipping_does_not_end() -> None:
     train(run, 12)
     spoils.by = 0.0
     with pytest.raises(FloatingPointError, match=r"5 steps in a row.* the output of 1\.1 \(Spoils\) is the first"):
-        train(run, 100)
+        train(run, 200)
 
 
 def test_a_bad_batch_now_and_then_stops_nothing() -> None:
@@ -65,7 +65,7 @@ def test_a_bad_batch_now_and_then_stops_nothing() -> None:
     run.stop_after_bad = 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(10):
+        for _ in range(40):
             for i, batch in enumerate(run.loader):
                 spoils.by = float("inf") if i % 2 else 1.0
                 run.step(batch)
@@ -77,7 +77,7 @@ def test_a_parameter_that_has_gone_is_named() -> None:
     with torch.no_grad():
         run.model[0].weight[0, 0] = float("nan")
     with pytest.warns(RuntimeWarning, match="is nan"), pytest.raises(FloatingPointError, match=r"parameter 0\.weight"):
-        train(run, 50)
+        train(run, 200)
 
 
 def test_a_scaler_that_skips_on_and_on_is_told_by_its_gradient() -> None:
@@ -99,14 +99,14 @@ def test_a_scaler_that_skips_on_and_on_is_told_by_its_gradient() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(FloatingPointError, match=r"gradient of 0\.bias is the first"):
-            train(run, 100)
+            train(run, 200)
 
 
 def test_what_a_loss_function_makes_infinite_is_said() -> None:
     run = run_of(nn.Tanh(), lambda output, y: output.sum() / 0, precision="fp16")
     run.stop_after_bad = 2
     with pytest.raises(FloatingPointError, match="every module's output is finite"):
-        train(run, 50)
+        train(run, 200)
 
 
 def test_looks_are_few_while_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
