@@ -1,0 +1,123 @@
+"""The six jobs of benchmarks/optimize.py: what is trained, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from flatout.demo import digits, gpt
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        name: what the benchmark calls it.
+        dataset: map-style, in memory; samples are pairs or mappings of tensors.
+        batch_size: samples per step.
+        model: a freshly initialised model on the CPU.
+        loss: ``(model, batch) -> scalar``.
+        optimizer: torch's class.
+        lr: its learning rate.
+        loss_fn: ``(output, target) -> scalar`` for pairs; None where the model's output carries ``.loss``.
+    """
+
+    name: str
+    dataset: Dataset[Any]
+    batch_size: int
+    model: Callable[[], nn.Module]
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    lr: float = 1e-3
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = functional.cross_entropy
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch on the model's device."""
+        return model(**batch).loss if self.loss_fn is None else self.loss_fn(model(batch[0]), batch[1])
+
+
+class Images(nn.Module):
+    """A net for bytes: scales them to [0, 1] first."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps [N, 3, H, W], uint8, to scores."""
+        return self.net(images.float() / 255)
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Token ids with their class, as mappings."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(vocabulary, (samples, length), generator=generator)
+        self.labels = self.ids.sum(1) % 2
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def seed_mlp() -> Job:
+    """The multi-layer perceptron of many a tutorial on GPU utilisation."""
+    x = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(1))
+    layers = lambda: nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))  # noqa: E731
+    return Job("seed MLP", TensorDataset(x, y), 512, layers, torch.optim.Adam, loss_fn=functional.mse_loss)
+
+
+def digits_cnn() -> Job:
+    """The demo's first job."""
+    job = digits.build(digits.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
+    return Job("digits CNN", job.train, job.training.batch_size, job.build_model)
+
+
+def byte_gpt() -> Job:
+    """The demo's second job."""
+    job = gpt.build(gpt.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
+    return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn)
+
+
+def resnet() -> Job:
+    """ResNet-18 on 64 x 64 byte images in memory."""
+    from torchvision.models import resnet18
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2048, 3, 64, 64), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(10, (2048,), generator=generator)
+    net = lambda: Images(resnet18(num_classes=10))  # noqa: E731
+    return Job("ResNet-18", TensorDataset(images, labels), 32, net, torch.optim.SGD, lr=0.01)
+
+
+def bert_tiny() -> Job:
+    """BERT-tiny (2 layers, 128 features) as a classifier."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=8192, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
+    )
+    return Job("BERT-tiny", Sentences(4096, 64, 8192), 32, lambda: BertForSequenceClassification(config), loss_fn=None)
+
+
+def tabular() -> Job:
+    """A small perceptron on a table, where handing out rows is most of the work."""
+    x = torch.randn(200_000, 64, generator=torch.Generator().manual_seed(0))
+    y = (x[:, :8].sum(1) > 0).long()
+    layers = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2)
+    )
+    return Job("tabular MLP", TensorDataset(x, y), 1024, layers)
+
+
+JOBS = {make.__name__: make for make in (seed_mlp, digits_cnn, byte_gpt, resnet, bert_tiny, tabular)}
