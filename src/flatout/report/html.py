@@ -111,7 +111,7 @@ def _row(row: Row) -> str:
         f'<tr class="{css}"><td class="number">{number}</td>'
         f'<td class="technique">{text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
         f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
-        f'<td class="gain"><span>{text(row.expected)}</span></td>'
+        f'<td><span class="quiet">{text(row.expected)}</span></td>'
         f'<td><div class="why">{text(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
