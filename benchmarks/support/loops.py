@@ -73,11 +73,8 @@ def naive(job: Job) -> Iterator[int]:
 
 def expert(job: Job, flags: Flags) -> Iterator[int]:
     """By hand, in plain torch: the data set as tensors on the device, drawn by index; fused optimizer; nothing read."""
-    model = made(job)
-    if flags.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    model, optimizer = _model_and_optimizer(job, flags)
     forward = torch.compile(model) if flags.compile else model
-    optimizer = job.optimizer(model.parameters(), lr=job.lr, fused=True)
     columns = _columns(job)
     count = len(next(iter(columns.values())))
     whole = count - count % job.batch_size
@@ -107,19 +104,10 @@ def fabric(job: Job, flags: Flags, workers: int) -> Iterator[int]:
     from lightning.fabric import Fabric
 
     engine = Fabric(accelerator=DEVICE.type, devices=1, precision="bf16-mixed" if flags.bf16 else "32-true")
-    model = made(job)
-    if flags.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    optimizer = job.optimizer(model.parameters(), lr=job.lr, fused=True)
+    model, optimizer = _model_and_optimizer(job, flags)
     wrapped, wrapped_optimizer = engine.setup(torch.compile(model) if flags.compile else model, optimizer)
     loader = engine.setup_dataloaders(_loader(job, workers))
-    while True:
-        for batch in loader:
-            loss = job.loss(wrapped, batch)
-            engine.backward(loss)
-            wrapped_optimizer.step()
-            wrapped_optimizer.zero_grad(set_to_none=True)
-            yield size_of(batch)
+    yield from _steps(job, engine, wrapped, wrapped_optimizer, loader)
 
 
 def accelerated(job: Job, flags: Flags, workers: int) -> Iterator[int]:
@@ -133,18 +121,26 @@ def accelerated(job: Job, flags: Flags, workers: int) -> Iterator[int]:
         cpu=DEVICE.type == "cpu",
         dynamo_backend="inductor" if flags.compile else "no",
     )
+    model, optimizer = _model_and_optimizer(job, flags)
+    wrapped, wrapped_optimizer, loader = engine.prepare(model, optimizer, _loader(job, workers))
+    yield from _steps(job, engine, wrapped, wrapped_optimizer, loader)
+
+
+def _steps(job: Job, engine: Any, model: Any, optimizer: Any, loader: Any) -> Iterator[int]:
+    """What both libraries have people write."""
+    while True:
+        for batch in loader:
+            engine.backward(job.loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            yield size_of(batch)
+
+
+def _model_and_optimizer(job: Job, flags: Flags) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = made(job)
     if flags.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    optimizer = job.optimizer(model.parameters(), lr=job.lr, fused=True)
-    wrapped, wrapped_optimizer, loader = engine.prepare(model, optimizer, _loader(job, workers))
-    while True:
-        for batch in loader:
-            loss = job.loss(wrapped, batch)
-            engine.backward(loss)
-            wrapped_optimizer.step()
-            wrapped_optimizer.zero_grad(set_to_none=True)
-            yield size_of(batch)
+    return model, job.optimizer(model.parameters(), lr=job.lr, fused=True)
 
 
 def _loader(job: Job, workers: int) -> DataLoader[Any]:

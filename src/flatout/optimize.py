@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flatout import mfu
+from flatout import mfu, words
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.replay import Replayed
 from flatout.job import Job
@@ -143,19 +143,19 @@ def optimize(
                     technique.forced(job, choices[technique.name])
         rows = {row.technique: row for row in _apply_rules(job, switches)}
         state = State.capture(job.modules, optimizer, loader)
-        bench = Bench(job, [], state, Budget(budget), rewindable=is_rewindable(loader))
+        bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)
         if not bench.rewindable:
             # Their order was drawn for good: going back would draw the same order for the next epoch again.
             bench.state = State.capture(job.modules, optimizer, loader)
-        job.batches = bench.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
-        _check_step(job, bench.batches[0])
+        job.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        _check_step(job, job.batches[0])
         with _saying("counting FLOPs"):
-            job.work(bench.batches[0])
+            job.work(job.batches[0])
         peak_before, _ = job.peak_flops(measure=budget > 0)
         measures = budget > 0 and plan is None
         costs_before = bench.costs() if measures else {}
-        here = fingerprint(model, optimizer, job.device, bench.batches[0])
+        here = fingerprint(model, optimizer, job.device, job.batches[0])
         if plan is not None:
             plan.check(here)
 
@@ -171,13 +171,13 @@ def optimize(
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         peak, _ = job.peak_flops(measure=budget > 0)
-        before = _completed(tuner.before, job, bench, peak_before, costs_before)
-        after = _completed(tuner.after, job, bench, peak, bench.costs() if measures else {})
+        before = _completed(tuner.before, job, peak_before, costs_before)
+        after = _completed(tuner.after, job, peak, bench.costs() if measures else {})
         verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
         for technique in REGISTRY:
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
-                    rows[technique.name] = _advise(technique, job, choices, budget if plan is None else 0)
+                    rows[technique.name] = _advise(technique, job, choices, budget if measures else 0)
         job.batches = ()
         bench.rewind(to_train=False)
     except BaseException:
@@ -363,7 +363,7 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     except Exception as error:  # of the user's code, which training has not run into
-        return replace(row, status="not applicable", why=f"looking failed with {type(error).__name__}: {error}")
+        return replace(row, status="not applicable", why=f"looking failed with {words.first_line(error)}")
 
 
 def _check_step(job: Job, batch: Any) -> None:
@@ -383,9 +383,9 @@ def _check_step(job: Job, batch: Any) -> None:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
 
 
-def _completed(pace: Pace | None, job: Job, bench: Bench, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
+def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
     """The pace with the MFU that it comes to, and what else a step costs."""
-    samples, _, flops = job.work(bench.batches[0])
+    samples, _, flops = job.work(job.batches[0])
     if pace is None:
         return None
     mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak

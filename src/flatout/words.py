@@ -1,4 +1,4 @@
-"""How flatout puts numbers wherever it shows them: in reports, profiles, readings, progress bars and the monitor."""
+"""How flatout puts numbers and errors wherever it shows them: in reports, profiles, progress bars and the monitor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud8
 def clean(text: str) -> str:
     """Drops control characters (a failure's message may hold terminal escapes) and outer white space."""
     return _CONTROL.sub("", text).strip()
+
+
+def first_line(error: BaseException) -> str:
+    """The error in one line; one that only announces another says what that is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if any(line.startswith("Original Traceback") for line in lines):  # of a worker process: its last line says it
+        return lines[-1]
+    shown = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {shown}"
 
 
 def capital(text: str) -> str:

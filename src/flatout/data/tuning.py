@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from flatout import words
 from flatout.data.generators import RandomState
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.machine import available_memory, free_shared_memory, usable_cores
@@ -270,7 +271,7 @@ class _Search:
         try:
             self._tries[workers] = self._trials.with_workers(workers)
         except Exception as error:
-            self._failure = f"{_workers(workers)} failed with {_first_line(error)}"
+            self._failure = f"{_workers(workers)} failed with {words.first_line(error)}"
             return self._trials.start_otherwise(error) and self._try(workers)
         return True
 
@@ -377,7 +378,3 @@ class _Search:
 
 def _workers(number: int) -> str:
     return f"{number} worker{'s' * (number > 1)}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

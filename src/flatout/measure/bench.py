@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,14 @@ TRIAL_SECONDS = 4.0
 """Longest that the pairs of one trial take; setting up comes on top."""
 
 PHASE_UPDATES = 8
-"""Updates over which the phases of a step are measured."""
+PHASE_SECONDS = 1.0
+"""Updates over which the phases of a step are measured, and seconds after which no more of them begin."""
+
+FEWEST_UPDATES = 4
+"""Two for the memory of a step, two for its phases."""
+
+COSTS_SHARE = 0.05
+"""Share of the budget that these may take whatever trials have left."""
 
 STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
@@ -35,8 +43,7 @@ class Bench:
     """What every trial works with. ``rewind`` makes each begin where training will.
 
     Attributes:
-        job: what is trained; its ``source`` changes when a loader is kept.
-        batches: a few real batches, on the device.
+        job: what is trained, on its ``batches``; its ``source`` changes when a loader is kept.
         state: the training state that everything is put back to.
         budget: seconds for all trials.
         rewindable: whether the loader may be iterated in a trial without losing samples.
@@ -44,7 +51,6 @@ class Bench:
     """
 
     job: Job
-    batches: Sequence[Any]
     state: State
     budget: Budget
     rewindable: bool
@@ -87,8 +93,9 @@ class Bench:
 
     def update(self, i: int, *phase: PhaseOf) -> None:
         """The steps of one update, on the batches of turn ``i``; ``phase`` as in ``Job.step``."""
-        for k in range(self.job.accumulate):
-            self.job.step(self.batches[(i * self.job.accumulate + k) % len(self.batches)], *phase)
+        job = self.job
+        for k in range(job.accumulate):
+            job.step(job.batches[(i * job.accumulate + k) % len(job.batches)], *phase)
 
     @property
     def pace(self) -> Pace:
@@ -98,7 +105,7 @@ class Bench:
         return self._pace
 
     def _measure_pace(self) -> Pace:
-        job, batches = self.job, self.batches
+        job, batches = self.job, self.job.batches
         self.rewind()
         for batch in batches[:2]:
             job.step(batch)
@@ -134,18 +141,23 @@ class Bench:
                 self.rewind()
 
     def costs(self) -> dict[str, Any]:
-        """``step_bytes`` and ``phases`` of a ``Pace`` with what is kept so far."""
+        """``step_bytes`` and ``phases`` of a ``Pace`` with what is kept so far; empty where that takes too long."""
+        estimate = FEWEST_UPDATES * self.job.accumulate * self.pace.step_ms / 1e3
+        if estimate > max(self.budget.left, COSTS_SHARE * self.budget.seconds):
+            return {}
         return {"step_bytes": self.memory, "phases": self.phases()}
 
     def phases(self) -> dict[str, float]:
         """Share of an update's time that each of its phases takes with what is kept so far."""
         counter = MfuCounter(device=self.job.device, phases_every=1)
         self.rewind()
-        for i in range(1 + PHASE_UPDATES):
-            if i == 1:
-                counter.reset()  # the first warms up
+        self.update(0)  # warms up
+        begun = time.perf_counter()
+        for i in range(1, 1 + PHASE_UPDATES):
             with counter.step() as step:
                 self.update(i, step.phase)
+            if time.perf_counter() - begun > PHASE_SECONDS:
+                break
         synchronize(self.job.device)
         phases = counter.total.phases
         self.rewind()

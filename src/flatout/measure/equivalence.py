@@ -144,12 +144,16 @@ def compare(baseline: Observed, candidate: Observed, losses: float) -> list[Diff
         losses: the largest mean relative difference of the losses that is accepted.
     """
     coarsest = max(baseline.dtype, candidate.dtype, key=list(ALLOWED).index)
-    allowed = allowed_in(coarsest)
+    allowed = ALLOWED[coarsest]
     parts = (
         ("outputs", baseline.outputs, candidate.outputs, allowed.outputs),
         ("gradients", baseline.gradients, candidate.gradients, allowed.gradients),
     )
-    found = [Difference(what, *_by_where(old, new, most)) for what, old, new, most in parts if old or new]
+    found = []
+    for what, old, new, most in parts:
+        if old or new:
+            by, where = apart(old, new)
+            found.append(Difference(what, by, most, where))
     if baseline.losses:
         pairs = zip(baseline.losses.values(), candidate.losses.values(), strict=True)
         total = sum(float((old - new).abs()) for old, new in pairs)
@@ -167,11 +171,6 @@ def nudge(model: nn.Module, dtype: torch.dtype | str) -> None:
             generator = torch.Generator(parameter.device).manual_seed(i)
             size = torch.rand(parameter.shape, generator=generator, device=parameter.device) - 0.5
             parameter.copy_(parameter * (1 + eps * size))
-
-
-def _by_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], most: float) -> tuple[float, float, str]:
-    by, where = apart(old, new)
-    return by, most, where
 
 
 def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -196,11 +195,6 @@ def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tu
     relative = torch.where(scale > 0, errors / scale, errors).nan_to_num(nan=float("inf"))
     worst = int(relative.argmax())
     return float(relative[worst]), names[worst]
-
-
-def allowed_in(dtype: torch.dtype | str) -> Allowed:
-    """What is accepted of results that were computed in a dtype."""
-    return ALLOWED[dtype]
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | str:
@@ -236,7 +230,12 @@ def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
 
 def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     """Of the batch's loss, by the parameter's name."""
-    parameters = {name: p for module in job.modules for name, p in module.named_parameters() if p.requires_grad}
+    parameters = {
+        name if module is job.model else f"{type(module).__name__}.{name}": parameter
+        for module in job.modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
     for parameter in parameters.values():
         parameter.grad = None
     scale = 1.0 if job.scaler is None else GRADIENT_SCALE

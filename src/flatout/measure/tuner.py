@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flatout import words
 from flatout.data import tensors_of
 from flatout.measure.bench import Bench, on
 from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
@@ -194,7 +195,7 @@ class Tuner:
         """Run every batch shape once with the candidate; the seconds that took beyond ordinary steps."""
         job = self._bench.job
         self._bench.rewind()
-        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.batches}
+        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.job.batches}
         with on(candidate):
             took = seconds(lambda: [job.step(batch) for batch in shapes.values()], job.device)
             candidate.freeze()
@@ -202,7 +203,8 @@ class Tuner:
 
     def _is_hopeless(self, candidate: Switch) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
-        job, batch = self._bench.job, self._bench.batches[0]
+        job = self._bench.job
+        batch = job.batches[0]
         self._bench.rewind()
         old = seconds(lambda: job.step(batch), job.device)
         with on(candidate):
@@ -213,7 +215,8 @@ class Tuner:
         """How far the candidate's outputs, gradients and losses are from the baseline's."""
         if technique.tolerance is None:
             return []
-        job, batches, evaluation = self._bench.job, self._bench.batches, technique.checks_evaluation
+        job, evaluation = self._bench.job, technique.checks_evaluation
+        batches = job.batches
         self._bench.rewind()
         baseline = observe(job, batches, evaluation=evaluation)
         self._bench.rewind()
@@ -262,7 +265,7 @@ class Tuner:
         except (NotApplicable, NothingBetter):
             raise
         except Exception as error:
-            raise NothingBetter(_first_line(error)) from error
+            raise NothingBetter(words.first_line(error)) from error
         finally:
             self._bench.rewind()
 
@@ -286,7 +289,7 @@ class Tuner:
         except NothingBetter as reason:
             failure = str(reason)
         except Exception as error:
-            failure = _first_line(error)
+            failure = words.first_line(error)
             if ran_out_of_memory(error):
                 failure = f"it ran out of memory: {failure}"
         # Only here is the error gone, and with it the frames that hold the trial's tensors.
@@ -392,12 +395,3 @@ def _why_rejected(trial: Trial) -> str:
     if trial.pairs < FEWEST_PAIRS:
         return f"{times}, but the budget allowed {trial.pairs} of the {FEWEST_PAIRS} pairs that a verdict needs"
     return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%}"
-
-
-def _first_line(error: Exception) -> str:
-    """The error in one line; one that only announces another says what that is."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    if any(line.startswith("Original Traceback") for line in lines):  # of a worker process: its last line says it
-        return lines[-1]
-    shown = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {shown}"

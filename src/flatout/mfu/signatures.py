@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flatout import words
 from flatout._host import signature
 from flatout.data.batch import batch_size_of, tensors_of, tokens_of
 from flatout.mfu.flop_count import FlopCount
@@ -72,7 +73,7 @@ class CountedWork:
             work = work._replace(flops=self._count(*args, **kwargs))
         except Exception as error:  # of the user's code, or out of memory: training is not to end for a figure
             warnings.warn(
-                f"the FLOPs of a step could not be counted, its MFU is not known: {type(error).__name__}: {error}",
+                f"the FLOPs of a step could not be counted, its MFU is not known: {words.first_line(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -13,6 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from flatout._kineto import quiet_kineto
 from flatout.data import batch_size_of
 from flatout.profile import nsight
 from flatout.profile.model import Profile, Sync, TraceFile
@@ -141,7 +142,8 @@ class Recording:
         profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=True)
         if torch.autograd._profiler_enabled():
             raise RuntimeError(_ONE)
-        profiler.prepare_trace()
+        with quiet_kineto():
+            profiler.prepare_trace()
         running = False
         others = _refused(profiler)
         try:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout import words
 from flatout.measure.memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.base import Switch
@@ -91,7 +92,7 @@ class RoutedCall(ABC):
         except Exception as error:
             if self.learning or ran_out_of_memory(error):
                 raise
-            reason = first_line(error)
+            reason = words.first_line(error)
         output = self._module._call_impl(*args, **kwargs)  # what is wrong with the call itself raises here as well
         self._give_up(reason)
         return output
@@ -159,8 +160,3 @@ def comes_compiled(model: nn.Module) -> str:
             part = f"the model's part {name!r}" if name else "the model"
             return f"{part} comes compiled already: it is trained as it is"
     return ""
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: " + next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout import words
 from flatout._subclass import users_class
 from flatout.data import tensors_of
 from flatout.data.generators import RandomState
-from flatout.measure.equivalence import allowed_in, apart, compute_dtype, floats_of
+from flatout.measure.equivalence import ALLOWED, apart, compute_dtype, floats_of
 from flatout.measure.state import State
 from flatout.techniques.autocast import call_as
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
-from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, first_line, signature
+from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, signature
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class ScriptedCall(RoutedCall):
                 self.form = name
                 return
             except Exception as error:
-                reasons.append(f"{name}: {error if isinstance(error, _Refused) else first_line(error)}")
+                reasons.append(f"{name}: {error if isinstance(error, _Refused) else words.first_line(error)}")
         raise NothingBetter("; ".join(reasons))
 
     def _verified(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Script | _Trace:
@@ -250,7 +251,7 @@ class ScriptedCall(RoutedCall):
         """Plain and other form side by side, in the module's present modes."""
         module, way = self._module, form.way()
         assert way is not None
-        allowed = allowed_in(compute_dtype(module))
+        allowed = ALLOWED[compute_dtype(module)]
         for name, inputs, named in _altered(args, kwargs):
             numbers = RandomState.capture(None)
             try:
