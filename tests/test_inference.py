@@ -15,7 +15,7 @@ from tests.jobs import Net, make_data
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
-LIGHT = {"compile": False, "workers": False}
+LIGHT = {"compile": False, "workers": False, "cpu_threads": False}
 
 
 @pytest.fixture
