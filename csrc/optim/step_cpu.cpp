@@ -17,10 +17,11 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
   Acc* __restrict a = stream[kStreams > 2 ? 2 : 0];
   Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
   Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
-  constexpr uint32_t kRun = 256 / sizeof(Acc);  // a prefetch inside the loop would keep it from vectorising
-  for (uint32_t begin = 0; begin < count; begin += kRun) {
-    const uint32_t end = begin + kRun < count ? begin + kRun : count;
-    for (const Acc* address : stream) prefetch_ahead(address + begin, kRun * sizeof(Acc), 2048);
+  // In runs where there are prefetches between them: inside the loop they would keep it from vectorising.
+  const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : count;
+  for (uint32_t begin = 0; begin < count; begin += run) {
+    const uint32_t end = begin + run < count ? begin + run : count;
+    for (const Acc* address : stream) prefetch_ahead(address + begin, run * sizeof(Acc), 2048);
 #pragma GCC ivdep
     for (uint32_t i = begin; i < end; ++i) {
       Acc x[kStreams];
@@ -188,7 +189,8 @@ void run_chunks(const Config& config, const Storage& storage, const std::vector<
           chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, Rule::kStates, begin);
         run_vectorised(chunk);
       },
-      Direction::kBackwards);
+      // A check that came first has left the last gradients in the caches; without one, backward's are the first.
+      config.grad_factor.address != nullptr ? Direction::kBackwards : Direction::kForwards);
 }
 
 class CpuBucket final : public Bucket {
