@@ -69,12 +69,15 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
       }
     }
   };
-  batch->ticket = worker_.submit(gather_part, std::max<std::size_t>((count + rows - 1) / rows, 1));
+  const std::size_t parts = std::max<std::size_t>((count + rows - 1) / rows, 1);
+  batch->left_to_waiter = batch->bytes <= part_bytes && ring_->device() == host_device;
+  batch->ticket = worker_.submit(gather_part, parts, batch->left_to_waiter ? Wake::nobody : Wake::threads);
   return batch;
 }
 
 void Stager::wait(Gathered& batch) {
   const bool on_host = ring_->device() == host_device;
+  if (batch.left_to_waiter) return worker_.help(*batch.ticket);
   if (has_waited_.exchange(true) || batch.bytes >= worth_a_thread || !on_host) {
     try {
       worker_.start();

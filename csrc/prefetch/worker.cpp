@@ -165,7 +165,7 @@ void Worker::start() {
   }
 }
 
-std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts) {
+std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts, Wake wake) {
   guard_.check();
   const auto task = std::make_shared<State::Task>(std::move(job), parts);
   {
@@ -173,6 +173,7 @@ std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts) {
     if (state_->closing) throw closed();
     state_->line.push_back(task);
   }
+  if (wake == Wake::nobody) return task->ticket;
   if (parts == 1) {
     state_->wake.notify_one();
   } else {

@@ -28,6 +28,9 @@ class Ticket {
   ForkGuard guard_;
 };
 
+// Whom a job that was submitted wakes; left alone, it waits for a helper, or for threads that another one woke.
+enum class Wake : std::uint8_t { threads, nobody };
+
 class Worker {
  public:
   using Job = std::function<void(std::size_t part)>;
@@ -41,7 +44,7 @@ class Worker {
   // std::system_error where not even one can be had.
   void start();
   // `job` is called once for each part, on several threads at a time; it ends with the last of them.
-  std::shared_ptr<Ticket> submit(Job job, std::size_t parts = 1);
+  std::shared_ptr<Ticket> submit(Job job, std::size_t parts = 1, Wake wake = Wake::threads);
   // Ticket::wait(), lending a hand: while the job has not ended, the calling thread runs parts that wait in
   // line.
   void help(Ticket& ticket);

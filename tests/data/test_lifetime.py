@@ -22,7 +22,8 @@ from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 from tests.helpers import in_child
 
-LOADER = DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4), torch.arange(1000)), 8, shuffle=True)
+LOADER = DataLoader(TensorDataset(torch.arange(500_000).reshape(200, 2500), torch.arange(200)), 8, shuffle=True)
+"""Batches of 160 KB: threads gather them, where smaller ones are left to whoever waits."""
 
 
 def threads() -> list[str]:
@@ -92,7 +93,7 @@ def children() -> set[int]:
 
 
 def leaves_nothing(attempt, times: int) -> bool:
-    """Whether `times` attempts after a first leave no process and no descriptor; an earlier test's may end meanwhile."""
+    """Whether `times` attempts after a first leave no process or descriptor; an earlier test's may end meanwhile."""
     others = children()
     attempt()
     assert settles(lambda: children() <= others)
@@ -171,6 +172,16 @@ def test_threads_come_with_the_second_batch():
     assert soon(3)
     del iterator
     assert soon(0)
+
+
+def test_small_batches_wake_no_thread():
+    """They are gathered on a core that may be computing the step, in less time than waking one takes."""
+    loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4)), 8, shuffle=True), threads=3)
+    before = os.listdir("/proc/self/task")
+    iterator = iter(loader)
+    for _ in range(50):
+        next(iterator)
+    assert os.listdir("/proc/self/task") == before
 
 
 def test_threads_come_at_once_for_a_batch_that_takes_longer_than_their_start():

@@ -202,9 +202,10 @@ def test_out_of_memory_waits_for_the_batchs_turn(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_breaks_and_close_leave_no_thread(kind):
-    prefetcher = kind(InMemoryLoader(make_loader()), "cpu")
+    data = TensorDataset(torch.zeros(20, 20_000))
+    prefetcher = kind(InMemoryLoader(DataLoader(data, 3)), "cpu")
     for _ in range(50):
-        for number, _batch in enumerate(prefetcher):  # threads come with the second
+        for number, _batch in enumerate(prefetcher):  # threads come with the second, where batches are worth them
             if number == 1:
                 break
     gc.collect()
