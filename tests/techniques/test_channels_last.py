@@ -1,5 +1,7 @@
 """Weights change their strides and nothing else; what breaks on the new strides is found out before training."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.techniques.channels_last import ChannelsLastSwitch
+from flatout.techniques.channels_last import ChannelsLast, ChannelsLastSwitch
 from tests.helpers import snapshot
 
 REST = {
@@ -68,6 +70,21 @@ def test_off_is_exactly_as_before_storage_included(warm):
         assert snapshot(model, opt) == before
         assert [p.data_ptr() for p in model.parameters()] == pointers
         assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_the_format_reaches_weights_that_are_the_same_memory_in_both():
+    """The strides of a grey image's first weights, or of 1x1 kernels, tell a convolution what to give on."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1))
+    image = torch.randn(2, 1, 5, 5)
+    switch = ChannelsLast().candidates(SimpleNamespace(model=model, optimizer=None))[0]
+    assert model(image).is_contiguous()
+    switch.enable()
+    assert model(image).is_contiguous(memory_format=torch.channels_last)
+    assert [p.stride() for p in model.to(memory_format=torch.channels_last).parameters()] == [
+        p.stride() for p in model.parameters()
+    ]
+    switch.disable()
+    assert model(image).is_contiguous()
 
 
 def test_training_is_carried_over_in_both_directions():

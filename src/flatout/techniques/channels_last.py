@@ -19,8 +19,10 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 class ChannelsLastSwitch(Switch):
     """Gives 2-d convolution weights, and the moments kept for them, channels_last strides, and takes them away.
 
-    Convolutions pass the format of their weight on to their output, so inputs need no conversion. The weights'
-    own storage is kept aside and used again afterwards: whatever else points at it stays valid.
+    Convolutions pass the format of their weight on to their output, so inputs need no conversion. They read it from
+    the strides, also where both formats are the same memory (one channel, 1x1 kernels): ``to`` sets them then, where
+    ``contiguous`` leaves them. The weights' own storage is kept aside and used again afterwards: whatever else points
+    at it stays valid.
     """
 
     label = "weights"
@@ -34,7 +36,7 @@ class ChannelsLastSwitch(Switch):
     def _turn_on(self) -> None:
         self._own = [weight.data for weight in self._weights]
         for weight in self._weights:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            weight.data = weight.data.to(memory_format=torch.channels_last)
             self._follow(weight, torch.channels_last)
 
     def _turn_off(self) -> None:
@@ -48,7 +50,7 @@ class ChannelsLastSwitch(Switch):
         state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
         for tensor in (weight.grad, *state.values()):
             if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
-                tensor.data = tensor.data.contiguous(memory_format=memory_format)
+                tensor.data = tensor.data.to(memory_format=memory_format)
 
 
 class ChannelsLast(StepTechnique):
@@ -89,7 +91,8 @@ class ChannelsLast(StepTechnique):
             for m in job.model.modules()
             if isinstance(m, CONVOLUTIONS) and type(m.weight) is nn.Parameter
         }
-        # With one channel and with 1x1 kernels the two formats are the same memory.
-        return [
-            w for w in weights.values() if w.is_contiguous() and not w.is_contiguous(memory_format=torch.channels_last)
-        ]
+        return [w for w in weights.values() if w.is_contiguous() and w.stride() != _channels_last_strides(w)]
+
+
+def _channels_last_strides(weight: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(weight, device="meta", memory_format=torch.channels_last).stride()
