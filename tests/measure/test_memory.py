@@ -65,18 +65,22 @@ def test_out_of_memory_is_told_by_type_and_on_the_host_by_name() -> None:
 
 
 def trial(gain: Gain | None, before: int | None, after: int | None, pairs: int = 10, failure: str = "") -> Trial:
-    return Trial("x", 1.0, 1.0, gain, pairs, baseline_bytes=before, candidate_bytes=after, failure=failure)
+    """``before`` and ``after`` in MiB."""
+    old, new = (None if each is None else each * 2**20 for each in (before, after))
+    return Trial("x", 1.0, 1.0, gain, pairs, baseline_bytes=old, candidate_bytes=new, failure=failure)
 
 
 def test_what_saves_memory_must_cost_no_speed() -> None:
-    even, slower = Gain(1.0, 0.97, 1.03), Gain(0.97, 0.95, 0.99)
-    assert saves_memory(trial(even, 100, 90))
-    assert not saves_memory(trial(even, 100, 96))
-    assert not saves_memory(trial(slower, 100, 10))
-    assert not saves_memory(trial(even, 100, 90, pairs=3))
-    assert not saves_memory(trial(even, 100, 90, failure="wrong"))
-    assert not saves_memory(trial(even, None, 90))
-    assert not saves_memory(trial(None, 100, 90))
+    even, slower, unsure = Gain(1.0, 0.985, 1.03), Gain(0.97, 0.95, 0.99), Gain(1.0, 0.58, 1.76)
+    assert saves_memory(trial(even, 200, 180))
+    assert not saves_memory(trial(even, 200, 192))
+    assert not saves_memory(trial(even, 20, 10))  # nobody runs out of that
+    assert not saves_memory(trial(slower, 200, 10))
+    assert not saves_memory(trial(unsure, 200, 10))
+    assert not saves_memory(trial(even, 200, 180, pairs=3))
+    assert not saves_memory(trial(even, 200, 180, failure="wrong"))
+    assert not saves_memory(trial(even, None, 180))
+    assert not saves_memory(trial(None, 200, 180))
 
 
 class Hungry(Switch):

@@ -37,6 +37,9 @@ COSTS_SHARE = 0.05
 STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
 
+TURN_SECONDS = 0.02
+"""Length of the turns that ways of stepping take, where updates are shorter."""
+
 
 @dataclass
 class Bench:
@@ -96,6 +99,21 @@ class Bench:
         job = self.job
         for k in range(job.accumulate):
             job.step(job.batches[(i * job.accumulate + k) % len(job.batches)], *phase)
+
+    @property
+    def turn_updates(self) -> int:
+        """Updates of a turn."""
+        update_seconds = self.job.accumulate * self.pace.step_ms / 1e3
+        return max(1, round(TURN_SECONDS / update_seconds))
+
+    def turn(self, i: int, updates: int) -> float:
+        """Seconds of an update, over a turn of them.
+
+        Where they are short, one more comes first: turning a switch moves weights and clears what was prepared.
+        """
+        if updates > 1:
+            self.update(i)
+        return seconds(lambda: [self.update(i + k) for k in range(updates)], self.job.device) / updates
 
     @property
     def pace(self) -> Pace:

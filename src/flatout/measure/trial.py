@@ -18,7 +18,11 @@ FEWEST_PAIRS = 6
 """Fewer paired times decide nothing: the interval of a median of five is its range."""
 
 SAVES_BELOW = 0.95
-"""A candidate that is no slower is kept when it leaves a step this share of its memory."""
+WORTH_SAVING = 16 * 2**20
+"""A candidate that is no slower is kept when it leaves a step this share of its memory, and saves so many bytes."""
+
+NO_SLOWER = 0.98
+"""Lower end of the interval of a gain that costs no speed."""
 
 MOST_PAIRS = 40
 HOPELESS_AFTER = 3
@@ -89,10 +93,12 @@ def keeps_pace(gain: Gain, pairs: int) -> bool:
 
 
 def saves_memory(trial: Trial) -> bool:
-    """Whether a candidate takes less memory and costs no speed."""
-    if trial.failure or trial.gain is None or trial.memory is None:
+    """Whether a candidate takes less memory, and surely costs no speed."""
+    old, new = trial.baseline_bytes, trial.candidate_bytes
+    if trial.failure or trial.gain is None or old is None or new is None:
         return False
-    return trial.memory < SAVES_BELOW and keeps_pace(trial.gain, trial.pairs)
+    saves = new < SAVES_BELOW * old and old - new >= WORTH_SAVING
+    return saves and trial.gain.low > NO_SLOWER and keeps_pace(trial.gain, trial.pairs)
 
 
 def trial_of(label: str, old: list[float], new: list[float], steps: int) -> Trial:

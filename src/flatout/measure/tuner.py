@@ -71,8 +71,10 @@ class Tuner:
         """The row of a rule with what its switch costs in speed; the switch stays on whatever that is."""
         bench, job = self._bench, self._bench.job
 
+        updates = bench.turn_updates
+
         def new(i: int) -> float:
-            return seconds(lambda: bench.update(i), job.device)
+            return bench.turn(i, updates)
 
         def old(i: int) -> float:
             switch.disable()
@@ -167,8 +169,10 @@ class Tuner:
         differences = self._verify(technique, candidate)
         by = {d.what: d.by for d in differences}
 
+        updates = bench.turn_updates
+
         def old(i: int) -> float:
-            return seconds(lambda: bench.update(i), job.device)
+            return bench.turn(i, updates)
 
         def new(i: int) -> float:
             with on(candidate):
