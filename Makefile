@@ -6,6 +6,7 @@
 #   ARCHS   CMake CUDA architectures to build kernels for, when there is an nvcc
 #   ARGS    passed on to pytest or the demo:  make test ARGS="-k mfu -x",  make demo ARGS="--json out.json"
 #   OUT     where gpu-check writes;  WHEELS  a folder of wheels it may install from (it never downloads)
+#   PHASES  what gpu-check does, where that is not everything:  make gpu-check PHASES="build optimize_gpu"
 PYTHON ?= python3
 TORCH ?= 2.14.1
 TORCHES ?= 2.11.0 2.13.0 2.14.1
@@ -141,7 +142,7 @@ test-torches: $(TORCHES:%=test-torch-%)
 # ---- on a machine with a GPU -------------------------------------------------------------------------------
 
 gpu-check:
-	PYTHON='$(PYTHON)' OUT='$(OUT)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' \
+	PYTHON='$(PYTHON)' OUT='$(OUT)' PHASES='$(PHASES)' ARGS='$(ARGS)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' \
 	  bash tools/gpu_check.sh
 
 # Everything that the targets above made, environments included.

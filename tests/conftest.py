@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
+@pytest.hookimpl(tryfirst=True)  # before a file's own skipif
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if FAIL_WITHOUT_GPU and _needs_gpu(item) and (missing := _missing_for_gpu_tests()):
         pytest.fail(f"FLATOUT_FAIL_WITHOUT_GPU=1: {missing}", pytrace=False)

@@ -1,45 +1,58 @@
 #!/usr/bin/env bash
-# Builds flatout for the GPU of this machine and runs everything that needs one: tests, compute-sanitizer,
-# benchmarks, demo. Downloads nothing and installs nothing outside its build folder: packages are those of
+# Builds flatout for the GPU of this machine and runs everything that needs one: tests, benchmarks,
+# compute-sanitizer, demo. Downloads nothing and installs nothing outside its build folder: packages are those of
 # $PYTHON, and the wheels in $WHEELS where some are missing. Ends in under nine minutes; what has no time left
-# is reported as skipped.
+# is reported as skipped, and a second call with these as PHASES has time for it. What a phase had found when its
+# time was up is kept.
 #
-#   OUT     where results.json, log.txt, tests.xml, benchmarks.png and demo.{json,html} go
+#   OUT     where results.json, optimize_gpu.json, log.txt, tests.xml, benchmarks.png and demo.{json,html} go
 #                                                                            (default build/gpu-check)
+#   PHASES  what to do, in this order: build, tests, memcheck, racecheck, demo, or the name of a file in benchmarks;
+#           without build what an earlier call has built is used             (default: those of `phases` below)
 #   PYTHON  interpreter that has torch                                       (default python3)
 #   WHEELS  folder of wheels to take missing packages from                   (default none)
+#   ARGS    passed on to pytest: ARGS="-k resnet50" with PHASES=optimize_gpu (default none)
 #   ARCHS   CMake CUDA architectures            (default 90a-real on sm_90, else the GPU's own)
 #   BUDGET  seconds for all of it                                            (default 510)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${PYTHON:-python3}
+[[ $python == [!/]*/* ]] && python=$root/$python
 mkdir -p "${OUT:=build/gpu-check}"
 out=$(cd "$OUT" && pwd)
 site=$root/build/gpu/site
 budget=${BUDGET:-510}
 logs=$root/build/gpu/logs
-mkdir -p "$logs"
-phases=$logs/phases.tsv
+work=$root/build/gpu/work  # outside the source folder, so that what runs is what was built
+mkdir -p "$logs" "$work"
+notes=$logs/phases.tsv
+
+# The most important first: what a first look at a GPU is for. Seconds that each may take at most.
+phases="build tests optimize_gpu update_path memcheck data_path_gpu racecheck normalize_images counting_overhead demo"
+declare -A limits=([wheels]=60 [build]=240 [tests]=180 [optimize_gpu]=330 [memcheck]=90 [racecheck]=60 [demo]=150
+  [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45)
 
 seconds_left() { echo $((budget - SECONDS)); }
 
-# phase NAME LIMIT COMMAND...: runs it within LIMIT and the budget, logs to NAME.log, notes how it went.
+# phase NAME LINES COMMAND...: runs it within its limit and the budget, logs to NAME.log, notes how it went, and
+# shows the last LINES of the log.
 phase() {
-  local name=$1 limit=$2 left begun=$SECONDS status
+  local name=$1 lines=$2 limit=${limits[$1]:-$budget} left begun=$SECONDS status
   shift 2
   left=$(seconds_left)
   if ((left < 10)); then
-    printf '%s\tskipped\t0\n' "$name" >>"$phases"
+    printf '%s\tskipped\t0\n' "$name" >>"$notes"
     echo "== $name: skipped, the budget of $budget s is spent"
     return 1
   fi
   echo "== $name"
-  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$logs/$name.log" 2>&1
+  timeout --kill-after=30 "$((limit < left ? limit : left))" bash "$self" "$@" >"$logs/$name.log" 2>&1
   status=$?
-  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - begun))" >>"$phases"
-  tail -n 3 "$logs/$name.log"
+  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - begun))" >>"$notes"
+  tail -n "$lines" "$logs/$name.log"
   echo "== $name: exit status $status, $((SECONDS - begun)) s"
+  (cd "$logs" && tail -n +1 -- *.log *.report) >"$out/log.txt" 2>/dev/null
   return "$status"
 }
 
@@ -51,16 +64,21 @@ export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 wheels() {
   local missing
   missing=$("$python" - <<'PY'
-import importlib.util
-needs = {"scikit_build_core": "scikit-build-core", "pybind11": "pybind11", "pytest": "pytest",
-         "hypothesis": "hypothesis", "pytest_benchmark": "pytest-benchmark", "rich": "rich", "ninja": "ninja"}
-print(*[package for module, package in needs.items() if importlib.util.find_spec(module) is None])
+from importlib.metadata import PackageNotFoundError, version
+needs = {"scikit-build-core": (0, 12), "pybind11": (3, 0), "pytest": (7, 0), "hypothesis": (6, 0),
+         "pytest-benchmark": (4, 0), "rich": (13, 0), "ninja": (1, 0)}
+def has(package, least):
+    try:
+        return tuple(int(part) for part in version(package).split(".")[:2]) >= least
+    except (PackageNotFoundError, ValueError):
+        return False
+print(*[package for package, least in needs.items() if not has(package, least)])
 PY
 )
-  echo "missing packages: ${missing:-none}"
+  echo "packages that are missing or too old: ${missing:-none}"
   [[ -z $missing ]] && return 0
   if [[ -z ${WHEELS:-} ]]; then
-    echo "not there, and WHEELS names no folder to take them from: what needs them will fail"
+    echo "WHEELS names no folder to take them from: what needs them will fail"
     return 0
   fi
   # shellcheck disable=SC2086
@@ -73,12 +91,19 @@ build() {
     -C "cmake.define.FLATOUT_CUDA_ARCHS=$ARCHS")
   "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --upgrade --target "$site" \
     "${cmake_args[@]}" . || return
-  cd "$out" && "$python" -c 'import flatout._native as n; print("CUDA kernels usable:", n.has_cuda_kernels())'
+  cd "$work" && "$python" -c 'import flatout._native as n; print("CUDA kernels usable:", n.has_cuda_kernels())'
 }
 
-# Outside the source folder, so that what is tested is what was built; the checkout stays as it is.
+# `timeout` ends a phase with SIGTERM: pytest then writes what it has, as at Ctrl-C.
+interruptible='import signal, sys, pytest
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))'
+
 run_pytest() {
-  cd "$out" && "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider "$@"
+  local more
+  read -ra more <<<"${ARGS:-}"
+  cd "$work" && "$python" -c "$interruptible" -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider \
+    "$@" "${more[@]}"
 }
 
 # Tests marked `sanitize` are small: under compute-sanitizer a kernel runs ten to a hundred times slower.
@@ -89,10 +114,7 @@ sanitize() {
     return 0
   fi
   # torch's caching allocator would hide an access that is outside its tensor but inside the allocator's pool.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_pytest -m sanitize "$root/tests/gpu" --co -q >/dev/null
-  status=$?
-  ((status == 5)) && { echo "no test is marked sanitize"; return 0; }
-  cd "$out" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 86 \
+  cd "$work" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 86 \
     --log-file "$logs/$1.report" "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
     -p no:cacheprovider -q -m sanitize "$root/tests/gpu"
   status=$?
@@ -104,29 +126,26 @@ sanitize() {
   return "$status"
 }
 
-# The files that have something to say about CUDA, one after the other: a slow one costs only its own figures.
-benchmarks() {
-  local status=0 file
-  for file in $(grep -ls cuda "$root"/benchmarks/*.py); do
-    run_pytest "$file" -s --benchmark-json "$logs/benchmark-$(basename "$file" .py).json" || status=1
-  done
-  return "$status"
-}
-
 demo() {
-  cd "$out" || return
-  [[ -e $root/src/flatout/cli || -e $root/src/flatout/cli.py ]] || { echo "no flatout.cli here"; return 0; }
-  "$python" -m flatout.cli demo --json "$out/demo.json" --html "$out/demo.html"
+  cd "$work" && "$python" -m flatout.cli demo --json "$out/demo.json" --html "$out/demo.html"
 }
 
-# `timeout` starts programs, so each phase is this script again with the phase's name.
+# `timeout` starts programs, so each phase is this script again with the phase's name. It outlives the SIGTERM that
+# ends the program in it, so that no phase begins beside the one before.
 if [[ -n ${GPU_CHECK_PHASE:-} ]]; then
+  trap : TERM
   "$@"
   exit
 fi
 
-rm -f "$logs"/* "$out"/{results.json,log.txt,tests.xml,benchmarks.png,demo.json,demo.html}
-: >"$phases"
+for name in ${PHASES:=$phases}; do
+  if [[ ! $name =~ ^(build|tests|memcheck|racecheck|demo)$ && ! -e $root/benchmarks/$name.py ]]; then
+    echo "PHASES: there is no $name; known are build, tests, memcheck, racecheck, demo and the files in benchmarks" >&2
+    exit 2
+  fi
+done
+rm -f "$logs"/* "$out"/{results.json,optimize_gpu.json,log.txt,tests.xml,benchmarks.png,demo.json,demo.html}
+: >"$notes"
 probe='import torch; print("%d%d" % torch.cuda.get_device_capability())'
 capability=$("$python" -c "$probe" 2>"$logs/gpu.log") || {
   echo "no GPU that torch can use here: $(tail -n 1 "$logs/gpu.log")" >&2
@@ -139,16 +158,16 @@ export GPU_CHECK_PHASE=1 OUT=$out ARCHS=$archs
 self=$root/tools/gpu_check.sh
 
 failed=0
-phase wheels 60 bash "$self" wheels || failed=1
-if phase build 240 bash "$self" build; then
-  phase tests 180 bash "$self" run_pytest "$root/tests/gpu" --junitxml "$out/tests.xml" || failed=1
-  phase memcheck 120 bash "$self" sanitize memcheck || failed=1
-  phase racecheck 60 bash "$self" sanitize racecheck || failed=1
-  phase benchmarks 150 bash "$self" benchmarks || failed=1
-  phase demo 150 bash "$self" demo || failed=1
-else
-  failed=1
-fi
+for name in $PHASES; do
+  case $name in
+    build) phase wheels 3 wheels || failed=1; phase build 3 build || { failed=1; break; } ;;
+    tests) # one that hangs shows where
+      phase tests 12 run_pytest "$root/tests/gpu" --junitxml "$out/tests.xml" -o faulthandler_timeout=100 || failed=1 ;;
+    memcheck | racecheck) phase "$name" 3 sanitize "$name" || failed=1 ;;
+    demo) phase demo 3 demo || failed=1 ;;
+    *) phase "$name" 60 run_pytest "$root/benchmarks/$name.py" -s -q \
+      --benchmark-json "$logs/benchmark-$name.json" || failed=1 ;;
+  esac
+done
 "$python" "$root/tools/gpu_results.py" "$out" "$logs" "$archs" || failed=1
-(cd "$logs" && tail -n +1 -- *.log *.report) >"$out/log.txt" 2>/dev/null
 exit "$failed"

@@ -54,10 +54,10 @@ def phases(logs: Path) -> list[dict[str, Any]]:
 
 def test_counts(out: Path) -> dict[str, int]:
     """Tests, failures, errors and skips of the GPU suite; empty when it did not run to its end."""
-    report = out / "tests.xml"
-    if not report.exists():
+    try:
+        suites = ElementTree.parse(out / "tests.xml").getroot().iter("testsuite")
+    except (OSError, ElementTree.ParseError):  # a run that was killed leaves half a file
         return {}
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in suites:
         for key in counts:
@@ -79,9 +79,16 @@ def benchmarks(logs: Path) -> list[dict[str, Any]]:
             **entry.get("extra_info", {}),
         }
         for report in sorted(logs.glob("benchmark-*.json"))
-        if report.stat().st_size
-        for entry in json.loads(report.read_text())["benchmarks"]
+        for entry in _entries(report)
     ]
+
+
+def _entries(report: Path) -> list[dict[str, Any]]:
+    """What pytest-benchmark wrote; nothing where it was killed meanwhile."""
+    try:
+        return json.loads(report.read_text())["benchmarks"]
+    except json.JSONDecodeError:
+        return []
 
 
 def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:

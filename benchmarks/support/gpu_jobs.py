@@ -25,7 +25,8 @@ class GpuJob:
 
     Attributes:
         name: what the benchmark calls it.
-        unit: what one sample is, in the plural.
+        unit: what rates are told in: images, tokens.
+        units: of these in a sample.
         batch_size: samples per step.
         batches: makes the loader; what it yields is on the device already, but for the case study.
         model: a freshly initialised model, on torch's default device.
@@ -35,6 +36,7 @@ class GpuJob:
 
     name: str
     unit: str
+    units: int
     batch_size: int
     batches: Callable[[], Iterable[Any]]
     model: Callable[[], nn.Module]
@@ -44,6 +46,10 @@ class GpuJob:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch on the model's device."""
         return model(**batch)["loss"] if self.loss_fn is None else self.loss_fn(model(batch[0]), batch[1])
+
+    def rate(self, samples_per_second: float) -> str:
+        """In words."""
+        return f"{samples_per_second * self.units:,.0f} {self.unit}/s"
 
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A model on the device, with the same weights each time, and its optimizer."""
@@ -212,6 +218,7 @@ def seed_mlp() -> GpuJob:
     return GpuJob(
         name="seed MLP",
         unit="samples",
+        units=1,
         batch_size=batch_size,
         batches=lambda: [(x, y)] * 1000,
         model=lambda: nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, features)),
@@ -226,7 +233,8 @@ def case_study(batch_size: int) -> GpuJob:
     windows = Windows(size.context, size.vocabulary)
     return GpuJob(
         name="case study",
-        unit="windows",
+        unit="tokens",
+        units=size.context,
         batch_size=batch_size,
         batches=lambda: DataLoader(windows, batch_size, shuffle=True, drop_last=True),
         model=lambda: Gpt(size),
@@ -238,7 +246,8 @@ def _on_random_tokens(name: str, size: Transformer) -> GpuJob:
     ids = torch.randint(size.vocabulary, (8, size.batch_size, size.context + 1), device=DEVICE)
     return GpuJob(
         name=name,
-        unit="windows",
+        unit="tokens",
+        units=size.context,
         batch_size=size.batch_size,
         batches=lambda: [{"ids": each[:, :-1].contiguous(), "targets": each[:, 1:].contiguous()} for each in ids],
         model=lambda: Gpt(size),
@@ -265,6 +274,7 @@ def resnet50() -> GpuJob:
     return GpuJob(
         name="ResNet-50",
         unit="images",
+        units=1,
         batch_size=size.batch_size,
         batches=lambda: InMemoryLoader(loader, device=DEVICE),
         model=lambda: Images(resnet(size)),
