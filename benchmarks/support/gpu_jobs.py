@@ -262,7 +262,7 @@ def gpt2() -> GpuJob:
 
 def wide_gpt() -> GpuJob:
     """As many of a 7B model's layers as AdamW leaves room for, with room for batches that fill the GPU."""
-    return _on_random_tokens("7B-width GPT, 4 layers", SIZE.wide)
+    return _on_random_tokens(f"7B-width GPT, {SIZE.wide.layers} layers", SIZE.wide)
 
 
 def resnet50() -> GpuJob:

@@ -46,7 +46,7 @@ class Goal:
 
 def say(title: str, lines: Sequence[str]) -> None:
     """Prints what a person reads."""
-    print(f"\n{title}", *lines, sep="\n  ", flush=True)
+    print(f"\n{title}", *filter(None, lines), sep="\n  ", flush=True)
 
 
 def keep(name: str, figures: dict[str, Any], goals: Sequence[Goal]) -> dict[str, Any]:
