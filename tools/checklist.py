@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ BEGIN, END = "<!-- checklist: written by tools/checklist.py -->\n", "<!-- /check
 
 def table() -> str:
     """The checklist in Markdown: the numbered rows, then their neighbours."""
-    rows = [(t.number, t.title, _first_sentence(t), _decided_by(t), t.expected) for t in REGISTRY]
+    rows = [(t.number, t.title, t.purpose, _decided_by(t), t.expected) for t in REGISTRY]
     rows += [(number, title, purpose, "not built yet", "") for number, _, title, purpose in PLANNED]
     lines = ["| # | technique | what it does | decided by | usually |", "|---|---|---|---|---|"]
     for number, *cells in sorted(rows, key=lambda row: row[0] or 1000):
@@ -26,12 +24,6 @@ def rewritten(text: str) -> str:
     """The text with the table between its marks made anew."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}{table()}{END}{rest.split(END)[1]}"
-
-
-def _first_sentence(technique: Technique) -> str:
-    told = " ".join((inspect.getdoc(type(technique)) or "").split()).replace("``", "`")
-    sentence = re.split(r"\.(?: |$)", told, maxsplit=1)[0]
-    return sentence[0].lower() + sentence[1:]
 
 
 def _decided_by(technique: Technique) -> str:

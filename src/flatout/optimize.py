@@ -200,7 +200,8 @@ def optimize(
         after=after,
         verdict=verdict,
         tuning_seconds=bench.budget.spent,
-        notes=_notes(job),
+        notes=_notes(job, measures and not bench.rewindable),
+        won=tuner.won,
     )
     return Run(
         job,
@@ -392,13 +393,18 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
     return replace(pace, mfu=mfu, **costs)
 
 
-def _notes(job: Job) -> tuple[str, ...]:
-    """What was tuned, where that is not the training of ``run.step``."""
+def _notes(job: Job, waits_unseen: bool) -> tuple[str, ...]:
+    """What was tuned, where that is not the training of ``run.step``, and what the figures leave out."""
+    notes = []
     if job.inference:
-        return ("the model came in eval mode and without an optimizer: what was tuned is its forward, for inference",)
-    if job.optimizer is None:
-        return ("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own",)
-    return ()
+        notes.append(
+            "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"
+        )
+    elif job.optimizer is None:
+        notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
+    if waits_unseen:
+        notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
+    return tuple(notes)
 
 
 def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:

@@ -84,6 +84,7 @@ def sample() -> Summary:
             ),
             memory=0.62,
             expected="up to 2×",
+            purpose="multiplies matrices in numbers of 16 bits",
         ),
         Row("torchscript", 11, "TorchScript", "not applicable", "Deprecated in PyTorch; torch.compile does its work."),
         Row("monitor", 12, "Live monitoring", "not tried", "You forbade it."),
@@ -110,4 +111,12 @@ def sample() -> Summary:
         Row("advice", None, "Synchronisation", "advice", f"train.py:12 waits for the device each step. {HOSTILE}"),
     )
     environment = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "torch": "2.14.1", "python": "3.11.7"}
-    return Summary(rows, environment, Pace(4.1, 2.1, 5161.3), Pace(1.9, 0.08, 16161.6), 44.6, (f"one note {HOSTILE}",))
+    return Summary(
+        rows,
+        environment,
+        Pace(4.1, 2.1, 5161.3, 0.021, 2_000_000, {"forward": 0.3, "backward": 0.5, "update": 0.15}, 15_238.0),
+        Pace(1.9, 0.08, 16161.6, 0.066, 1_240_000, {"forward": 0.3, "backward": 0.5, "update": 0.15}, 400_000.0),
+        44.6,
+        (f"one note {HOSTILE}",),
+        won=("fused_optimizer", "compile", "in_memory"),
+    )

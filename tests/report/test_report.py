@@ -7,6 +7,8 @@ import math
 import xml.etree.ElementTree as ET
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from report_sample import HOSTILE, compile_row, sample
 from rich.console import Console
 
@@ -21,6 +23,16 @@ def shown(report: Report, width: int, **options: object) -> str:
     sink = io.StringIO()
     Console(file=sink, width=width, **options).print(report)  # type: ignore[arg-type]
     return sink.getvalue()
+
+
+def chart(root: ET.Element, begins: str) -> ET.Element:
+    """The chart whose label begins with these words."""
+    (found,) = (element for element in root.iter() if element.attrib.get("aria-label", "").startswith(begins))
+    return found
+
+
+def widths(element: ET.Element) -> list[float]:
+    return [float(e.attrib["width"]) for e in element.iter() if e.tag.endswith("rect")]
 
 
 def squeezed(text: str) -> str:
@@ -55,14 +67,21 @@ def test_gain_pace_cost_and_environment_are_told() -> None:
     text = squeezed(terminal.to_text(sample(), 80, False))
     assert "torch.compile · default ✓ kept +41 % (+38 … +44 %)" in text
     assert "31 s to set up, pays back after 26,000 steps" in text
-    assert "before 4.10 ms 2.10 ms 5,161" in text
-    assert "after 1.90 ms 0.080 ms 16,162" in text
+    assert "wait for data forward backward update rest = a batch" in text
+    assert "before 2.10 ms 1.23 ms 2.05 ms 0.615 ms 0.205 ms 6.20 ms" in text
+    assert "after 0.080 ms 0.570 ms 0.950 ms 0.285 ms 0.095 ms 1.98 ms" in text
+    assert "samples/s 5,161 16,162 what" in text
+    assert "loader alone 15,238 400,000 samples/s" in text
+    assert "step alone 7,805 16,842 samples/s" in text
+    assert "step memory 1.91 MiB 1.18 MiB what" in text
+    assert "MFU 2.1 % 6.6 % share" in text
     assert "3.13× the speed it came with" in text
     assert "measuring took 45 s" in text
     assert "torch 2.14.1" in text
     assert "4 not applicable" in text
     for width in (80, 140):
         text = squeezed(terminal.to_text(sample(), width, False))
+        assert "Multiplies matrices in numbers of" in text
         assert "memory −38 %" in text
         assert text.count("usually") == 1
         assert "usually up to 2×" in text
@@ -98,6 +117,21 @@ def test_json_round_trip(summary: Summary, tmp_path: object) -> None:
         assert again.to_dict() == Report(summary).to_dict()
     if not summary.rows:
         assert Report.from_json(text).summary == summary
+    else:
+        again = Report.from_json(text).summary
+        assert (again.before, again.after, again.won) == (summary.before, summary.after, summary.won)
+        assert again.rows[9] == summary.rows[9]
+
+
+def test_a_report_from_before_there_was_a_waterfall_is_read() -> None:
+    data = Report(sample()).to_dict()
+    del data["won"], data["before"]["loader_per_second"]
+    for row in data["rows"]:
+        del row["purpose"]
+    again = Report.from_json(json.dumps(data)).summary
+    assert again.won == ()
+    assert again.before.loader_per_second is None
+    assert again.rows[9].purpose == ""
 
 
 def test_numbers_that_json_lacks_come_back_as_nan() -> None:
@@ -152,23 +186,61 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path: object) -> Non
 
 def test_chart_has_a_bar_and_a_whisker_per_timed_trial() -> None:
     root = ET.fromstring(Report(sample())._repr_html_())
-    svg = {
-        element.attrib["aria-label"].split()[0]: element for element in root.iter() if "aria-label" in element.attrib
-    }
-    gains, pace = svg["speed"], svg["milliseconds"]
+    gains = chart(root, "speed")
     timed = [trial for row in sample().rows for trial in row.trials if trial.gain is not None]
     bars = [e for e in gains.iter() if e.tag.endswith("rect")]
     assert len(bars) == len(timed) == 6
     assert sum(e.attrib.get("class") == "whisker" for e in gains.iter()) == 6
     assert [e.attrib["class"] for e in bars].count("kept") == 3
-    widths = [float(e.attrib["width"]) for e in pace.iter() if e.tag.endswith("rect")]
-    assert len(widths) == 4
-    assert widths[0] / widths[1] == pytest.approx(2.1 / 4.1, rel=0.01)  # loading : computing, before
-    assert (widths[2] + widths[3]) / (widths[0] + widths[1]) == pytest.approx(1.98 / 6.2, rel=0.01)
+
+
+def test_phases_are_stacked_on_one_scale() -> None:
+    before, *_ = parts = widths(chart(ET.fromstring(Report(sample())._repr_html_()), "milliseconds per batch"))
+    assert len(parts) == 10
+    expected = [2.1, 4.1 * 0.3, 4.1 * 0.5, 4.1 * 0.15, 4.1 * 0.05, 0.08, 1.9 * 0.3, 1.9 * 0.5, 1.9 * 0.15, 1.9 * 0.05]
+    assert [width / before * 2.1 for width in parts] == pytest.approx(expected, abs=0.005)
+
+
+@given(
+    load=st.floats(0, 1e3),
+    step=st.floats(1e-3, 1e3),
+    shares=st.dictionaries(st.sampled_from(["forward", "backward", "update", "other"]), st.floats(0, 1), max_size=4),
+)
+def test_the_parts_of_a_batch_add_up(load: float, step: float, shares: dict[str, float]) -> None:
+    whole = max(1.0, sum(shares.values()))
+    pace = Pace(step, load, 1.0, phases={name: share / whole for name, share in shares.items()})
+    times = wording.times(pace, Pace(1.0, 0.0, 1.0, phases=pace.phases))
+    assert sum(ms[0] for _, ms in times) == pytest.approx(pace.total_ms)
+    assert all(any(ms) for _, ms in times)
+
+
+def test_a_step_is_whole_where_one_side_has_no_phases() -> None:
+    before = dataclasses.replace(sample().before, phases={}, loader_per_second=None, mfu=None, step_bytes=None)
+    summary = dataclasses.replace(sample(), before=before)
+    text = squeezed(terminal.to_text(summary, 80, False))
+    assert "wait for data step = a batch" in text
+    assert "before 2.10 ms 4.10 ms 6.20 ms" in text
+    assert "loader alone 400,000 samples/s" in text
+    parts = widths(chart(ET.fromstring(Report(summary)._repr_html_()), "milliseconds per batch"))
+    assert len(parts) == 4
+    assert parts[0] / parts[1] == pytest.approx(2.1 / 4.1, rel=0.01)
+    assert sum(parts[2:]) / sum(parts[:2]) == pytest.approx(1.98 / 6.2, rel=0.01)
+
+
+def test_what_nobody_knows_is_left_out() -> None:
+    bare = dataclasses.replace(sample(), before=Pace(4.1, 2.1, 5161.3), after=Pace(1.9, 0.08, 16161.6), won=())
+    for text in (terminal.to_text(bare, 80, False), Report(bare)._repr_html_()):
+        assert "step alone" in text
+        for unknown in ("loader alone", "on top of parameters", "MFU"):
+            assert unknown not in text
+    nothing = dataclasses.replace(bare, before=Pace(math.nan, math.nan, math.nan), after=Pace(1.0, 0.0, 1.0))
+    root = ET.fromstring(Report(nothing)._repr_html_())
+    assert not [e for e in root.iter() if e.attrib.get("aria-label", "").startswith("milliseconds")]
+    assert "before ? ? ?" in squeezed(terminal.to_text(nothing, 80, False))
 
 
 def test_bars_that_lose_end_left_of_zero_and_bars_that_win_right_of_it() -> None:
-    root = ET.fromstring(Report(sample())._repr_html_())
+    root = chart(ET.fromstring(Report(sample())._repr_html_()), "speed")
     zero = next(float(e.attrib["x1"]) for e in root.iter() if e.attrib.get("class") == "zero")
     for group in (e for e in root.iter() if e.tag.endswith("}g")):
         bar = next(e for e in group if e.tag.endswith("rect"))

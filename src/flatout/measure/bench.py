@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -159,11 +159,23 @@ class Bench:
                 self.rewind()
 
     def costs(self) -> dict[str, Any]:
-        """``step_bytes`` and ``phases`` of a ``Pace`` with what is kept so far; empty where that takes too long."""
-        estimate = FEWEST_UPDATES * self.job.accumulate * self.pace.step_ms / 1e3
-        if estimate > max(self.budget.left, COSTS_SHARE * self.budget.seconds):
-            return {}
-        return {"step_bytes": self.memory, "phases": self.phases()}
+        """What else a ``Pace`` tells of the loop with what is kept so far; without what would take too long.
+
+        That is ``step_bytes``, ``phases`` and, where the loader can be rewound, ``loader_per_second``.
+        """
+        told: dict[str, Any] = {}
+        if self._affords(FEWEST_UPDATES * self.job.accumulate * self.pace.step_ms):
+            told |= {"step_bytes": self.memory, "phases": self.phases()}
+        if self.rewindable:
+            self.rewind()
+            with closing(Track(self.job, self.job.source)) as track:
+                if self._affords(track.fewest_alone * self.pace.total_ms):
+                    told["loader_per_second"] = track.alone()
+            self.rewind()
+        return told
+
+    def _affords(self, ms: float) -> bool:
+        return ms / 1e3 <= max(self.budget.left, COSTS_SHARE * self.budget.seconds)
 
     def phases(self) -> dict[str, float]:
         """Share of an update's time that each of its phases takes with what is kept so far."""
@@ -187,7 +199,7 @@ class Bench:
 
     def stretch_steps(self) -> int:
         """Batches of a stretch: long enough to time, and whole updates."""
-        step_seconds = (self.pace.step_ms + self.pace.load_ms) / 1e3
+        step_seconds = self.pace.total_ms / 1e3
         return self._whole_updates(min(50, max(4, math.ceil(STRETCH_SECONDS / step_seconds))))
 
     def _whole_updates(self, steps: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -15,6 +15,30 @@ from flatout.report.model import Pace
 
 PREFETCHED = 2
 """Batches that a Prefetcher or an InMemoryLoader has ready before they are asked for."""
+
+ALONE_SECONDS = 0.1
+"""Shortest time that the loader's own rate is taken over."""
+
+
+class Stretch(NamedTuple):
+    """What was timed in one go: seconds, those of them spent on waiting, samples and batches."""
+
+    seconds: float
+    waited: float
+    samples: int
+    steps: int
+
+
+def pace_of(stretches: Iterable[Stretch]) -> Pace:
+    """Means over the middle half of the stretches, by time: what disturbs the machine is not the loop's."""
+    ordered = sorted(stretches, key=lambda stretch: stretch.seconds / stretch.steps)
+    outer = len(ordered) // 4
+    seconds, waited, samples, steps = map(sum, zip(*ordered[outer : len(ordered) - outer], strict=True))
+    return Pace(
+        step_ms=1e3 * (seconds - waited) / steps,
+        load_ms=1e3 * waited / steps,
+        samples_per_second=samples / seconds,
+    )
 
 
 class Track:
@@ -30,16 +54,17 @@ class Track:
         self._job = job
         self.queue = 0
         """Batches that may be waiting when a stretch begins, made while it was not this loader's turn."""
+        self._workers = 1
         if isinstance(loader, DataLoader):
             loader = clone_loader(loader)
+            self._workers = max(1, loader.num_workers)
             self.queue = loader.num_workers * (loader.prefetch_factor or 0)
         if isinstance(loader, InMemoryLoader) or job.device.type == "cuda":
             self.queue += PREFETCHED
         self.refill_seconds = 0.0
         """Seconds in which that queue fills at the rate of the latest stretch."""
         self._batches = _endless(Prefetcher(loader, job.device))
-        self._seconds = self._waited = 0.0
-        self._samples = self._steps = 0
+        self._stretches: list[Stretch] = []
 
     def stretch(self, steps: int, settle: int, rest: float = 0.0) -> float:
         """Train for ``steps`` batches after some that are not timed.
@@ -59,28 +84,44 @@ class Track:
             synchronize(self._job.device)
             settled += self._job.accumulate
         synchronize(self._job.device)
-        start = time.perf_counter()
+        start, waited, samples = time.perf_counter(), 0.0, 0
         for _ in range(steps):
             asked = time.perf_counter()
             batch = next(self._batches)
-            self._waited += time.perf_counter() - asked
+            waited += time.perf_counter() - asked
             self._job.step(batch)
-            self._samples += batch_size_of(batch)
+            samples += batch_size_of(batch)
         synchronize(self._job.device)
         took = time.perf_counter() - start
-        self._seconds += took
-        self._steps += steps
+        self._stretches.append(Stretch(took, waited, samples, steps))
         self.refill_seconds = self.queue * took / steps
         return took
 
     @property
+    def fewest_alone(self) -> int:
+        """Batches that ``alone`` takes at the least."""
+        return self.queue + 1 + self._workers
+
+    def alone(self) -> float:
+        """Samples per second that the loader delivers when nobody trains between its batches.
+
+        What is ready, or is made while the workers start, is not timed; workers finish in rounds, and so whole rounds
+        are.
+        """
+        for _ in range(self.queue + 1):
+            next(self._batches)
+        synchronize(self._job.device)
+        start, samples, took = time.perf_counter(), 0, 0.0
+        while took < ALONE_SECONDS:
+            samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
+            synchronize(self._job.device)
+            took = time.perf_counter() - start
+        return samples / took
+
+    @property
     def pace(self) -> Pace:
-        """Means over everything timed so far."""
-        return Pace(
-            step_ms=1e3 * (self._seconds - self._waited) / self._steps,
-            load_ms=1e3 * self._waited / self._steps,
-            samples_per_second=self._samples / self._seconds,
-        )
+        """What the stretches so far come to."""
+        return pace_of(self._stretches)
 
     def close(self) -> None:
         """Let go of the loader's iterator, and so of its workers or threads."""

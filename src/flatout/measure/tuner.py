@@ -124,7 +124,7 @@ class Tuner:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = self._bench.pace
         saving = technique.most_saved(job, pace)
-        if saving < (KEEP_ABOVE - 1) * (pace.load_ms + pace.step_ms):
+        if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
         estimate = technique.setup_estimate(job, pace)
         if not budget.fits(estimate):
@@ -156,8 +156,8 @@ class Tuner:
         if trials and all(trial.gain is None for trial in trials):
             self._bench.job.failed.add(technique.name)
         if best is not None:
-            self._bench.keep(best[1])
             self._note(technique, best[1].value, best[1])
+            self._bench.keep(best[1])
         return _verdict(row, trials, best and best[0])
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
@@ -256,8 +256,8 @@ class Tuner:
                 best = trial, candidate, made[0]
         self._bench.rewind()
         if best is not None:
-            self._bench.use(best[2])
             self._note(technique, best[1].value, None)
+            self._bench.use(best[2])
         row = _verdict(row, trials, best and best[0])
         found = technique.found(best[1] if best else candidates[0])
         return replace(row, why=f"{row.why}; {found}") if found else row
@@ -302,7 +302,14 @@ class Tuner:
             torch.cuda.empty_cache()
         return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
+    @property
+    def won(self) -> tuple[str, ...]:
+        """Names of the techniques that trials kept, in that order."""
+        return tuple(self._won)
+
     def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
+        """Remember what is about to be kept; the pace before the first of these is the best known where no race is."""
+        self.before = self.before or self._bench.pace
         self.decisions[technique.name] = value
         self._won[technique.name] = switch
 
@@ -318,8 +325,8 @@ class Tuner:
             rows: rewritten for what is taken back.
         """
         bench, job = self._bench, self._bench.job
-        if self.before is None and bench.budget.seconds > 0:
-            self.before = self.after = bench.pace
+        if bench.budget.seconds > 0:
+            self.before, self.after = self.before or bench.pace, bench.pace
         if not self._won or not bench.rewindable or bench.budget.left == 0:
             return
         bench.rewind()
@@ -342,6 +349,7 @@ class Tuner:
             del self.decisions[name]
             why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
             rows[name] = replace(rows[name], status="rejected", chosen="", why=why)
+        self._won.clear()
         self.after = self.before
 
 
@@ -398,4 +406,4 @@ def _why_rejected(trial: Trial) -> str:
         return times
     if trial.pairs < FEWEST_PAIRS:
         return f"{times}, but the budget allowed {trial.pairs} of the {FEWEST_PAIRS} pairs that a verdict needs"
-    return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%}"
+    return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%} faster"

@@ -1,15 +1,17 @@
-"""The report's two charts, and what all charts share: inline SVG with the colours of the page's style sheet."""
+"""The report's three charts, and what all charts share: inline SVG with the colours of the page's style sheet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import accumulate, pairwise
 
 from flatout import words
 from flatout.report import wording
 from flatout.report.model import Gain, Pace, Row
+from flatout.report.waterfall import Waterfall
 
 WIDTH = 760
 _LABEL = 235  # room for names, left of the bars
@@ -33,57 +35,115 @@ def gains(rows: tuple[Row, ...]) -> str:
             if trial.gain is None or not all(map(math.isfinite, (trial.gain.ratio, trial.gain.low, trial.gain.high))):
                 continue
             kept = row.status == "kept" and trial.candidate == row.chosen
-            title = words.clean(row.title)
-            name = title if trial.candidate in ("", row.title) else f"{title}: {words.clean(trial.candidate)}"
-            bars.append((name, trial.gain, "kept" if kept else "rejected"))
+            bars.append((wording.name(row, trial.candidate), trial.gain, "kept" if kept else "rejected"))
     if not bars:
         return ""
 
     low = min(0.0, *(gain.low - 1 for _, gain, _ in bars))
     high = max(0.05, *(gain.high - 1 for _, gain, _ in bars))
-    plot = WIDTH - _LABEL - _VALUE
-    height = len(bars) * _LINE + 30
-
-    def x(change: float) -> float:
-        return _LABEL + (change - low) / (high - low) * plot
-
-    parts = []
-    for tick in _ticks(low, high):
-        css = "zero" if tick == 0 else "tick"
-        label = "as before" if tick == 0 else words.percent(1 + tick, 0)
-        parts.append(f'<line class="{css}" x1="{x(tick):.1f}" y1="0" x2="{x(tick):.1f}" y2="{height - 22}"/>')
-        parts.append(f'<text class="axis" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{label}</text>')
-    for index, (name, gain, css) in enumerate(bars):
-        top, middle = index * _LINE + 5, index * _LINE + _LINE / 2
-        start, end = sorted((x(0), x(gain.ratio - 1)))
-        value = f"{words.percent(gain.ratio)} ({wording.interval(gain)})"
-        parts.append(
-            f"<g><title>{escape(f'{name}: {value}')}</title>"
-            f'<text class="name" x="{_LABEL - 10}" y="{middle + 4}" text-anchor="end">{escape(_short(name))}</text>'
-            f'<rect class="{css}" x="{start:.1f}" y="{top}" width="{max(1.5, end - start):.1f}" '
-            f'height="{_LINE - 10}" rx="2"/>'
+    x = _scale(low, high)
+    lines = []
+    for name, gain, css in bars:
+        middle = _LINE / 2
+        whisker = (
             f'<path class="whisker" d="M{x(gain.low - 1):.1f} {middle}H{x(gain.high - 1):.1f}'
             f'M{x(gain.low - 1):.1f} {middle - 4}v8M{x(gain.high - 1):.1f} {middle - 4}v8"/>'
-            f'<text class="value" x="{WIDTH}" y="{middle + 4}" text-anchor="end">{escape(value)}</text></g>'
         )
-    return svg(height, "speed gained by every candidate that was timed, with 95 % intervals", parts)
+        told = f"{words.percent(gain.ratio)} ({wording.interval(gain)})"
+        lines.append(Line(name, told, _bar(x(0), x(gain.ratio - 1), css) + whisker))
+    ticks = {tick: "as before" if tick == 0 else words.percent(1 + tick, 0) for tick in _ticks(low, high)}
+    return _plot("speed gained by every candidate that was timed, with 95 % intervals", lines, x, ticks)
+
+
+def falls(fall: Waterfall) -> str:
+    """The time of a batch from the loop as it came to the loop as tuned, each bar from where the last one ended."""
+    steps = [(wording.name(change.row, change.row.chosen), change.ms, _saved(change.ms)) for change in fall.changes]
+    steps.append((wording.UNEXPLAINED, fall.unexplained, "rest"))
+    levels = list(accumulate((ms for _, ms, _ in steps), initial=fall.before))
+    low, high = min(0.0, *levels), max(levels)
+    x = _scale(low, high)
+
+    def line(name: str, told: str, start: float, end: float, css: str) -> Line:
+        return Line(name, told, _bar(x(start), x(end), css), leads_on=x(end))
+
+    lines = [line("as it came", words.milliseconds(fall.before), 0, fall.before, "whole")]
+    for (name, ms, css), (start, end) in zip(steps, pairwise(levels), strict=True):
+        lines.append(line(name, wording.change(ms), start, end, css))
+    last = line("as tuned", words.milliseconds(fall.after), 0, fall.after, "whole")
+    ticks = {tick: f"{tick:,g} ms" for tick in _ticks(low, high)}
+    label = "milliseconds of a batch, from the loop as it came to the loop as tuned, by technique"
+    return _plot(label, [*lines, replace(last, leads_on=None)], x, ticks)
 
 
 def paces(before: Pace, after: Pace) -> str:
-    """Milliseconds per batch before and after, each split into loading and computing.
+    """Milliseconds per batch before and after, by what they go to.
 
     Args:
         before: the loop as it came.
         after: the loop with everything kept.
     """
-    longest = max(before.load_ms + before.step_ms, after.load_ms + after.step_ms)
-    if not (math.isfinite(longest) and longest > 0):
+    times = wording.times(before, after)
+    longest = max(before.total_ms, after.total_ms)
+    if not (math.isfinite(before.total_ms + after.total_ms) and longest > 0):
         return ""
     bars = {
-        name: [Part("loading", pace.load_ms, "var(--load)"), Part("computing", pace.step_ms, "var(--step)")]
-        for name, pace in (("before", before), ("after", after))
+        name: [Part(part.name, ms[index], part.colour) for part, ms in times]
+        for index, name in enumerate(("before", "after"))
     }
-    return stacked("milliseconds per batch, loading and computing, before and after", bars, totals=True)
+    return stacked("milliseconds per batch before and after, by what they go to", bars, totals=True)
+
+
+def _saved(ms: float) -> str:
+    return "kept" if ms <= 0 else "rejected"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot.
+
+    Attributes:
+        name: left of it.
+        told: the number right of it.
+        marks: what is drawn, from the top of the line.
+        leads_on: where a thread leads down to the next line; None for none.
+    """
+
+    name: str
+    told: str
+    marks: str
+    leads_on: float | None = None
+
+
+def _scale(low: float, high: float) -> Callable[[float], float]:
+    """Positions of values in a plot whose axis goes from ``low`` to ``high``."""
+    return lambda value: _LABEL + (value - low) / (high - low) * (WIDTH - _LABEL - _VALUE)
+
+
+def _bar(start: float, end: float, css: str) -> str:
+    """A bar from one position to another, thin but there where they are the same."""
+    width = max(1.5, abs(end - start))
+    place = f'x="{min(start, end):.1f}" y="5" width="{width:.1f}" height="{_LINE - 10}"'
+    return f'<rect class="{css}" {place} rx="2"/>'
+
+
+def _plot(label: str, lines: Sequence[Line], x: Callable[[float], float], ticks: Mapping[float, str]) -> str:
+    """Named lines over a common axis, which is told below them."""
+    height = len(lines) * _LINE + 30
+    parts = []
+    for tick, told in ticks.items():
+        css = "zero" if tick == 0 else "tick"
+        parts.append(f'<line class="{css}" x1="{x(tick):.1f}" y1="0" x2="{x(tick):.1f}" y2="{height - 22}"/>')
+        parts.append(f'<text class="axis" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{told}</text>')
+    for index, line in enumerate(lines):
+        base = _LINE / 2 + 4
+        thread = "" if line.leads_on is None else f'<path class="thread" d="M{line.leads_on:.1f} {_LINE - 5}v10"/>'
+        parts.append(
+            f'<g transform="translate(0,{index * _LINE})"><title>{escape(f"{line.name}: {line.told}")}</title>'
+            f'<text class="name" x="{_LABEL - 10}" y="{base}" text-anchor="end">{escape(_short(line.name))}</text>'
+            f"{line.marks}{thread}"
+            f'<text class="value" x="{WIDTH}" y="{base}" text-anchor="end">{escape(line.told)}</text></g>'
+        )
+    return svg(height, label, parts)
 
 
 def _short(name: str, limit: int = 38) -> str:

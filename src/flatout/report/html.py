@@ -9,6 +9,7 @@ from flatout import words
 from flatout.report import charts, wording
 from flatout.report.model import Gain, Row, Summary, Trial
 from flatout.report.style import STYLE
+from flatout.report.waterfall import waterfall
 
 
 def page(title: str, body: str) -> str:
@@ -36,10 +37,10 @@ def text(value: str) -> str:
     return escape(words.clean(value))
 
 
-def table(headings: Iterable[str], rows: Iterable[str]) -> str:
-    """A table of ``<tr>`` elements under their headings, which are HTML too."""
+def table(headings: Iterable[str], rows: Iterable[str], css: str = "") -> str:
+    """A table of ``<tr>`` elements under their headings, which are HTML too, of a class of the style sheet."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<table class="{css}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
 def footer(environment: Mapping[str, str]) -> str:
@@ -50,8 +51,8 @@ def footer(environment: Mapping[str, str]) -> str:
 
 def fragment(summary: Summary) -> str:
     """The report's parts, top to bottom, without document and style."""
-    parts = [_header(summary), _pace(summary), _gains(summary), _checklist(summary), _notes(summary)]
-    return f"<section>{''.join(parts)}</section>"
+    parts = (_header, _pace, _falls, _gains, _checklist, _notes)
+    return f"<section>{''.join(part(summary) for part in parts)}</section>"
 
 
 def _header(summary: Summary) -> str:
@@ -69,37 +70,59 @@ def _header(summary: Summary) -> str:
 def _pace(summary: Summary) -> str:
     if summary.before is None or summary.after is None:
         return ""
+    both = summary.before, summary.after
+    chart = charts.paces(*both)
+    if chart:
+        chart += _legend((part.colour, part.name) for part, _ in wording.times(*both))
+    rows = (
+        f"<tr><td>{text(figure.name)}</td>{''.join(f'<td>{text(value)}</td>' for value in figure.values)}"
+        f'<td class="quiet">{text(figure.meaning)}</td></tr>'
+        for figure in wording.figures(*both)
+    )
+    figures = table(("", "before", "after", ""), rows, "versus")
+    verdict = f"<p>{text(summary.verdict)}</p>" if summary.verdict else ""
     tuned = ""
     if summary.tuning_seconds > 0:
         tuned = f'<p class="quiet">Finding this out took {words.seconds(summary.tuning_seconds)}, once.</p>'
-    legend = '<p class="quiet"><i class="key load"></i> waiting for data <i class="key step"></i> computing</p>'
-    verdict = ""
-    if summary.verdict:
-        rise = " → ".join(words.share(pace.mfu, 1) or "?" for pace in (summary.before, summary.after))
-        verdict = f"<p><b>MFU {rise}</b><br/>{text(summary.verdict)}</p>"
-    memory = ""
-    if summary.before.step_bytes is not None and summary.after.step_bytes is not None:
-        sizes = f"{words.size_of(summary.before.step_bytes)} → {words.size_of(summary.after.step_bytes)}"
-        memory = f"<p><b>Step memory {sizes}</b>, on top of parameters, gradients and optimizer state</p>"
-    chart = charts.paces(summary.before, summary.after)
-    return f"<h2>One batch, before and after</h2>{chart}{legend}{verdict}{memory}{tuned}"
+    return f"<h2>One batch, before and after</h2>{chart}{figures}{verdict}{tuned}"
+
+
+def _falls(summary: Summary) -> str:
+    fall = waterfall(summary)
+    if fall is None:
+        return ""
+    note = (
+        "Each bar is the time that a technique takes off a batch, or adds, in a trial of its own with those above it "
+        "in use. In the end the whole is timed anew against the loop as it came, and what the trials do not add up to "
+        f"is the bar “{wording.UNEXPLAINED}”: techniques that help or hinder one another, steps timed without the "
+        "loader beside them, and a machine that is not equally fast all the time."
+    )
+    return f'<h2>Where the time went</h2>{charts.falls(fall)}<p class="quiet">{note}</p>'
+
+
+def _legend(keys: Iterable[tuple[str, str]]) -> str:
+    """What the colours of a chart stand for: pairs of a colour and a name."""
+    told = " ".join(f'<i class="key" style="background:{colour}"></i>{text(name)}' for colour, name in keys)
+    return f'<p class="quiet">{told}</p>'
 
 
 def _gains(summary: Summary) -> str:
     chart = charts.gains(summary.rows)
     if not chart:
         return ""
-    legend = '<p class="quiet"><i class="key kept"></i> kept <i class="key rejected"></i> tried, undone'
-    return (
-        f"<h2>What each candidate brought</h2>{chart}{legend} &#160; whisker: 95 % interval. Each was timed against "
-        "the loop as it stood then, turn by turn, on this model and data.</p>"
+    legend = _legend((("var(--kept)", "kept"), ("var(--rejected);opacity:.6", "tried, undone")))
+    note = (
+        "How much faster (right) or slower (left) training runs with each candidate, timed turn by turn against the "
+        "loop as it stood then, on this model and data. The line across a bar is the 95 % interval: as far as noise "
+        "allows to tell, the gain lies within it."
     )
+    return f'<h2>What each candidate brought</h2>{chart}{legend}<p class="quiet">{note}</p>'
 
 
 def _checklist(summary: Summary) -> str:
     if not summary.rows:
         return ""
-    titles = ("#", "technique", "result", "speed", "memory", "usually", "why")
+    titles = ("#", "technique", "result", "speed", "memory", "usually", "what it does, and why it is in use or not")
     return f"<h2>The checklist</h2>{table(titles, map(_row, summary.rows))}"
 
 
@@ -107,12 +130,13 @@ def _row(row: Row) -> str:
     css = wording.LOOKS[row.status].css
     chosen = f'<div class="chosen">{text(row.chosen)}</div>' if row.chosen and row.chosen != row.title else ""
     number = "+" if row.number is None else row.number
+    purpose = f'<div class="quiet">{text(wording.purpose(row))}</div>' if wording.purpose(row) else ""
     return (
         f'<tr class="{css}"><td class="number">{number}</td>'
         f'<td class="technique">{text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
         f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
         f'<td><span class="quiet">{text(row.expected)}</span></td>'
-        f'<td><div class="why">{text(row.why)}</div>{_trials(row)}</td></tr>'
+        f'<td>{purpose}<div class="why">{text(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -86,6 +87,7 @@ class Row:
         trials: every candidate that was tried.
         memory: a step's memory with that candidate, relative to without; None where it was not measured.
         expected: the gain that the technique's literature expects; empty where there is none to be had.
+        purpose: what the technique does, for whom its title says nothing; empty when not known.
     """
 
     technique: str
@@ -98,11 +100,17 @@ class Row:
     trials: tuple[Trial, ...] = ()
     memory: float | None = None
     expected: str = ""
+    purpose: str = ""
+
+    @property
+    def chosen_trial(self) -> Trial | None:
+        """The trial of the candidate that was chosen; None where none was, or it was chosen without one."""
+        return next((trial for trial in self.trials if self.chosen and trial.candidate == self.chosen), None)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a loop runs: means over a trial of one configuration.
+    """How fast a loop runs: means over a trial of one configuration, the slowest and fastest quarter left out.
 
     Attributes:
         step_ms: forward, backward and update, milliseconds.
@@ -112,6 +120,8 @@ class Pace:
         phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty when not known.
         step_bytes: what a step allocates at its height, beyond parameters, gradients and optimizer state; None when
             not known.
+        loader_per_second: samples per second that the loader alone delivers, with no step between batches; None when
+            not known.
     """
 
     step_ms: float
@@ -120,11 +130,22 @@ class Pace:
     mfu: float | None = None
     step_bytes: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
+    loader_per_second: float | None = None
+
+    @property
+    def total_ms(self) -> float:
+        """Waiting and step: what a batch takes, milliseconds."""
+        return self.load_ms + self.step_ms
+
+    @property
+    def step_per_second(self) -> float:
+        """Samples per second that the step alone takes, were there no waiting for batches; NaN when not known."""
+        return self.samples_per_second * self.total_ms / self.step_ms if self.step_ms > 0 else math.nan
 
     @property
     def load_fraction(self) -> float:
         """Share of the time that goes to waiting for the next batch, 0..1."""
-        return self.load_ms / (self.load_ms + self.step_ms)
+        return self.load_ms / self.total_ms
 
 
 @dataclass(frozen=True)
@@ -139,6 +160,7 @@ class Summary:
         tuning_seconds: what finding this out cost.
         notes: sentences that belong to no row.
         verdict: what the tuned loop makes of its device, and what limits it, in words.
+        won: names of the techniques that a trial kept, in that order; each was timed in the company of those before it.
     """
 
     rows: tuple[Row, ...]
@@ -148,3 +170,4 @@ class Summary:
     tuning_seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
     verdict: str = ""
+    won: tuple[str, ...] = ()

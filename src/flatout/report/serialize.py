@@ -46,6 +46,7 @@ def from_dict(data: Any) -> Summary:
             after=_pace(data["after"]),
             tuning_seconds=_number(data["tuning_seconds"]),
             verdict=str(data.get("verdict", "")),
+            won=tuple(map(str, data.get("won", ()))),
             notes=tuple(data["notes"]),
         )
     except KeyError as error:
@@ -82,6 +83,7 @@ def _pace(data: dict[str, Any] | None) -> Pace | None:
         mfu=_optional(data.get("mfu")),
         step_bytes=data.get("step_bytes"),
         phases={str(name): _number(share) for name, share in data.get("phases", {}).items()},
+        loader_per_second=_optional(data.get("loader_per_second")),
     )
 
 
@@ -120,5 +122,6 @@ def _row(data: dict[str, Any]) -> Row:
         gain=_gain(data["gain"]),
         memory=_optional(data.get("memory")),
         expected=str(data.get("expected", "")),
+        purpose=str(data.get("purpose", "")),
         trials=tuple(_trial(trial) for trial in data["trials"]),
     )

@@ -35,11 +35,10 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
 .flatout .tick{stroke:var(--line)}.flatout .zero{stroke:var(--soft)}
 .flatout .whisker{stroke:var(--whisker);stroke-width:1.2;fill:none;opacity:.75}
 .flatout rect.kept{fill:var(--kept)}.flatout rect.rejected{fill:var(--rejected);opacity:.6}
-.flatout rect.step{fill:var(--step)}
+.flatout rect.step,.flatout rect.whole{fill:var(--step)}.flatout rect.rest{fill:var(--soft);opacity:.6}
+.flatout .thread{stroke:var(--soft);fill:none}
 .flatout .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 3px 0 10px}
 .flatout .key:first-child{margin-left:0}
-.flatout .key.load{background:var(--load)}.flatout .key.step{background:var(--step)}
-.flatout .key.kept{background:var(--kept)}.flatout .key.rejected{background:var(--rejected);opacity:.6}
 .flatout table{border-collapse:collapse;width:100%;font-size:14px;color:inherit;table-layout:auto}
 .flatout thead th{font-weight:600;font-size:12.5px;color:var(--soft);text-align:left;
 border-bottom:1px solid var(--line)}
@@ -60,6 +59,6 @@ border:1px solid var(--line);color:var(--soft);background:var(--lift)}
 .flatout details{margin-top:4px;color:var(--soft);font-size:13px}.flatout details summary{cursor:pointer}
 .flatout details ul,.flatout section ul{margin:6px 0;padding-left:20px}
 .flatout footer{margin-top:28px;padding-top:12px;border-top:1px solid var(--line)}
-.flatout .versus{max-width:760px}.flatout .versus td{font-variant-numeric:tabular-nums}
+.flatout .versus{max-width:860px}.flatout .versus td{font-variant-numeric:tabular-nums}
 """
 )

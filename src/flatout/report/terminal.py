@@ -16,7 +16,7 @@ from rich.text import Text
 
 from flatout import words
 from flatout.report import wording
-from flatout.report.model import Row, Summary
+from flatout.report.model import Pace, Row, Summary
 
 WIDE = 112
 """Columns from which the reason has a column of its own."""
@@ -107,6 +107,8 @@ def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
 
 def _why(row: Row, plain: bool) -> Text:
     text = say(words.clean(row.why), plain, "dim" if wording.LOOKS[row.status].style == "dim" else "")
+    if wording.purpose(row):
+        text = say(wording.purpose(row) + "\n", plain, "dim italic").append_text(text)
     several = len(row.trials) > 1
     if several or any(wording.trial_notes(trial) for trial in row.trials):
         tried = []
@@ -190,29 +192,11 @@ def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
 
 
 def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
-    before, after = summary.before, summary.after
-    if before is not None and after is not None:
-        grid = Table.grid(padding=(0, 2))
-        for _ in range(6):
-            grid.add_column(justify="right")
-        titles = (
-            "step",
-            "load",
-            "samples/s",
-            "step memory" if before.step_bytes is not None or after.step_bytes is not None else "",
-            "MFU" if before.mfu is not None or after.mfu is not None else "",
-        )
-        grid.add_row("", *(Text(title, style="dim") for title in titles))
-        for label, pace, style in (("before", before, ""), ("after", after, "bold green")):
-            cells = (
-                words.milliseconds(pace.step_ms),
-                words.milliseconds(pace.load_ms),
-                words.count(pace.samples_per_second),
-                "" if pace.step_bytes is None else words.size_of(pace.step_bytes),
-                words.share(pace.mfu, 1),
-            )
-            grid.add_row(Text(label, style="dim"), *(Text(cell, style=style) for cell in cells))
-        yield grid
+    if summary.before is not None and summary.after is not None:
+        yield _times(summary.before, summary.after, plain)
+        yield Text("")
+        yield _figures(summary.before, summary.after, plain)
+        yield Text("")
     if summary.verdict:
         yield say(words.clean(summary.verdict), plain)
     if summary.tuning_seconds > 0:
@@ -221,3 +205,33 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         yield say(f"note: {words.clean(note)}", plain)
     if summary.environment:
         yield facts(summary.environment, plain)
+
+
+_PACES = (("before", ""), ("after", "bold green"))
+
+
+def _times(before: Pace, after: Pace, plain: bool) -> Table:
+    """What the time of a batch goes to, in a line before and a line after."""
+    times = wording.times(before, after)
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(len(times) + 2):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row("", *(Text(part.short, style="dim") for part, _ in times), Text("= a batch", style="dim"))
+    for index, (pace, (label, style)) in enumerate(zip((before, after), _PACES, strict=True)):
+        cells = [words.milliseconds(ms) for ms in (*(ms[index] for _, ms in times), pace.total_ms)]
+        grid.add_row(Text(label, style="dim"), *(say(cell, plain, style) for cell in cells))
+    return grid
+
+
+def _figures(before: Pace, after: Pace, plain: bool) -> Table:
+    """Rates and costs before and after, and what each of them means."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column()
+    grid.add_row("", *(Text(label, style="dim") for label, _ in _PACES), "")
+    for figure in wording.figures(before, after):
+        values = (say(value, plain, style) for value, (_, style) in zip(figure.values, _PACES, strict=True))
+        grid.add_row(Text(figure.name, style="dim"), *values, say(figure.meaning, plain, "dim"))
+    return grid

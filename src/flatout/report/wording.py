@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from flatout import words
-from flatout.report.model import Gain, Row, Status, Summary, Trial
+from flatout.report.model import Gain, Pace, Row, Status, Summary, Trial
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,121 @@ LOOKS: dict[Status, Look] = {
 }
 
 
+class PartLook(NamedTuple):
+    """How a part of a batch's time is shown.
+
+    Attributes:
+        name: what it is called.
+        short: the same at the head of a narrow column.
+        colour: of the style sheet.
+    """
+
+    name: str
+    short: str
+    colour: str
+
+
+WAITING = PartLook("waiting for data", "wait for data", "var(--load)")
+COMPUTING = PartLook("computing", "step", "var(--step)")
+PHASES = {
+    "forward": PartLook("forward and loss", "forward", "var(--step)"),
+    "backward": PartLook("backward", "backward", "var(--untried)"),
+    "update": PartLook("update", "update", "var(--kept)"),
+    "other": PartLook("the rest of the step", "rest", "var(--soft)"),
+}
+"""How the phases of a step are shown, in their order."""
+
+UNEXPLAINED = "not explained by these"
+
+
+class Figure(NamedTuple):
+    """A figure of the loop, before and after.
+
+    Attributes:
+        name: what it is called.
+        values: one for each loop; empty where it is not known.
+        meaning: what it says, for whom the name does not.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    meaning: str
+
+
+def times(*paces: Pace) -> list[tuple[PartLook, list[float]]]:
+    """What the time of a batch goes to: each part with its milliseconds in every pace.
+
+    The step comes by phases where all paces have them, else whole. A part that takes no time in any is left out.
+    """
+    parts = [(WAITING, [pace.load_ms for pace in paces])]
+    if all(pace.phases for pace in paces):
+        named = [name for name in PHASES if name != "other"]
+        for name in named:
+            parts.append((PHASES[name], [pace.step_ms * pace.phases.get(name, 0.0) for pace in paces]))
+        rest = [pace.step_ms * (1 - sum(pace.phases.get(name, 0.0) for name in named)) for pace in paces]
+        parts.append((PHASES["other"], [max(0.0, ms) for ms in rest]))
+    else:
+        parts.append((COMPUTING, [pace.step_ms for pace in paces]))
+    return [(part, ms) for part, ms in parts if any(ms)]
+
+
+_FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str], str], ...] = (
+    ("samples/s", lambda pace: pace.samples_per_second, words.count, "what training gets through"),
+    (
+        "loader alone",
+        lambda pace: pace.loader_per_second,
+        words.count,
+        "samples/s that the loader would deliver if no step came between",
+    ),
+    (
+        "step alone",
+        lambda pace: pace.step_per_second,
+        words.count,
+        "samples/s that the step would take if it never waited for data",
+    ),
+    (
+        "step memory",
+        lambda pace: pace.step_bytes,
+        words.size_of,
+        "what a step takes on top of parameters, gradients and optimizer state",
+    ),
+    (
+        "MFU",
+        lambda pace: pace.mfu,
+        lambda mfu: words.share(mfu, 1),
+        "share of the device's fastest arithmetic that goes into the model",
+    ),
+)
+
+
+def figures(*paces: Pace) -> list[Figure]:
+    """The rates and costs of every pace; what no pace knows is left out."""
+    found = []
+    for name, value, told, meaning in _FIGURES:
+        values = [value(pace) for pace in paces]
+        if any(value is not None for value in values):
+            found.append(Figure(name, tuple("" if v is None else told(v) for v in values), meaning))
+    return found
+
+
+def name(row: Row, candidate: str) -> str:
+    """A technique and which of its candidates."""
+    title = words.clean(row.title)
+    return title if candidate in ("", row.title) else f"{title}: {words.clean(candidate)}"
+
+
+def purpose(row: Row) -> str:
+    """What the technique does, where the row's why does not say it: that of one in use does."""
+    told = words.clean(row.purpose)
+    return "" if not told or row.status in ("kept", "not built yet") else f"{words.capital(told)}."
+
+
+def change(ms: float) -> str:
+    """A change of a time: ``−2.10 ms``."""
+    told = words.milliseconds(abs(ms))
+    return told if not ms else f"{'−' if ms < 0 else '+'}{told}"
+
+
 def is_change(ratio: float | None) -> TypeGuard[float]:
     """Whether a measured ratio is one that is worth telling: one per cent or more."""
     return ratio is not None and abs(ratio - 1) >= 0.01
@@ -64,10 +180,14 @@ def trial_notes(trial: Trial) -> list[str]:
         ("gradients", trial.gradient_difference),
         ("losses", trial.loss_difference),
     )
-    within = [f"{what} within {by:.2g}" for what, by in differences if by is not None]
-    if within:
-        notes.append(f"{', '.join(within)} of the baseline's")
+    found = [f"{what} by {_part(by)}" for what, by in differences if by is not None]
+    if found:
+        notes.append(f"differs from the baseline: {', '.join(found)}")
     return notes
+
+
+def _part(difference: float) -> str:
+    return f"{100 * difference:.2g} %" if difference >= 1e-4 or not difference else "less than 0.01 %"
 
 
 def speedup(summary: Summary) -> float | None:

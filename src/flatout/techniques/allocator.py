@@ -18,7 +18,7 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Allocator(Advice):
-    """Says when expandable segments are worth asking for. It asks for none of them.
+    """Says when a setting against fragmented GPU memory (expandable segments) is worth asking for. It asks for none.
 
     torch's allocator takes memory from the driver in segments of fixed size, and what batches of one shape leave free
     in them is often too small for the next shape. Expandable segments grow instead.

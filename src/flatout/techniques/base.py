@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -95,12 +96,19 @@ class Technique(ABC):
     exact: ClassVar[bool] = False
     expected: ClassVar[str] = ""
 
+    @property
+    def purpose(self) -> str:
+        """What it does: the first sentence of its docstring; empty where Python runs without docstrings."""
+        told = " ".join((type(self).__doc__ or "").split()).replace("``", "`")
+        sentence = re.split(r"\.(?: |$)", told, maxsplit=1)[0]
+        return sentence[:1].lower() + sentence[1:]
+
     def check(self, job: Job) -> None:
         """Raise ``NotApplicable`` when this job cannot use the technique."""
 
     def row(self, status: Status, why: str) -> Row:
         """Its line in the report."""
-        return Row(self.name, self.number, self.title, status, why, expected=self.expected)
+        return Row(self.name, self.number, self.title, status, why, expected=self.expected, purpose=self.purpose)
 
 
 class Rule(Technique):

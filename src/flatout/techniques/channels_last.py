@@ -54,7 +54,7 @@ class ChannelsLastSwitch(Switch):
 
 
 class ChannelsLast(StepTechnique):
-    """Stores 2-d convolution weights channels last, the order that matrix units and vector units read in.
+    """Stores images with all channels of a pixel side by side, the order that convolutions run best in.
 
     When it helps: convolutional nets, in 16 bits on tensor cores most of all, and on CPUs where it spares
     convolution libraries their reordering. When it hurts: operators without a channels_last kernel convert back

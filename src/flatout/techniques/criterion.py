@@ -48,7 +48,7 @@ class Placement(Switch):
 
 
 class Criterion(Rule):
-    """Moves the model and the criterion to the device that training runs on.
+    """Moves the model and the loss function (the criterion) to the device that training runs on.
 
     When it helps: a loss module with class weights, left on the CPU, either raises or copies them in every step.
     """

@@ -87,7 +87,7 @@ class BenchmarkSwitch(Switch):
 
 
 class CudnnBenchmark(StepTechnique):
-    """Lets cuDNN time its algorithms for every shape of convolution that it meets, and keep the fastest.
+    """Lets cuDNN, NVIDIA's library, time its algorithms for every shape of convolution, and keep the fastest.
 
     When it helps: convolutions whose shapes stay as they are; speechbrain #294 tells of epochs of 17 minutes that
     took 12 on a V100. When it hurts: every new shape is searched for, up to two seconds long for a ResNet

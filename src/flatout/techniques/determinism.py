@@ -32,7 +32,7 @@ class DeterministicSwitch(Switch):
 
 
 class Determinism(Rule):
-    """Algorithms that repeat their results, seeds for every generator, no decision by timing that changes numerics.
+    """Makes two runs equal bit for bit: algorithms that repeat their results, and a seed for every random number.
 
     With a ``seed``, random augmentation gets a seed for each sample, so that it is the same with any number of
     workers. When it helps: debugging and comparing runs bit by bit. When it hurts: deterministic kernels can be
@@ -42,7 +42,7 @@ class Determinism(Rule):
 
     name = "determinism"
     title = "determinism and seeding"
-    kept_because = "torch uses deterministic algorithms, and no timing decides about anything that changes numerics"
+    kept_because = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
     exact = True
     costs_speed = True
 

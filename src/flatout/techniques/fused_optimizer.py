@@ -31,7 +31,7 @@ class FuseSwitch(Switch):
 
 
 class FusedOptimizer(StepTechnique):
-    """Clip, unscale and update in one read and one write of parameters and moments.
+    """Updates parameters and moments in one pass over memory, clipping and unscaling of gradients included.
 
     When it helps: many parameters (memory traffic: 32 bytes per float32 parameter with clipping, where torch
     moves 48 to 100) or many small tensors (torch's loop costs microseconds for each). When it hurts: never by

@@ -60,7 +60,7 @@ def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 class InMemory(LoaderTechnique):
-    """Gathers each batch from tensors in memory by native threads, ahead of the step.
+    """Keeps all samples in memory, and gathers each batch from there by native threads, ahead of the step.
 
     A ``TensorDataset`` is gathered from where it is; the samples of a deterministic map-style dataset are decoded
     once and kept. Order, values, types and random-number consumption equal the DataLoader's without workers. Where

@@ -6,7 +6,7 @@ from flatout.techniques.base import Rule
 
 
 class Monitoring(Rule):
-    """Counts steps, samples, FLOPs and waits as training runs, and sets MFU beside NVML's utilisation.
+    """Counts steps, samples, waits and the share of the peak that the model makes use of (MFU) as training runs.
 
     When it helps: utilisation says that some kernel ran, not that the GPU did much; a loop that waits for its loader or
     for Python shows at once. When it hurts: never measurably; a step costs a few microseconds of the host.

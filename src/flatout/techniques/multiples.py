@@ -103,7 +103,7 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 class MultiplesOf8(Advice):
-    """Names linear layers and convolutions with sizes that tensor cores cannot use fully, and the next size that suits.
+    """Names layers of sizes that the GPU's matrix units (tensor cores) cannot use fully, and the next that suit.
 
     When it helps: products in 16 bits want sizes that are multiples of 8, in 8 bits of 16 (NVIDIA, "Tips for Optimizing
     GPU Performance Using Tensor Cores", tip 1); else they run on slower kernels. A vocabulary of 50304 instead of 50257

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PinnedMemory(Rule):
-    """A ring of pinned buffers, reused for every batch; the DataLoader's own pin thread stays off.
+    """Copies batches to the GPU from memory that never moves (pinned), as copies beside a running step need it.
 
     When it helps: only a copy from pinned memory overlaps with compute. When it hurts: pinning afresh for every
     batch (``pin_memory()`` per tensor) can cost more than it saves, hence the ring.
@@ -21,7 +21,7 @@ class PinnedMemory(Rule):
     number = 1
     title = "pinned memory"
     expected = "10–20 %"
-    kept_because = "batches are copied to the GPU from a reused ring of pinned buffers, beside the running step"
+    kept_because = "batches are copied to the GPU beside the running step, from a few pinned buffers in turn"
     exact = True
 
     def check(self, job: Job) -> None:

@@ -43,7 +43,7 @@ class AutocastSwitch(Switch):
 
 
 class Precision(StepTechnique):
-    """Autocast to bfloat16 where the hardware computes in it, else float16 with a loss scaler.
+    """Multiplies matrices in 16-bit numbers: bfloat16 where the hardware has it, else float16 with a loss scaler.
 
     When it helps: matrix units run 16-bit products two to sixteen times faster and activations take half the
     memory. When it hurts: processors without 16-bit units emulate them, often at half the speed; losses with a
@@ -54,7 +54,7 @@ class Precision(StepTechnique):
     number = 10
     title = "mixed precision"
     expected = "up to 2×"
-    kept_because = "matrix products run in 16 bits, and the loss stays on float32's trajectory"
+    kept_because = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
     tolerance = 0.02
     optimistic_gain = 4.0
 

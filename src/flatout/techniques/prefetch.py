@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Prefetch(Rule):
-    """Copies two batches ahead, on a stream of its own.
+    """Copies the next two batches to the device while the step works on this one.
 
     When it helps: the copy hides behind the step. When it hurts: every batch ahead holds device memory.
     """
@@ -20,7 +20,7 @@ class Prefetch(Rule):
     number = 8
     title = "prefetch to the device"
     expected = "10–20 %"
-    kept_because = "the next two batches are copied on a side stream while the step runs"
+    kept_because = "the next two batches are copied to the device while the step works on this one"
     exact = True
 
     def check(self, job: Job) -> None:

@@ -95,7 +95,7 @@ class _Attention(TorchDispatchMode):
 
 
 class SdpaBackend(StepTechnique):
-    """Tries the kernels that can compute the model's ``scaled_dot_product_attention``.
+    """Tries each kernel that torch has for the model's attention (``scaled_dot_product_attention``).
 
     torch asks them in a fixed order, flash attention first. When it helps: on Hopper cuDNN's kernel is 1.7 to 2.3
     times as fast as that for the shapes of training, and slower on Ampere and Blackwell (measured in transformers

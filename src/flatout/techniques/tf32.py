@@ -40,7 +40,7 @@ class Tf32Switch(Switch):
 
 
 class Tf32(StepTechnique):
-    """Lets tensor cores compute float32 matrix products from operands rounded to 10 bits of mantissa.
+    """Lets the GPU's matrix units (tensor cores) multiply float32 matrices, rounded to 10 bits of mantissa.
 
     When it helps: models that compute in float32 on Ampere and newer; a product of 10240 x 10240 matrices takes 0.016 s
     on an A100 instead of 0.11 (torch's notes on CUDA semantics; pytorch #63951). When it hurts: what needs float32's
@@ -56,7 +56,7 @@ class Tf32(StepTechnique):
 
     name = "tf32"
     title = "TF32"
-    kept_because = "tensor cores multiply float32 matrices, and the loss stays on float32's trajectory"
+    kept_because = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
     expected = "up to 7× on matrix products"
     tolerance = 0.005
     optimistic_gain = 8.0

@@ -350,7 +350,7 @@ class TorchScriptSwitch(CallSwitch):
 
 
 class TorchScript(StepTechnique):
-    """Runs the model's forward as TorchScript: scripted, or traced where it cannot be scripted.
+    """Runs the model's forward without Python, as TorchScript: scripted, or traced where it cannot be scripted.
 
     TorchScript is deprecated upstream since torch 2.11 in favour of ``torch.compile`` and ``torch.export``: it is
     tried where ``torch.compile`` is not to be had (no compiler on the machine, or every trial of it failed), or when

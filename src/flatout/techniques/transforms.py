@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Transforms(Advice):
-    """Names the transforms that could run on the device, with file and line. It moves none of them.
+    """Names the transforms that could run on the device, whole batches at once, with file and line. It moves none.
 
     When it helps: making floats of bytes and normalising them often takes a third of a sample's time, and the
     floats are four times the bytes to copy. When it hurts: it evaluates a few samples, once, before training.

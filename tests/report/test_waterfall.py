@@ -1,0 +1,139 @@
+"""The waterfall: from the loop as it came to the loop as tuned, and nothing lost on the way."""
+
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_sample import HOSTILE, sample
+
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, charts, wording
+from flatout.report.waterfall import waterfall
+
+MS = st.floats(0, 1e4)
+
+
+def row(name: str, before: float, after: float, **changes: object) -> Row:
+    trial = Trial("on", before, after, Gain(1.0, 0.9, 1.1), 20)
+    return replace(Row(name, None, f"technique {name}", "kept", "It pays.", "on", trial.gain, (trial,)), **changes)
+
+
+@st.composite
+def summaries(draw: st.DrawFn) -> Summary:
+    """Any mix of rows: kept by a trial, by a rule, rejected, without a finite time, named and not there."""
+    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True))
+    time = st.one_of(MS, st.just(math.nan), st.just(math.inf))
+    rows = []
+    for name in names:
+        kind = draw(st.sampled_from(["won", "won", "forced", "rejected"]))
+        made = row(name, draw(time), draw(time))
+        if kind == "forced":
+            made = replace(made, trials=(), gain=None)
+        if kind == "rejected":
+            made = replace(made, status="rejected", chosen="")
+        rows.append(made)
+    won = draw(st.permutations([*names, "not there"]))
+    before, after = (Pace(draw(MS), draw(MS), 1.0) for _ in range(2))
+    return Summary(tuple(rows), {}, before, after, won=tuple(won[: draw(st.integers(0, len(won)))]))
+
+
+@given(summaries())
+def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
+    fall = waterfall(summary)
+    timed = {
+        row.technique: row.trials[0].candidate_ms - row.trials[0].baseline_ms
+        for row in summary.rows
+        if row.chosen and row.trials
+    }
+    expected = [(name, timed[name]) for name in summary.won if math.isfinite(timed.get(name, math.nan))]
+    if fall is None:
+        assert not expected or summary.before.total_ms == 0
+        assert "as it came to" not in Report(summary)._repr_html_()
+        return
+    assert [(change.row.technique, change.ms) for change in fall.changes] == expected
+    assert fall.before == summary.before.total_ms
+    assert fall.after == summary.after.total_ms
+    made = fall.before + sum(change.ms for change in fall.changes) + fall.unexplained
+    assert made == pytest.approx(fall.after, abs=1e-6)
+
+    first, *steps, last = lines(ET.fromstring(charts.falls(fall)))
+    levels = [fall.before]
+    for _, ms in expected:
+        levels.append(levels[-1] + ms)
+    levels.append(fall.after)
+    scale = (charts.WIDTH - charts._LABEL - charts._VALUE) / (max(levels) - min(0.0, *levels))
+
+    def x(level: float) -> float:
+        return charts._LABEL + (level - min(0.0, *levels)) * scale
+
+    spans = [(0.0, fall.before), *pairwise(levels), (0.0, fall.after)]
+    for (_, _, bar), ends in zip([first, *steps, last], spans, strict=True):
+        left, width = float(bar.attrib["x"]), float(bar.attrib["width"])
+        assert left == pytest.approx(x(min(ends)), abs=0.06)
+        assert width == pytest.approx(max(1.5, x(max(ends)) - x(min(ends))), abs=0.06)
+
+
+def lines(root: ET.Element) -> list[tuple[str, str, ET.Element]]:
+    """Name, number and bar of every line of a plot."""
+    groups = [element for element in root.iter() if element.tag.endswith("}g")]
+    found = []
+    for group in groups:
+        told = {e.attrib["class"]: e.text or "" for e in group if e.tag.endswith("}text")}
+        found.append((told["name"], told["value"], next(e for e in group if e.tag.endswith("}rect"))))
+    return found
+
+
+def test_every_technique_that_a_trial_kept_is_told_in_its_order() -> None:
+    fall = waterfall(sample())
+    assert fall is not None
+    found = lines(ET.fromstring(charts.falls(fall)))
+    assert [(name, told, bar.attrib["class"]) for name, told, bar in found] == [
+        ("as it came", "6.20 ms", "whole"),
+        ("Fused optimizer: flatout AdamW", "−0.300 ms", "kept"),
+        ("torch.compile: default", "−1.20 ms", "kept"),
+        ("Data in memory: cached tensors", "−2.10 ms", "kept"),
+        (wording.UNEXPLAINED, "−0.620 ms", "rest"),
+        ("as tuned", "1.98 ms", "whole"),
+    ]
+    assert wording.UNEXPLAINED in Report(sample())._repr_html_().split("Where the time went")[1]
+
+
+def test_what_costs_time_is_told_as_such() -> None:
+    summary = Summary((row("a", 2.0, 2.5),), {}, Pace(4.0, 1.0, 1.0), Pace(4.0, 1.25, 1.0), won=("a",))
+    fall = waterfall(summary)
+    assert fall is not None
+    found = lines(ET.fromstring(charts.falls(fall)))
+    assert [(told, bar.attrib["class"]) for _, told, bar in found[1:-1]] == [
+        ("+0.500 ms", "rejected"),
+        ("−0.250 ms", "rest"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"won": ()},
+        {"before": None},
+        {"after": None},
+        {"before": Pace(math.nan, 0.0, 1.0)},
+        {"before": Pace(0.0, 0.0, 0.0)},
+        {"won": ("advice", "pinned", "nobody")},
+    ],
+)
+def test_nothing_is_drawn_of_what_is_not_known(changes: dict[str, object]) -> None:
+    summary = replace(sample(), **changes)
+    assert waterfall(summary) is None
+    assert "Where the time went" not in Report(summary)._repr_html_()
+
+
+def test_hostile_names_are_escaped() -> None:
+    hostile = row("a", 2.0, 1.0, title=HOSTILE)
+    fall = waterfall(Summary((hostile,), {}, Pace(4.0, 1.0, 1.0), Pace(3.0, 1.0, 1.0), won=("a",)))
+    assert fall is not None
+    drawn = charts.falls(fall)
+    assert "<script" not in drawn
+    assert "\x1b" not in drawn
+    assert any("<script>" in (element.text or "") for element in ET.fromstring(drawn).iter())
