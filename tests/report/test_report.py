@@ -239,6 +239,18 @@ def test_what_nobody_knows_is_left_out() -> None:
     assert "before ? ? ?" in squeezed(terminal.to_text(nothing, 80, False))
 
 
+def test_a_loop_that_was_not_raced_tells_its_pace_and_no_factor() -> None:
+    summary = dataclasses.replace(sample(), before=None)
+    text = squeezed(terminal.to_text(summary, 80, False))
+    assert "no time left to race it" in text
+    assert "before" not in text.split("= a batch")[1].split("what training")[0]
+    assert "after 0.080 ms 0.570 ms" in text
+    assert "samples/s 16,162 what training" in text
+    root = ET.fromstring(Report(summary)._repr_html_())
+    assert len(widths(chart(root, "milliseconds per batch after"))) == 5
+    assert "One batch, after" in "".join(root.itertext())
+
+
 def test_bars_that_lose_end_left_of_zero_and_bars_that_win_right_of_it() -> None:
     root = chart(ET.fromstring(Report(sample())._repr_html_()), "speed")
     zero = next(float(e.attrib["x1"]) for e in root.iter() if e.attrib.get("class") == "zero")

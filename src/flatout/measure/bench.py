@@ -32,7 +32,7 @@ FEWEST_UPDATES = 4
 """Two for the memory of a step, two for its phases."""
 
 COSTS_SHARE = 0.05
-"""Share of the budget that these may take whatever trials have left."""
+"""Share of the budget that these, and the race of the whole, may take whatever trials have left."""
 
 STRETCH_SECONDS = 0.05
 """Length of the stretches of training that loaders take turns in."""
@@ -251,3 +251,15 @@ def on(switch: Switch) -> Iterator[None]:
         yield
     finally:
         switch.disable()
+
+
+@contextmanager
+def off(*switches: Switch) -> Iterator[None]:
+    """Switches that were turned on in this order, and are off inside the block alone."""
+    try:
+        for switch in reversed(switches):
+            switch.disable()
+        yield
+    finally:
+        for switch in switches:
+            switch.enable()

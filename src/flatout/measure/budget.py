@@ -14,6 +14,7 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self._extra = 0.0
         self._started = time.perf_counter()
 
     @property
@@ -24,7 +25,11 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds still to spend; never negative."""
-        return max(0.0, self.seconds - self.spent)
+        return max(0.0, self.seconds + self._extra - self.spent)
+
+    def allow(self, share: float) -> None:
+        """Let what is measured last have at least so large a share of the whole, whatever trials have left."""
+        self._extra = max(0.0, self.spent - (1 - share) * self.seconds)
 
     def fits(self, estimate: float) -> bool:
         """Whether a trial that takes about ``estimate`` seconds may begin."""

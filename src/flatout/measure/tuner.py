@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from flatout import words
-from flatout.data import tensors_of
-from flatout.measure.bench import Bench, on
+from flatout.data import batch_size_of, tensors_of
+from flatout.measure.bench import COSTS_SHARE, Bench, off, on
 from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
 from flatout.measure.memory import ran_out_of_memory
 from flatout.measure.statistics import paired_gain
-from flatout.measure.track import Track
+from flatout.measure.track import Stretch, Track, pace_of
 from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory, seconds, trial_of
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import LoaderTechnique, Measured, NotApplicable, NothingBetter, Source, StepTechnique, Switch
@@ -77,11 +77,8 @@ class Tuner:
             return bench.turn(i, updates)
 
         def old(i: int) -> float:
-            switch.disable()
-            try:
+            with off(switch):
                 return new(i)
-            finally:
-                switch.enable()
 
         def trial() -> Trial:
             bench.rewind()
@@ -156,8 +153,8 @@ class Tuner:
         if trials and all(trial.gain is None for trial in trials):
             self._bench.job.failed.add(technique.name)
         if best is not None:
-            self._note(technique, best[1].value, best[1])
             self._bench.keep(best[1])
+            self._note(technique, best[1].value, best[1])
         return _verdict(row, trials, best and best[0])
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
@@ -256,8 +253,8 @@ class Tuner:
                 best = trial, candidate, made[0]
         self._bench.rewind()
         if best is not None:
-            self._note(technique, best[1].value, None)
             self._bench.use(best[2])
+            self._note(technique, best[1].value, None)
         row = _verdict(row, trials, best and best[0])
         found = technique.found(best[1] if best else candidates[0])
         return replace(row, why=f"{row.why}; {found}") if found else row
@@ -308,8 +305,6 @@ class Tuner:
         return tuple(self._won)
 
     def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
-        """Remember what is about to be kept; the pace before the first of these is the best known where no race is."""
-        self.before = self.before or self._bench.pace
         self.decisions[technique.name] = value
         self._won[technique.name] = switch
 
@@ -324,21 +319,51 @@ class Tuner:
         Args:
             rows: rewritten for what is taken back.
         """
-        bench, job = self._bench, self._bench.job
-        if bench.budget.seconds > 0:
-            self.before, self.after = self.before or bench.pace, bench.pace
-        if not self._won or not bench.rewindable or bench.budget.left == 0:
+        bench, budget = self._bench, self._bench.budget
+        if budget.seconds == 0:
+            return
+        self.after = bench.pace
+        if not self._won:
+            self.before = self.after
+            return
+        has_time = budget.left > 0
+        budget.allow(COSTS_SHARE)
+        if not has_time and not budget.fits(2 * FEWEST_PAIRS * bench.stretch_steps() * bench.pace.total_ms / 1e3):
             return
         bench.rewind()
         switches = [switch for switch in self._won.values() if switch is not None]
         loader_won = any(switch is None for switch in self._won.values())
-        old, new = Track(job, job.loader if loader_won else job.source), Track(job, job.source)
-        times = bench.alternate(old, new, to_new=switches)
-        self.before, self.after = old.pace, new.pace
+        times = self._race_loops(switches, loader_won) if bench.rewindable else self._race_steps(switches)
         gain = paired_gain(*times)
         if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
             self._take_back(rows, switches, loader_won, gain)
         bench.rewind()
+
+    def _race_loops(self, switches: Sequence[Switch], loader_won: bool) -> tuple[list[float], list[float]]:
+        job = self._bench.job
+        old, new = Track(job, job.loader if loader_won else job.source), Track(job, job.source)
+        times = self._bench.alternate(old, new, to_new=switches)
+        self.before, self.after = old.pace, new.pace
+        return times
+
+    def _race_steps(self, switches: Sequence[Switch]) -> tuple[list[float], list[float]]:
+        """The same on the trial's batches alone, where the loader must not be read for it."""
+        bench, job = self._bench, self._bench.job
+
+        def new(i: int) -> float:
+            return seconds(lambda: bench.update(i), job.device)
+
+        def old(i: int) -> float:
+            with off(*switches):
+                return new(i)
+
+        new(0), old(0)
+        times = bench.interleave(old, new)
+        samples = job.accumulate * batch_size_of(job.batches[0])
+        self.before, self.after = (
+            pace_of(Stretch(took, 0.0, samples, job.accumulate) for took in each) for each in times
+        )
+        return times
 
     def _take_back(self, rows: dict[str, Row], switches: Sequence[Switch], loader_won: bool, gain: Gain) -> None:
         for switch in reversed(switches):

@@ -75,22 +75,14 @@ def falls(fall: Waterfall) -> str:
     return _plot(label, [*lines, replace(last, leads_on=None)], x, ticks)
 
 
-def paces(before: Pace, after: Pace) -> str:
-    """Milliseconds per batch before and after, by what they go to.
-
-    Args:
-        before: the loop as it came.
-        after: the loop with everything kept.
-    """
-    times = wording.times(before, after)
-    longest = max(before.total_ms, after.total_ms)
-    if not (math.isfinite(before.total_ms + after.total_ms) and longest > 0):
+def paces(paces: Mapping[str, Pace]) -> str:
+    """Milliseconds per batch of each of these paces, by what they go to; empty where they are not known."""
+    whole = [pace.total_ms for pace in paces.values()]
+    if not (math.isfinite(sum(whole)) and any(whole)):
         return ""
-    bars = {
-        name: [Part(part.name, ms[index], part.colour) for part, ms in times]
-        for index, name in enumerate(("before", "after"))
-    }
-    return stacked("milliseconds per batch before and after, by what they go to", bars, totals=True)
+    times = wording.times(*paces.values())
+    bars = {name: [Part(part.name, ms[index], part.colour) for part, ms in times] for index, name in enumerate(paces)}
+    return stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, totals=True)
 
 
 def _saved(ms: float) -> str:

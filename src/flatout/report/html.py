@@ -68,23 +68,23 @@ def _header(summary: Summary) -> str:
 
 
 def _pace(summary: Summary) -> str:
-    if summary.before is None or summary.after is None:
+    paces = wording.paces(summary)
+    if not paces:
         return ""
-    both = summary.before, summary.after
-    chart = charts.paces(*both)
+    chart = charts.paces(paces)
     if chart:
-        chart += _legend((part.colour, part.name) for part, _ in wording.times(*both))
+        chart += _legend((part.colour, part.name) for part, _ in wording.times(*paces.values()))
     rows = (
         f"<tr><td>{text(figure.name)}</td>{''.join(f'<td>{text(value)}</td>' for value in figure.values)}"
         f'<td class="quiet">{text(figure.meaning)}</td></tr>'
-        for figure in wording.figures(*both)
+        for figure in wording.figures(*paces.values())
     )
-    figures = table(("", "before", "after", ""), rows, "versus")
+    figures = table(("", *paces, ""), rows, "versus")
     verdict = f"<p>{text(summary.verdict)}</p>" if summary.verdict else ""
     tuned = ""
     if summary.tuning_seconds > 0:
         tuned = f'<p class="quiet">Finding this out took {words.seconds(summary.tuning_seconds)}, once.</p>'
-    return f"<h2>One batch, before and after</h2>{chart}{figures}{verdict}{tuned}"
+    return f"<h2>One batch, {' and '.join(paces)}</h2>{chart}{figures}{verdict}{tuned}"
 
 
 def _falls(summary: Summary) -> str:

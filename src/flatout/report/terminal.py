@@ -192,10 +192,11 @@ def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
 
 
 def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
-    if summary.before is not None and summary.after is not None:
-        yield _times(summary.before, summary.after, plain)
+    paces = wording.paces(summary)
+    if paces:
+        yield _times(paces, plain)
         yield Text("")
-        yield _figures(summary.before, summary.after, plain)
+        yield _figures(paces, plain)
         yield Text("")
     if summary.verdict:
         yield say(words.clean(summary.verdict), plain)
@@ -207,31 +208,30 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         yield facts(summary.environment, plain)
 
 
-_PACES = (("before", ""), ("after", "bold green"))
+_STYLES = {"before": "", "after": "bold green"}
 
 
-def _times(before: Pace, after: Pace, plain: bool) -> Table:
-    """What the time of a batch goes to, in a line before and a line after."""
-    times = wording.times(before, after)
+def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
+    """What the time of a batch goes to, a line for each pace."""
+    times = wording.times(*paces.values())
     grid = Table.grid(padding=(0, 2))
     for _ in range(len(times) + 2):
         grid.add_column(justify="right", no_wrap=True)
     grid.add_row("", *(Text(part.short, style="dim") for part, _ in times), Text("= a batch", style="dim"))
-    for index, (pace, (label, style)) in enumerate(zip((before, after), _PACES, strict=True)):
+    for index, (label, pace) in enumerate(paces.items()):
         cells = [words.milliseconds(ms) for ms in (*(ms[index] for _, ms in times), pace.total_ms)]
-        grid.add_row(Text(label, style="dim"), *(say(cell, plain, style) for cell in cells))
+        grid.add_row(Text(label, style="dim"), *(say(cell, plain, _STYLES[label]) for cell in cells))
     return grid
 
 
-def _figures(before: Pace, after: Pace, plain: bool) -> Table:
-    """Rates and costs before and after, and what each of them means."""
+def _figures(paces: Mapping[str, Pace], plain: bool) -> Table:
+    """Rates and costs of each pace, and what they mean."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
+    for _ in range(len(paces) + 1):
+        grid.add_column(justify="right", no_wrap=True)
     grid.add_column()
-    grid.add_row("", *(Text(label, style="dim") for label, _ in _PACES), "")
-    for figure in wording.figures(before, after):
-        values = (say(value, plain, style) for value, (_, style) in zip(figure.values, _PACES, strict=True))
+    grid.add_row("", *(Text(label, style="dim") for label in paces), "")
+    for figure in wording.figures(*paces.values()):
+        values = (say(value, plain, _STYLES[label]) for label, value in zip(paces, figure.values, strict=True))
         grid.add_row(Text(figure.name, style="dim"), *values, say(figure.meaning, plain, "dim"))
     return grid

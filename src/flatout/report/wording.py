@@ -81,6 +81,12 @@ class Figure(NamedTuple):
     meaning: str
 
 
+def paces(summary: Summary) -> dict[str, Pace]:
+    """The paces that are known, by what they are called."""
+    both = {"before": summary.before, "after": summary.after}
+    return {label: pace for label, pace in both.items() if pace is not None}
+
+
 def times(*paces: Pace) -> list[tuple[PartLook, list[float]]]:
     """What the time of a batch goes to: each part with its milliseconds in every pace.
 
@@ -207,7 +213,7 @@ def headline(summary: Summary) -> str:
     """The result in one line."""
     factor = speedup(summary)
     if factor is None:
-        return "nothing was timed"
+        return "tuned, with no time left to race it against the loop as it came" if summary.won else "nothing was timed"
     if factor >= 1.01:
         return f"{factor:.2f}× the speed it came with"
     return "as fast as it came" if factor > 0.99 else f"{factor:.2f}× the speed it came with (slower)"
