@@ -251,6 +251,13 @@ def test_a_loop_that_was_not_raced_tells_its_pace_and_no_factor() -> None:
     assert "One batch, after" in "".join(root.itertext())
 
 
+def test_names_of_code_are_set_as_code() -> None:
+    row = Row("x", 1, "X", "rejected", "`a<b>` is slower", purpose="calls `fit`")
+    said = Report(Summary((row,), {}))._repr_html_()
+    assert "<code>a&lt;b&gt;</code> is slower" in said
+    assert "Calls <code>fit</code>." in said
+
+
 def test_bars_that_lose_end_left_of_zero_and_bars_that_win_right_of_it() -> None:
     root = chart(ET.fromstring(Report(sample())._repr_html_()), "speed")
     zero = next(float(e.attrib["x1"]) for e in root.iter() if e.attrib.get("class") == "zero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 
@@ -35,6 +36,11 @@ def embedded(body: str) -> str:
 def text(value: str) -> str:
     """Plain text as HTML."""
     return escape(words.clean(value))
+
+
+def marked(value: str) -> str:
+    """Plain text as HTML, with what stands between backquotes as code."""
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", text(value))
 
 
 def table(headings: Iterable[str], rows: Iterable[str], css: str = "") -> str:
@@ -130,13 +136,13 @@ def _row(row: Row) -> str:
     css = wording.LOOKS[row.status].css
     chosen = f'<div class="chosen">{text(row.chosen)}</div>' if row.chosen and row.chosen != row.title else ""
     number = "+" if row.number is None else row.number
-    purpose = f'<div class="quiet">{text(wording.purpose(row))}</div>' if wording.purpose(row) else ""
+    purpose = f'<div class="quiet">{marked(wording.purpose(row))}</div>' if wording.purpose(row) else ""
     return (
         f'<tr class="{css}"><td class="number">{number}</td>'
         f'<td class="technique">{text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
         f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
         f'<td><span class="quiet">{text(row.expected)}</span></td>'
-        f'<td>{purpose}<div class="why">{text(row.why)}</div>{_trials(row)}</td></tr>'
+        f'<td>{purpose}<div class="why">{marked(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 

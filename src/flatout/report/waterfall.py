@@ -15,7 +15,7 @@ class Change:
 
     Attributes:
         row: of the technique.
-        ms: candidate - baseline of its own trial, milliseconds; below zero where it saved time.
+        ms: what its gain makes of the baseline's time in its own trial; below zero where it saves time.
     """
 
     row: Row
@@ -55,8 +55,8 @@ def _changes(summary: Summary) -> Iterator[Change]:
     for name in summary.won:
         row = rows.get(name)
         trial = None if row is None else row.chosen_trial
-        if row is None or trial is None:
+        if row is None or trial is None or trial.gain is None or not trial.gain.ratio > 0:
             continue
-        ms = trial.candidate_ms - trial.baseline_ms
+        ms = trial.baseline_ms * (1 / trial.gain.ratio - 1)  # of the paired times, as is the verdict
         if math.isfinite(ms):
             yield Change(row, ms)

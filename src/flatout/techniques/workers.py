@@ -41,7 +41,7 @@ class WorkerSource:
 
 
 class Workers(LoaderTechnique):
-    """Makes batches in other processes while the step runs: as many, and as far ahead, as ``tune`` finds it to need.
+    """Makes batches in other processes while the step runs: as many, and as far ahead, as it turns out to need.
 
     When it helps: decoding or transforming a batch takes longer than a sliver of the step and there are cores to
     spare. When it hurts: small samples (sending a batch between processes costs more than making it), cores that
