@@ -327,6 +327,9 @@ def test_a_run_of_rows_with_one_reason_tells_it_once() -> None:
     text = terminal.to_text(Summary(rows, {}), 80, False)
     assert text.count("Comes later.") == 1
     assert all(row.title in text for row in rows)
+    purposeful = tuple(Row(f"t{i}", i, f"T {i}", "not tried", "No time.", purpose=f"does {i}") for i in range(3))
+    text = squeezed(terminal.to_text(Summary(purposeful, {}), 80, False))
+    assert all(f"Does {i}. No time." in text for i in range(3))
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

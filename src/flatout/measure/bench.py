@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -168,7 +168,8 @@ class Bench:
             told |= {"step_bytes": self.memory, "phases": self.phases()}
         if self.rewindable:
             self.rewind()
-            with closing(Track(self.job, self.job.source)) as track:
+            # A loader that fails here fails in training too, or has failed in its trial: not known is all it is now.
+            with closing(Track(self.job, self.job.source)) as track, suppress(Exception):
                 if self._affords(track.fewest_alone * self.pace.total_ms):
                     told["loader_per_second"] = track.alone()
             self.rewind()

@@ -18,7 +18,7 @@ from flatout import words
 from flatout.report import wording
 from flatout.report.model import Pace, Row, Summary
 
-WIDE = 112
+WIDE = 120
 """Columns from which the reason has a column of its own."""
 
 _ASCII = str.maketrans({"█": "#", "×": "x", "–": "-", "−": "-", "…": "..", "→": "->", "·": "|", "\u00a0": " "})
@@ -140,7 +140,7 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("technique", max_width=28)
     table.add_column("result", no_wrap=True)
-    table.add_column("speed (95 % interval)", no_wrap=True)
+    table.add_column("speed (95 % interval)", min_width=24, max_width=24)
     table.add_column("why", ratio=1, overflow="fold")
     listed, neighbours = _split(rows)
     for group in (listed, neighbours):
@@ -158,7 +158,7 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
 
 def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
     lines: list[RenderableType] = []
-    told: tuple[str, str] | None = None
+    told: tuple[str, ...] | None = None
     listed, neighbours = _split(rows)
     for row in listed + neighbours:
         if listed and neighbours and row is neighbours[0]:
@@ -172,11 +172,12 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
             result.append("  ").append_text(_gain(row, plain, "  "))
         head.add_row(_number(row), _name(row, plain), result)
         lines.append(head)
-        if (row.status, row.why) != told:  # a run of rows with one reason tells it once
+        reason = (row.status, row.why, wording.purpose(row))
+        if reason != told:  # a run of rows with one reason tells it once
             lines.append(Padding(_why(row, plain), (0, 0, 0, 3)))
         if row.expected:
             lines.append(Padding(_expected(row, plain), (0, 0, 0, 3)))
-        told = (row.status, row.why)
+        told = reason
     return Group(*lines)
 
 
