@@ -142,7 +142,7 @@ def _row(row: Row) -> str:
         f'<td class="technique">{text(row.title)}{chosen}</td><td>{_pill(row.status, row.status)}</td>'
         f'<td class="gain">{_gain(row.gain)}</td><td class="gain">{_memory(row)}</td>'
         f'<td><span class="quiet">{text(row.expected)}</span></td>'
-        f'<td>{purpose}<div class="why">{marked(row.why)}</div>{_trials(row)}</td></tr>'
+        f'<td class="reason">{purpose}<div class="why">{marked(row.why)}</div>{_trials(row)}</td></tr>'
     )
 
 

@@ -48,6 +48,7 @@ border-bottom:1px solid var(--line)}
 .flatout td.technique{font-weight:600;min-width:130px}.flatout tr.na td.technique{font-weight:400}
 .flatout tr.na{color:var(--soft)}
 .flatout .chosen{font-weight:400;font-size:13px;color:var(--kept)}
+.flatout td.reason{width:45%}.flatout .quiet+.why{margin-top:4px}
 .flatout .why{white-space:pre-line;overflow-wrap:anywhere}
 .flatout td.gain{white-space:nowrap;font-variant-numeric:tabular-nums}
 .flatout td.gain span{font-size:12px;color:var(--soft)}
