@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 from flatout.optim import update
 from flatout.techniques.autocast import autocast_dtype
+
+if TYPE_CHECKING:
+    from flatout.techniques.cuda_graph import WholeStep
 
 PhaseOf = Callable[[str], AbstractContextManager[Any]]
 """``with phase("forward"): ...``: tells whoever listens what the step is doing."""
@@ -47,6 +50,7 @@ class Job:
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
         failed: names of the techniques of which no candidate ran at all.
+        whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
 
@@ -64,6 +68,7 @@ class Job:
     expected_steps: int = 0
     batches: Sequence[Any] = field(default=(), init=False)
     failed: set[str] = field(default_factory=set, init=False)
+    whole_step: WholeStep | None = field(default=None, init=False)
     work: CountedWork = field(init=False)
     _pending: int = field(default=0, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)
@@ -145,8 +150,12 @@ class Job:
         if self.inference:
             with phase("forward"):
                 return self.infer(batch)
+        return self.eager_step(batch, phase) if self.whole_step is None else self.whole_step(self, batch, phase)
+
+    def eager_step(self, batch: Any, phase: PhaseOf = _as_range) -> Tensor:
+        """``step`` of a training, kernel by kernel."""
         if self._pending == 0:
-            self._zero_grad()
+            self.zero_grad()
         with phase("forward"):
             loss = self.loss(batch)
         with phase("backward"):
@@ -194,6 +203,12 @@ class Job:
         self._pending = 0
         self._scaler = None
 
+    def abandon(self) -> None:
+        """Forget a step that an error ended half way; what the loss scaler has learnt stays."""
+        self._pending = 0
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+
     def peak_flops(self, *, measure: bool) -> tuple[float | None, str]:
         """The peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and what it is.
 
@@ -225,7 +240,8 @@ class Job:
     def _count_flops(self, batch: Any) -> FlopCount:
         return count_flops(_Forward(self), batch, backward=not self.inference)
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
+        """Begin with no gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         else:

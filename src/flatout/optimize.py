@@ -263,6 +263,8 @@ def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, 
         choices["tf32"] = precision == "tf32"
     if choices.get("torchscript", False) is not False:
         choices.setdefault("compile", False)  # one of the two runs the model
+    if choices.get("cuda_graph", False) is not False:
+        choices.setdefault("fused_optimizer", True)  # its update is the one that can be captured
     return choices
 
 

@@ -51,6 +51,7 @@ def detach(model: nn.Module) -> list[Switch]:
     switches = _attached.pop(model, [])
     for switch in reversed(switches):
         switch.disable()
+        switch.release()
     return switches
 
 

@@ -147,6 +147,8 @@ class Bench:
 
     def memory_with(self, *switches: Switch) -> int | None:
         """The same with more switches on."""
+        if any(switch.hides_memory for switch in (*self.kept, *switches)):
+            return None
         self.rewind()
         with ExitStack() as stack:
             for switch in switches:

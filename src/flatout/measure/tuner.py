@@ -142,7 +142,8 @@ class Tuner:
     def _decide_step(self, technique: StepTechnique, row: Row) -> Row:
         trials: list[Trial] = []
         best: tuple[Trial, Switch] | None = None
-        for candidate in technique.candidates(self._bench.job):
+        candidates = technique.candidates(self._bench.job)
+        for candidate in candidates:
             if trials and not self._bench.budget.fits(technique.setup_estimate(self._bench.job, self._bench.pace)):
                 break
             trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(technique, c))
@@ -152,6 +153,9 @@ class Tuner:
         self._bench.rewind()
         if trials and all(trial.gain is None for trial in trials):
             self._bench.job.failed.add(technique.name)
+        for candidate in candidates:
+            if best is None or candidate is not best[1]:
+                candidate.release()
         if best is not None:
             self._bench.keep(best[1])
             self._note(technique, best[1].value, best[1])
@@ -176,6 +180,8 @@ class Tuner:
                 return old(i)
 
         bench.rewind()
+        for i in range(candidate.settling * len(job.batches)):
+            new(i)
         times = bench.interleave(old, new)
         trial = replace(
             trial_of(candidate.label, *times, job.accumulate),
@@ -209,6 +215,8 @@ class Tuner:
         self._bench.rewind()
         old = seconds(lambda: job.step(batch), job.device)
         with on(candidate):
+            for _ in range(candidate.settling):
+                job.step(batch)
             new = seconds(lambda: job.step(batch), job.device)
         return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 

@@ -17,6 +17,7 @@ from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.techniques.criterion import Criterion
+from flatout.techniques.cuda_graph import CudaGraph
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
@@ -54,6 +55,7 @@ REGISTRY: tuple[Technique, ...] = (
     FusedOptimizer(),
     Compile(),
     TorchScript(),
+    CudaGraph(),
     InMemory(),
     Workers(),
     Transforms(),
@@ -62,20 +64,14 @@ REGISTRY: tuple[Technique, ...] = (
     Allocator(),
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
-optimizer, compile or TorchScript, then the loader, because the rate that it must reach is the tuned step's; last the
-advice, about what is left.
+optimizer, compile or TorchScript, the graph of it all, then the loader, because the rate that it must reach is the
+tuned step's; last the advice, about what is left.
 
 Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
 cores they leave."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
-    (
-        None,
-        "cuda_graph",
-        "whole-step CUDA graph",
-        "replays a step as one launch, where launching is what takes the time",
-    ),
     (None, "oom_recovery", "out-of-memory recovery", "repeats a step that ran out of memory in smaller parts"),
     (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )

@@ -24,12 +24,16 @@ class Switch(ABC):
         value: what ``techniques={name: value}`` would force it with; a plan stores this.
         watches: whether it wants to see the batches that are trained on.
         why_off: why the change has stopped working while it was on; empty while it does.
+        settling: steps of each batch that it takes to work again after training state was put back.
+        hides_memory: whether steps take memory that is not allocated step by step, so that it cannot be measured.
     """
 
     label: str
     value: Any
     watches: ClassVar[bool] = False
     why_off: str = ""
+    settling: ClassVar[int] = 0
+    hides_memory: ClassVar[bool] = False
     _is_on = False
 
     def enable(self) -> None:
@@ -52,6 +56,9 @@ class Switch(ABC):
 
     def freeze(self) -> None:
         """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
+
+    def release(self) -> None:
+        """Called when it is not going to be turned on again soon: free what is only kept for that."""
 
     def saw(self, batch: Any) -> None:
         """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""

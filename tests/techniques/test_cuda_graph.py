@@ -1,0 +1,816 @@
+"""The whole step as a graph: what is replayed, what is not, and that no number tells which way a step went."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import flatout
+from flatout.measure.state import State
+from flatout.techniques import REGISTRY, Measured, NotApplicable, NothingBetter
+from flatout.techniques.cuda_graph import (
+    MOST_CHANGES,
+    MOST_GRAPHS,
+    PAYS_AFTER,
+    WARM_UP,
+    CudaGraph,
+    GraphSwitch,
+    sign,
+    why_not_captured,
+)
+from tests.helpers import bits, snapshot, trained_state
+
+TRIED = {t.name: False for t in REGISTRY if isinstance(t, Measured)} | {"fused_optimizer": True}
+del TRIED["cuda_graph"]
+FUSED = TRIED | {"cuda_graph": False}
+CPU = torch.device("cpu")
+
+
+class Rerun:
+    """Records a step by its function: a recording changes nothing, and a replay writes into the same tensors."""
+
+    def __init__(self, job):
+        self.job = job
+        self.recorded = self.replayed = self.given_back = 0
+        self.error = None
+
+    def aside(self, work):
+        return work()
+
+    strictly = aside
+
+    def record(self, work):
+        scaler = self.job.scaler
+        scales = [] if scaler is None else [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
+        optimizer = self.job.optimizer
+        known = set(optimizer.state)
+        state = State.capture(self.job.modules, optimizer)
+        result = work()
+        begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
+        state.restore()
+        optimizer.state.update(begun)  # what the host has begun stays, without its numbers
+        if self.error is not None:
+            raise self.error
+        for scale, value in scales:
+            scale.copy_(value)
+        written = pytree.tree_leaves(result)
+        self.recorded += 1
+
+        def replay():
+            if self.error is not None:
+                raise self.error
+            self.replayed += 1
+            with torch.enable_grad():
+                again = pytree.tree_leaves(work())
+            for to, value in zip(written, again, strict=True):
+                assert (to is None) == (value is None)
+                if to is not None:
+                    to.copy_(value)
+
+        return replay, result
+
+    def wait(self):
+        pass
+
+    def give_back(self):
+        self.given_back += 1
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def batches_of(*sizes):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(n, 8, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+
+
+def adamw(model):
+    groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "tensor lr": lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1)),
+}
+
+
+class Pair:
+    """The same training twice: eagerly, and with a graph where one serves."""
+
+    def __init__(self, optimizer=adamw, schedule=None, changes=FUSED, **settings):
+        self.runs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Net()
+            opt = optimizer(model)
+            scheduler = None if schedule is None else schedule(opt)
+            self.runs.append(
+                flatout.optimize(
+                    model,
+                    batches_of(16, 16),
+                    opt,
+                    functional.cross_entropy,
+                    scheduler=scheduler,
+                    techniques=changes,
+                    budget=0,
+                    **settings,
+                )
+            )
+        job = self.runs[1]._job
+        self.recorder = Rerun(job)
+        self.switch = GraphSwitch(job, self.recorder)
+        self.switch.enable()
+        self.switch.freeze()
+        self.whole = self.switch.whole_step
+        self._random = [torch.get_rng_state()] * 2
+        self.losses = []
+
+    def each(self, change):
+        for run in self.runs:
+            change(run)
+
+    def step(self, batch):
+        """A step of both; everything that shows has the same bits afterwards."""
+        losses = []
+        for i, run in enumerate(self.runs):
+            torch.set_rng_state(self._random[i])
+            losses.append(run.step(batch))
+            self._random[i] = torch.get_rng_state()
+        assert bits(losses[0]) == bits(losses[1])
+        self.losses.append((losses[1], bits(losses[1])))
+        plain, graphed = (trained_state(run.model, run.optimizer) for run in self.runs)
+        assert plain["parameters"] == graphed["parameters"]
+        assert plain["buffers"] == graphed["buffers"]
+        assert plain["grads"] == graphed["grads"]
+        assert plain["groups"] == graphed["groups"]
+        assert plain["optimizer"] == graphed["optimizer"]
+        assert bits(self._random[0]) == bits(self._random[1])
+
+    def train(self, *sizes):
+        for batch in batches_of(*sizes):
+            self.step(batch)
+
+    def warmed(self):
+        self.train(*[16] * (WARM_UP + 2))
+        assert self.whole.replays == 2
+        return self
+
+
+SCHEDULES = {
+    "none": None,
+    "exponential": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 7),
+}
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_replayed_training_is_the_eager_one_to_the_bit(optimizer, schedule, max_grad_norm):
+    pair = Pair(OPTIMIZERS[optimizer], SCHEDULES[schedule], max_grad_norm=max_grad_norm)
+    epoch = [16] * 5 + [7]
+    for _ in range(4):
+        pair.train(*epoch)
+    assert pair.recorder.recorded == 2
+    assert pair.whole.eager_steps == 2 * WARM_UP
+    assert pair.whole.replays == pair.recorder.replayed == 24 - 2 * WARM_UP
+    assert all(bits(loss) == then for loss, then in pair.losses)
+
+
+def test_the_graph_follows_warm_up_and_comes_with_its_replay():
+    pair = Pair()
+    for seen in range(1, WARM_UP + 3):
+        pair.train(16)
+        assert pair.recorder.recorded == int(seen > WARM_UP)
+        assert pair.whole.replays == max(0, seen - WARM_UP)
+
+
+def test_rates_that_lie_on_the_device_are_written_when_they_change_and_groups_get_theirs_back():
+    pair = Pair(schedule=SCHEDULES["exponential"]).warmed()
+    rates = pair.whole._baked.rates
+    own = [group["lr"] for group in pair.runs[1].optimizer.param_groups]
+    assert all(isinstance(lr, float) for lr in own)
+    pair.train(16)
+    written = [float(slot) for slot in rates._slots]
+    assert written == own  # the schedule has moved on since
+    versions = [slot._version for slot in rates._slots]
+    for run in pair.runs:
+        run._scheduler = None
+    pair.train(16)
+    pair.train(16)
+    assert [slot._version for slot in rates._slots] == [v + 2 for v in versions]  # views count together
+
+
+def test_more_signatures_than_graphs_run_eagerly():
+    pair = Pair()
+    for _ in range(WARM_UP + 2):
+        pair.train(*range(8, 8 + MOST_GRAPHS + 3))
+    assert pair.recorder.recorded == MOST_GRAPHS
+    assert pair.whole.replays == 2 * MOST_GRAPHS
+
+
+def test_gradients_that_somebody_holds_are_not_written_by_eager_steps():
+    pair = Pair().warmed()
+    held = [p.grad for p in pair.runs[1].model.parameters()]
+    before = [bits(grad) for grad in held]
+    pair.train(7)
+    assert [bits(grad) for grad in held] == before
+    pair.train(16)
+    assert all(p.grad is grad for p, grad in zip(pair.runs[1].model.parameters(), held, strict=True))
+    for p in pair.runs[1].model.parameters():
+        p.grad = None
+    pair.train(16)
+    assert all(p.grad is grad for p, grad in zip(pair.runs[1].model.parameters(), held, strict=True))
+
+
+def test_gradients_that_no_update_uses_up_go_on_growing():
+    pair = Pair(lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1))
+    pair.train(*[16] * (WARM_UP + 4))
+    assert pair.whole.replays == 4
+
+
+def assigned(run):
+    run.model.load_state_dict({k: v.clone() for k, v in run.model.state_dict().items()}, assign=True)
+    run.optimizer.param_groups[0]["params"][:] = run.model.body.parameters()
+    run.optimizer.param_groups[1]["params"][:] = run.model.head.parameters()
+    run.optimizer.state.clear()
+
+
+def moved(run):
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.data = p.data.clone()
+
+
+def moved_state(run):
+    for entry in run.optimizer.state.values():
+        entry["exp_avg"].data = entry["exp_avg"].data.clone()
+
+
+def frozen(run):
+    run.model.head.bias.requires_grad_(False)
+
+
+def replaced(run):
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        run.model.body[0] = nn.Linear(8, 16)
+    run.optimizer.param_groups[0]["params"][:] = run.model.body.parameters()
+    run.optimizer.state.clear()
+
+
+def other_norm(run):
+    run._job.max_grad_norm = 0.01
+
+
+def other_dropout(run):
+    run.model.body[3] = nn.Dropout(0.9)
+
+
+CHANGES = {
+    "load_state_dict(assign=True)": assigned,
+    "parameters moved": moved,
+    "optimizer state moved": moved_state,
+    "optimizer loaded": lambda run: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())),
+    "optimizer state cleared": lambda run: run.optimizer.state.clear(),
+    "buffer replaced": lambda run: setattr(run.model.body[1], "running_mean", torch.ones(16)),
+    "module replaced": replaced,
+    "eval": lambda run: run.model.eval(),
+    "a part in eval": lambda run: run.model.body[1].eval(),
+    "frozen": frozen,
+    "weight decay": lambda run: run.optimizer.param_groups[1].update(weight_decay=0.7),
+    "betas": lambda run: run.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "clipping": other_norm,
+    "dropout": other_dropout,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_graph_has_as_constants_is_seen_to_change(change):
+    pair = Pair().warmed()
+    pair.each(CHANGES[change])
+    pair.train(16)
+    assert pair.whole.replays == 2
+    pair.train(16, 16, 16)
+    assert pair.recorder.recorded == 2
+    assert pair.whole.replays == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run.model.load_state_dict({k: v + 1 for k, v in run.model.state_dict().items()}),
+        lambda run: [p.detach().mul_(0.5) for p in run.model.parameters()],
+        lambda run: [group.update(lr=0.7) for group in run.optimizer.param_groups],
+        lambda run: [state["exp_avg"].zero_() for state in run.optimizer.state.values()],
+    ],
+    ids=["loaded in place", "written", "another rate", "state written"],
+)
+def test_what_a_graph_reads_may_change_under_it(change):
+    pair = Pair().warmed()
+    pair.each(change)
+    pair.train(16, 16)
+    assert pair.recorder.recorded == 1
+    assert pair.whole.replays == 4
+
+
+def module_hook(run, calls):
+    return run.model.body[0].register_forward_hook(lambda *_: calls.append("module"))
+
+
+def gradient_hook(run, calls):
+    return run.model.head.weight.register_hook(lambda grad: calls.append("gradient"))
+
+
+def accumulated_hook(run, calls):
+    return run.model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+
+
+def optimizer_hook(run, calls):
+    return run.optimizer.register_step_post_hook(lambda *_: calls.append("optimizer"))
+
+
+@pytest.mark.parametrize("hook", [module_hook, gradient_hook, accumulated_hook, optimizer_hook])
+def test_whoever_listens_is_told_of_every_step(hook):
+    pair = Pair().warmed()
+    calls = []
+    handle = hook(pair.runs[1], calls)
+    pair.train(16, 16, 16)
+    assert len(calls) == 3
+    assert pair.whole.replays == 2
+    handle.remove()
+    pair.train(16, 16, 16)
+    assert len(calls) == 3
+    assert pair.whole.replays > 2
+
+
+def test_evaluation_between_steps_changes_nothing():
+    pair = Pair().warmed()
+    pair.each(lambda run: run.evaluate(batches_of(16, 16)))
+    pair.train(16)
+    assert pair.whole.replays == 3
+    assert pair.recorder.recorded == 1
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_that_is_put_back_is_trained_from(stepped):
+    pair = Pair()
+    if stepped:
+        pair.train(16)
+    states = [State.capture([run.model], run.optimizer) for run in pair.runs]
+    random = list(pair._random)
+    for again in range(3):
+        pair.train(*[16] * (WARM_UP + 3))
+        for state in states:
+            state.restore()
+        pair._random = list(random)
+        assert pair.recorder.recorded == (1 if stepped else again + 1)
+    assert not stepped or pair.whole.eager_steps == WARM_UP
+
+
+def test_master_weights_follow_what_is_written_into_parameters():
+    def bf16(model):
+        model.bfloat16()
+        return flatout.optim.AdamW(model.parameters(), lr=1e-2, master_weights="float32")
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+    torch.manual_seed(0)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Net(dropout=0.0)
+        opt = bf16(model)
+        runs.append(
+            flatout.optimize(
+                model, batches_of(16), opt, compute_loss=loss, techniques=FUSED | {"fused_optimizer": False}, budget=0
+            )
+        )
+    switch = GraphSwitch(runs[1]._job, Rerun(runs[1]._job))
+    switch.enable()
+    switch.freeze()
+    for i in range(WARM_UP + 9):
+        batch = batches_of(16)[0]
+        assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
+        if i == WARM_UP + 4:
+            with torch.no_grad():
+                for run in runs:
+                    run.model.head.weight.fill_(0.25)
+        plain, graphed = (trained_state(run.model, run.optimizer) for run in runs)
+        assert plain["optimizer"] == graphed["optimizer"]
+        assert plain["parameters"] == graphed["parameters"]
+    assert switch.whole_step.eager_steps == WARM_UP + 1
+    assert switch.whole_step.replays == 8
+
+
+def test_a_replay_shows_in_the_version_of_what_it_writes():
+    pair = Pair().warmed()
+    weight = pair.runs[1].model.head.weight
+    version = weight._version
+    loss = weight.square().sum()
+    pair.train(16)
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_fp16_scaling_goes_on_and_says_what_it_skipped():
+    pair = Pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), changes=FUSED | {"precision": "fp16"})
+    huge = [(x * 3e4, y) for x, y in batches_of(16)]
+    skipped = []
+    for batch in (*batches_of(*[16] * (WARM_UP + 2)), *huge, *batches_of(7, 16), *huge):
+        pair.step(batch)
+        scales = [float(run.scaler.get_scale()) for run in pair.runs]
+        assert scales[0] == scales[1]
+        told = [bool(run.scaler.last_step_skipped) for run in pair.runs]
+        assert told[0] == told[1]
+        skipped.append(told[1])
+    assert pair.whole.replays > 2
+    assert skipped[-1]
+    assert set(skipped) == {False, True}
+
+
+def test_no_graph_is_used_under_modes_of_the_callers():
+    pair = Pair().warmed()
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.train(16)
+    assert pair.whole.replays == 2
+    pair.train(16)
+    assert pair.whole.replays == 3
+    with pytest.raises(RuntimeError), torch.no_grad():
+        pair.runs[1].step(batches_of(16)[0])
+
+
+def test_numbers_that_change_with_every_step_end_it_with_one_warning():
+    pair = Pair()
+
+    def cycle():
+        for i in range(WARM_UP + MOST_CHANGES + 3):
+            pair.each(lambda run, i=i: run.optimizer.param_groups[0].update(betas=(0.9 - 0.01 * i, 0.99)))
+            pair.train(16)
+
+    with pytest.warns(RuntimeWarning, match=r"graphs are off .* param_groups change again and again") as said:
+        cycle()
+    assert len(said) == 1
+    assert pair.recorder.recorded == 0
+    assert "again and again" in pair.switch.why_off
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_change_seldom_are_met_by_a_new_graph():
+    pair = Pair(lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.5))
+    for i in range(MOST_CHANGES + 1):
+        pair.each(lambda run, i=i: run.optimizer.param_groups[0].update(momentum=0.5 + 0.01 * i))
+        for batch in batches_of(16) * (PAYS_AFTER + WARM_UP):
+            for run in pair.runs:
+                run.step(batch)
+    assert pair.recorder.recorded == MOST_CHANGES + 1
+    assert not pair.switch.why_off
+
+
+@pytest.mark.parametrize("when", ["capture", "replay"])
+def test_an_error_in_training_falls_back_once_and_changes_nothing(when):
+    pair = Pair(changes=FUSED, max_grad_norm=0.5)
+    pair.train(*[16] * WARM_UP)
+    if when == "replay":
+        pair.train(16)
+    pair.recorder.error = RuntimeError("the device is unwell\nand a long trace")
+    with pytest.warns(RuntimeWarning, match="off from here on: RuntimeError: the device is unwell$") as said:
+        pair.train(16, 16)
+    assert len(said) == 1
+    pair.recorder.error = None
+    pair.train(16, 16)
+    assert pair.whole.replays == (1 if when == "replay" else 0)
+    assert "unwell" in pair.switch.why_off
+
+
+def test_a_mistake_of_the_users_own_stays_theirs():
+    pair = Pair().warmed()
+    bad = (torch.randn(16, 9), torch.zeros(16, dtype=torch.long))
+    for _ in range(WARM_UP + 2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            pair.runs[1].step(bad)
+    assert not pair.switch.why_off
+
+
+class Late(nn.Module):
+    """A parameter that has its first gradient while the step is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.late = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.first(x) + (self.late(x) if self.calls > WARM_UP + 1 else 0)  # and the check of the loss
+
+
+def test_state_that_a_capture_would_begin_is_refused_and_removed():
+    torch.manual_seed(0)
+    model = Late()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques=FUSED, budget=0)
+    model.calls = 1
+    switch = GraphSwitch(run._job, Rerun(run._job))
+    switch.enable()
+    switch.freeze()
+    for batch in batches_of(16) * WARM_UP:
+        run.step(batch)
+    assert model.late.weight not in opt.state
+    with pytest.warns(RuntimeWarning, match="state within a step"):
+        run.step(batches_of(16)[0])
+    assert float(opt.state[model.late.weight]["step"]) == 1
+
+
+def test_learning_warms_up_and_captures_at_once_and_raises_what_goes_wrong():
+    pair = Pair()
+    job = pair.runs[1]._job
+    recorder = Rerun(job)
+    switch = GraphSwitch(job, recorder)
+    pair.switch.disable()
+    switch.enable()
+    state = State.capture([job.model], job.optimizer)
+    job.step(batches_of(16)[0])
+    assert (recorder.recorded, switch.whole_step.eager_steps, switch.whole_step.replays) == (1, WARM_UP - 1, 1)
+    job.step(batches_of(7)[0])
+    assert recorder.recorded == 2
+    recorder.error = NothingBetter("no")
+    with pytest.raises(NothingBetter):
+        job.step(batches_of(5)[0])
+    assert not switch.why_off
+    assert job.pending == 0
+    state.restore()
+
+
+def test_released_graphs_leave_gradients_of_their_own_and_come_again():
+    pair = Pair().warmed()
+    run = pair.runs[1]
+    held = [p.grad for p in run.model.parameters()]
+    before = trained_state(run.model, run.optimizer)["grads"]
+    pair.switch.disable()
+    assert run._job.whole_step is None
+    pair.switch.release()
+    assert pair.recorder.given_back == 1
+    assert trained_state(run.model, run.optimizer)["grads"] == before
+    assert all(p.grad is not grad for p, grad in zip(run.model.parameters(), held, strict=True))
+    assert not pair.whole._graphs
+    pair.train(16)
+    assert pair.whole.eager_steps == WARM_UP
+    pair.switch.enable()
+    pair.train(16, 16)
+    assert pair.whole.replays == 3
+
+
+def test_the_switch_does_not_keep_the_model_alive():
+    pair = Pair().warmed()
+    switch, gone = pair.switch, weakref.ref(pair.runs[1].model)
+    del pair
+    gc.collect()
+    assert gone() is None
+    assert switch.whole_step is None
+    switch.disable()
+    switch.release()
+    switch.freeze()
+    assert switch.why_off == ""
+
+
+class Tokens(dict):
+    """A mapping of its own kind, as tokenizers make them."""
+
+
+def test_signatures_are_all_of_a_batch_but_its_numbers():
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+
+    def key(batch):
+        signed = sign(batch, CPU)
+        return None if signed is None else signed[0]
+
+    assert key((x, y)) == key((x + 1, y.clone()))
+    others = [[x, y], (x, y, 1), (x, y, 2), (x, y, True), {"x": x, "y": y}, Tokens(x=x, y=y), {"x": x}]
+    others += [(x.double(), y), (x.t().contiguous().t(), y), (x[:3], y), (x, (y,)), (x, y, None), (x, y, "a")]
+    keys = [key(batch) for batch in ((x, y), *others)]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    unsuited = [
+        (x.requires_grad_(), y),
+        (nn.Parameter(x), y),
+        (y, object()),
+        (y, torch.zeros(2, device="meta")),
+        (y, torch.zeros(2).to_sparse()),
+        ("no", 1.0),
+    ]
+    assert [key(batch) for batch in unsuited] == [None] * len(unsuited)
+
+
+@pytest.mark.parametrize("kind", [dict, Tokens])
+def test_mappings_and_nested_batches_are_replayed(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def forward(self, parts, scale, **rest):
+            return {"loss": (self.layer(parts[0]) - parts[1]).square().mean() * scale}
+
+    torch.manual_seed(0)
+    batches = [kind(parts=[torch.randn(4, 8), torch.randn(4, 1)], scale=0.5, name=None) for _ in range(8)]
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Model()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs.append(flatout.optimize(model, batches, opt, techniques=FUSED, budget=0))
+    switch = GraphSwitch(runs[1]._job, Rerun(runs[1]._job))
+    switch.enable()
+    switch.freeze()
+    for batch in batches:
+        assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
+    assert switch.whole_step.replays == 8 - WARM_UP
+    loss = runs[1].step(kind(parts=batches[0]["parts"], scale=2.0, name=None))
+    assert switch.whole_step.replays == 8 - WARM_UP
+    assert bits(loss) == bits(runs[0].step(kind(parts=batches[0]["parts"], scale=2.0, name=None)))
+
+
+def test_inputs_are_copies_that_no_batch_of_the_callers_is():
+    pair = Pair().warmed()
+    batch = batches_of(16)[0]
+    before = bits(batch[0])
+    pair.step(batch)
+    pair.step(batches_of(16, 16)[1])
+    assert bits(batch[0]) == before
+    (graph,) = pair.whole._graphs.values()
+    assert all(own is not given for own, given in zip(graph.inputs, batch, strict=True))
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """CudaGraph as on a GPU, with recordings that are made of functions."""
+    made = []
+
+    def candidates(self, job):
+        made.append(Rerun(job))
+        return [GraphSwitch(job, made[-1])]
+
+    def check(self, job):
+        reason = why_not_captured(job)
+        if reason:
+            raise NotApplicable(reason)
+
+    monkeypatch.setattr(CudaGraph, "candidates", candidates)
+    monkeypatch.setattr(CudaGraph, "check", check)
+    return made
+
+
+def row_of(run):
+    return next(row for row in run.report.rows if row.technique == "cuda_graph")
+
+
+@pytest.mark.usefixtures("short_trials")
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("error", [None, NothingBetter("a step waits for the device")])
+def test_a_trial_leaves_no_trace(on_the_cpu, monkeypatch, error, stepped):
+    torch.manual_seed(0)
+    model = Net()
+    opt = adamw(model)
+    batches = batches_of(16, 16, 7, 16)
+    if stepped:
+        functional.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+        opt.step()
+    record = Rerun.record
+
+    def recorded(self, work):
+        self.error = error
+        return record(self, work)
+
+    monkeypatch.setattr(Rerun, "record", recorded)
+    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=TRIED, budget=30)
+    row = row_of(run)
+    assert row.trials
+    assert row.status in (("kept", "rejected") if error is None else ("rejected",))
+    assert error is None or "waits for the device" in row.why
+    assert all(trial.candidate_bytes is None for trial in row.trials)
+    assert error is not None or row.trials[0].loss_difference == 0
+    assert error is not None or on_the_cpu[0].recorded >= 2
+    after = trained_state(model, opt)
+    steps = {name: state.pop("step") for name, state in after["optimizer"].items()}
+    assert {name: state.pop("step") for name, state in before["optimizer"].items()} == steps
+    assert after == before
+    run.undo()
+    assert run._job.whole_step is None
+    assert snapshot(model, opt) == everything
+
+
+def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(on_the_cpu):
+    model = Net()
+    opt = adamw(model)
+    changes = {name: value for name, value in FUSED.items() if name != "fused_optimizer"} | {"cuda_graph": True}
+    before = snapshot(model, opt)
+    run = flatout.optimize(model, batches_of(16, 16), opt, functional.cross_entropy, techniques=changes, budget=0)
+    assert row_of(run).status == "kept"
+    assert trained_state(model, opt)["parameters"] == before["parameters"]
+    whole = run._job.whole_step
+    assert not whole.learning
+    for batch in batches_of(16, 16) * 2:
+        run.step(batch)
+    assert whole.replays > 2
+    run.undo()
+    assert not whole._graphs
+    assert type(opt) is torch.optim.AdamW
+    assert flatout.Plan is not None
+    again = flatout.optimize(model, batches_of(16, 16), opt, functional.cross_entropy, plan=run.plan)
+    assert row_of(again).status == "kept"
+    with pytest.raises(ValueError, match="must be True or False"):
+        flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques={"cuda_graph": 2})
+
+
+def job_of(model=None, optimizer=None, **settings):
+    model = model or Net()
+    run = flatout.optimize(
+        model,
+        batches_of(16, 16),
+        (optimizer or adamw)(model),
+        functional.cross_entropy,
+        techniques=FUSED,
+        budget=0,
+        **settings,
+    )
+    return run._job
+
+
+def listened(model):
+    model.body[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def scripted(model):
+    model.head = torch.jit.script(model.head)
+    return model
+
+
+def one_cycle(model):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
+    return opt
+
+
+def patched(model):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = opt.step
+    opt.step = lambda: step()
+    return opt
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: job_of(accumulate=2), "accumulate > 1"),
+        (lambda: job_of(listened(Net())), "hooks, and a replay runs no Python"),
+        (lambda: job_of(scripted(Net())), "ScriptModule"),
+        (lambda: job_of(optimizer=one_cycle), "changes momentum"),
+        (lambda: job_of(optimizer=patched), "not flatout's fused one"),
+        (lambda: job_of(optimizer=lambda m: torch.optim.RMSprop(m.parameters())), "not flatout's fused one"),
+    ],
+)
+def test_what_cannot_be_captured_is_told_in_a_sentence(make, said):
+    assert said in why_not_captured(make())
+
+
+def test_only_what_can_be_captured_is_tried():
+    job = job_of()
+    assert why_not_captured(job) == ""
+    with pytest.raises(NotApplicable, match="no CUDA device"):
+        CudaGraph().check(job)
+    job.batches = batches_of(3, 4, 5)
+    assert "no two batches" in why_not_captured(job)
+    job.batches = [(torch.randn(4, 8), object())]
+    assert "more than tensors" in why_not_captured(job)
+    job.optimizer.register_step_post_hook(lambda *_: None)
+    assert "hooks or a step of its own" in why_not_captured(job)
+    job.optimizer = None
+    assert "no optimizer" in why_not_captured(job)
+
+
+def test_copies_of_the_model_are_plain_ones():
+    pair = Pair().warmed()
+    copied = copy.deepcopy(pair.runs[1].model)
+    assert list(copied.state_dict()) == list(Net().state_dict())
