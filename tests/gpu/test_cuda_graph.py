@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -298,8 +299,6 @@ def test_what_is_loaded_in_the_middle_is_trained_from() -> None:
 
 
 def _stored(value: Any) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -242,6 +242,9 @@ def test_gradients_that_no_update_uses_up_go_on_growing():
     pair = Pair(lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1))
     pair.train(*[16] * (WARM_UP + 4))
     assert pair.whole.replays == 4
+    pair.each(lambda run: run.model.zero_grad())
+    pair.train(16, 16, 16)
+    assert pair.whole.replays == 6
 
 
 def assigned(run):

@@ -76,8 +76,7 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 class CudaRecorder:
     """Records CUDA graphs, on a side stream that all of a device share.
 
-    Warm-up and capture run on one and the same stream: the autograd nodes that accumulate gradients then belong to it,
-    and so do cuBLAS's workspaces, which would else be allocated within a capture and outlive it.
+    Warm-up and capture run on one and the same stream: the autograd nodes that accumulate gradients then belong to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -126,6 +125,9 @@ class CudaRecorder:
         graph, side = torch.cuda.CUDAGraph(), self._stream()
         collecting = gc.isenabled()
         gc.disable()  # a finalizer that frees pinned memory, say, would break the capture
+        # A graph gets workspaces of its own, in its own memory, and they are forgotten with it: torch keeps them per
+        # stream, frees them when somebody clears them, and would hand a graph's to others.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             # "thread_local": what a loader's threads do meanwhile is allowed. The outer stream context restores the
             # stream when torch's own exit fails half way.
@@ -139,12 +141,14 @@ class CudaRecorder:
                     failures.append(error)
                     raise
         except BaseException as error:
-            graph.reset()
+            with contextlib.suppress(RuntimeError):
+                graph.reset()
             self._mend()
             if fresh:
                 self._pool = None
             raise (failures[0] if failures else error) from None
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             if collecting:
                 gc.enable()
         return graph.replay, results[0]
@@ -419,6 +423,9 @@ class _Baked:
         leaves = (*(t for t in self._members if isinstance(t, nn.Parameter)), *stepped)
         self._leaves = list({id(p): p for p in leaves}.values())
         self.trained = [p for p in self._leaves if p.requires_grad]
+        begun = set(map(id, stepped))
+        self._growing = [p for p in self.trained if id(p) not in begun]  # steps add to the gradients that they have
+        self._grown = list(map(_grad, self._growing))
         self._stepped = [p for p in stepped if p.grad is not None]
         self._copies = [entry["copy"] for entry in optimizer.state.values() if "copy" in entry]
         self._masters = [p for p, entry in optimizer.state.items() if "master" in entry]
@@ -437,6 +444,7 @@ class _Baked:
             ("places of tensors in memory", lambda _: list(map(Tensor.data_ptr, self._tensors))),
             ("modes (train or eval)", lambda _: list(map(_training, self._modules))),
             ("parameters that require gradients", lambda _: list(map(_requires_grad, self._leaves))),
+            ("gradients that no update uses up", self._has_other_gradients),
             ("hooks", self._is_hooked),
             (self.NUMBERS, _numbers),
             ("settings of the step", _settings),
@@ -476,6 +484,9 @@ class _Baked:
     def _has_others(self, job: Job) -> bool:
         now = self._now(job)
         return len(now) != len(self._members) or not all(map(is_, now, self._members))
+
+    def _has_other_gradients(self, job: Job) -> bool:
+        return not all(map(is_, map(_grad, self._growing), self._grown))
 
     def _is_hooked(self, job: Job) -> bool:
         assert job.optimizer is not None
