@@ -50,14 +50,16 @@ class Rerun:
         optimizer = self.job.optimizer
         known = set(optimizer.state)
         state = State.capture(self.job.modules, optimizer)
-        result = work()
-        begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
-        state.restore()
-        optimizer.state.update(begun)  # what the host has begun stays, without its numbers
+        try:
+            result = work()
+        finally:
+            begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
+            state.restore()
+            optimizer.state.update(begun)  # what the host has begun stays, without its numbers
+            for scale, value in scales:
+                scale.copy_(value)
         if self.error is not None:
             raise self.error
-        for scale, value in scales:
-            scale.copy_(value)
         written = pytree.tree_leaves(result)
         self.recorded += 1
 
@@ -65,14 +67,26 @@ class Rerun:
             if self.error is not None:
                 raise self.error
             self.replayed += 1
-            with torch.enable_grad():
-                again = pytree.tree_leaves(work())
+            again = pytree.tree_leaves(self.unseen(work))
             for to, value in zip(written, again, strict=True):
                 assert (to is None) == (value is None)
                 if to is not None:
                     to.copy_(value)
 
         return replay, result
+
+    def unseen(self, work):
+        """Do the work as a device does it: what the host keeps of a step stays as it was."""
+        model, scaler = self.job.model, self.job.scaler
+        parameters = tuple(model.parameters())
+        grads, skipped = [p.grad for p in parameters], None if scaler is None else scaler.last_step_skipped
+        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(parameters):
+            result = work()
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        if scaler is not None:
+            scaler._last_step_skipped = skipped
+        return result
 
     def wait(self):
         pass
@@ -348,7 +362,18 @@ def optimizer_hook(run, calls):
     return run.optimizer.register_step_post_hook(lambda *_: calls.append("optimizer"))
 
 
-@pytest.mark.parametrize("hook", [module_hook, gradient_hook, accumulated_hook, optimizer_hook])
+class Patched:
+    """A step of the user's own around the optimizer's."""
+
+    def __init__(self, run, calls):
+        self.optimizer, step = run.optimizer, run.optimizer.step
+        run.optimizer.step = lambda: (calls.append("step"), step())
+
+    def remove(self):
+        del self.optimizer.step
+
+
+@pytest.mark.parametrize("hook", [module_hook, gradient_hook, accumulated_hook, optimizer_hook, Patched])
 def test_whoever_listens_is_told_of_every_step(hook):
     pair = Pair().warmed()
     calls = []
@@ -447,6 +472,21 @@ def test_fp16_scaling_goes_on_and_says_what_it_skipped():
     assert pair.whole.replays > 2
     assert skipped[-1]
     assert set(skipped) == {False, True}
+
+
+def test_a_capture_that_ends_between_the_update_and_the_scales_is_forgotten():
+    pair = Pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), changes=FUSED | {"precision": "fp16"})
+    pair.train(*[16] * WARM_UP)
+    scaler = pair.runs[1].scaler
+
+    def breaks():
+        del scaler.update
+        raise RuntimeError("in the middle")
+
+    scaler.update = breaks
+    with pytest.warns(RuntimeWarning, match="in the middle"):
+        pair.train(16, 16)
+    assert pair.whole.replays == 0
 
 
 def test_no_graph_is_used_under_modes_of_the_callers():
