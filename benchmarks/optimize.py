@@ -11,44 +11,25 @@ best of the others on each job, 1.05 in the geometric mean, and twice the naive 
 from __future__ import annotations
 
 import itertools
-import random
 import statistics
-import time
-from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
-from support.loops import DEVICE, Flags, accelerated, closing, expert, fabric, made, naive, tuned
+from support.loops import Flags, accelerated, expert, fabric, made, naive, tuned
 from support.training_jobs import JOBS, Job
+from support.turns import Lane, closing, fastest, ratio, take_turns
 from torch import nn
 
 ROUNDS = 12
 TURN = 1.0
-SCREEN = 1.0
-"""Seconds that each of an expert's choices is tried for, twice."""
+SCREEN_ROUNDS = 3
+"""Turns that each of an expert's choices is given."""
 
+BUDGET = 90.0
+"""Seconds that flatout may take to tune."""
 
-def rate(lane: Iterator[int], seconds: float) -> float:
-    """Samples per second over a turn."""
-    begun, samples = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        samples += next(lane)
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return samples / (time.perf_counter() - begun)
-
-
-def take_turns(lanes: dict[str, Iterator[int]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Samples per second of each, round by round; a few steps come before."""
-    rates: dict[str, list[float]] = {name: [] for name in lanes}
-    order = random.Random(0)
-    for lane in lanes.values():
-        for _ in range(3):
-            next(lane)
-    for _ in range(rounds):
-        for name in order.sample(list(lanes), len(lanes)):
-            rates[name].append(rate(lanes[name], seconds))
-    return rates
+torch._dynamo.config.recompile_limit = 64  # the lanes of a job share the code of its model; none is to run uncompiled
 
 
 def screened(job: Job) -> Flags:
@@ -56,18 +37,17 @@ def screened(job: Job) -> Flags:
     has_convolutions = any(isinstance(module, nn.Conv2d) for module in made(job).modules())
     grid = itertools.product((False, True), (False, True), (False, True) if has_convolutions else (False,))
     flags = {str(each): each for each in itertools.starmap(Flags, grid)}
-    lanes = {name: expert(job, each) for name, each in flags.items()}
-    with closing(lanes):
-        rates = take_turns(lanes, 2, SCREEN)
-    return flags[max(rates, key=lambda name: max(rates[name]))]
+    return flags[_fastest([Lane(name, expert(job, each)) for name, each in flags.items()])]
 
 
 def better_workers(job: Job, flags: Flags) -> int:
     """0 or 2, for the libraries' loaders."""
-    lanes = {str(n): fabric(job, flags, n) for n in (0, 2)}
+    return int(_fastest([Lane(str(n), fabric(job, flags, n)) for n in (0, 2)]))
+
+
+def _fastest(lanes: list[Lane]) -> str:
     with closing(lanes):
-        rates = take_turns(lanes, 2, SCREEN)
-    return int(max(rates, key=lambda name: max(rates[name])))
+        return fastest(take_turns(lanes, SCREEN_ROUNDS, TURN))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -75,30 +55,29 @@ def test_job(name: str, benchmark) -> None:
     """Times flatout's loop; the others take turns with it and are in ``extra_info``."""
     job = JOBS[name]()
     flags = screened(job)
-    lanes = {"naive": naive(job), f"expert ({flags})": expert(job, flags)}
-    try:
-        workers = better_workers(job, flags)
-        lanes["Lightning Fabric"] = fabric(job, flags, workers)
-    except ImportError:
-        workers = 0
-    try:
-        import accelerate  # noqa: F401
-
-        lanes["accelerate"] = accelerated(job, flags, workers)
-    except ImportError:
-        pass
-    run, lanes["flatout"] = tuned(job)
+    lanes = [Lane("naive", naive(job)), Lane(f"expert ({flags})", expert(job, flags))]
+    workers = better_workers(job, flags) if find_spec("lightning") else 0
+    if find_spec("lightning"):
+        lanes.append(Lane("Lightning Fabric", fabric(job, flags, workers)))
+    if find_spec("accelerate"):
+        lanes.append(Lane("accelerate", accelerated(job, flags, workers)))
     with closing(lanes):
+        run, steps = tuned(job, budget=BUDGET)
+        ours = Lane("flatout", steps)
+        lanes.append(ours)
         rates = take_turns(lanes, ROUNDS, TURN)
-        benchmark.pedantic(lambda: rate(lanes["flatout"], TURN), rounds=1)
-    ours = rates.pop("flatout")
+        benchmark.pedantic(lambda: ours.turn(TURN), rounds=1)
+    speed = {lane: statistics.median(each) for lane, each in rates.items()}
     kept = ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)
     tuning = run.report.summary.tuning_seconds
-    print(f"\n{job.name}: flatout {statistics.median(ours):,.0f} samples/s, tuned in {tuning:.0f} s: {kept}")
-    benchmark.extra_info |= {"flatout": statistics.median(ours), "kept": kept, "tuning seconds": round(tuning, 1)}
-    for other, theirs in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        print(f"  {ratio:6.2f}x {other:40} {statistics.median(theirs):12,.0f} samples/s")
-        benchmark.extra_info[other] = {"samples/s": statistics.median(theirs), "ratio": round(ratio, 3)}
-    best = max(rates, key=lambda other: statistics.median(rates[other]))
-    benchmark.extra_info["best other"] = best
+    print(f"\n{job.name}: flatout {speed['flatout']:,.0f} samples/s, tuned in {tuning:.0f} s: {kept}")
+    ratios = {other: ratio(rates, "flatout", other) for other in rates if other != "flatout"}
+    for other, times in ratios.items():
+        print(f"  {times:6.2f}x {other:40} {speed[other]:12,.0f} samples/s")
+    benchmark.extra_info |= {
+        "kept": kept,
+        "tuning seconds": round(tuning, 1),
+        "samples/s": {lane: round(each, 1) for lane, each in speed.items()},
+        "times as fast as": {other: round(times, 3) for other, times in ratios.items()},
+        "best other": min(ratios, key=lambda other: ratios[other]),
+    }

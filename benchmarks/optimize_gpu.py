@@ -24,7 +24,7 @@ import pytest
 import torch
 from support.gpu_jobs import SIZE, GpuJob, case_study, gpt2, resnet50, seed_mlp, wide_gpt
 from support.gpu_results import Goal, keep, say
-from support.loops import DEVICE, LONG, size_of
+from support.loops import DEVICE, LONG, size_of, steps_of
 from support.turns import Alone, Lane, alone, take_turns
 
 import flatout
@@ -100,13 +100,6 @@ def tuned(job: GpuJob, techniques: dict[str, Any] | None = None, budget: float =
         expected_steps=LONG,
         budget=budget,
     )
-
-
-def steps_of(run: flatout.Run) -> Iterator[int]:
-    while True:
-        for batch in run.loader:
-            run.step(batch)
-            yield size_of(batch)
 
 
 # ---- figures -----------------------------------------------------------------------------------------------

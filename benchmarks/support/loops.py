@@ -5,7 +5,6 @@ Each is a generator that trains a step and yields its samples. All have the same
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ import flatout
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LONG = 100_000
 """Steps that a training worth optimizing takes: compilation may pay."""
-
-BUDGET = 90.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,9 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
     forward = torch.compile(model) if flags.compile else model
     columns = _columns(job)
     count = len(next(iter(columns.values())))
-    whole = count - count % job.batch_size
     while True:
         order = torch.randperm(count, device=DEVICE)
-        for start in range(0, whole, job.batch_size):
+        for start in range(0, count, job.batch_size):
             index = order[start : start + job.batch_size]
             drawn = {key: column.index_select(0, index) for key, column in columns.items()}
             batch = drawn if job.loss_fn is None else list(drawn.values())
@@ -89,7 +85,7 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            yield job.batch_size
+            yield len(index)
 
 
 def _columns(job: Job) -> dict[Any, Tensor]:
@@ -150,8 +146,13 @@ def _loader(job: Job, workers: int) -> DataLoader[Any]:
     )
 
 
-def tuned(job: Job) -> tuple[flatout.Run, Iterator[int]]:
-    """flatout, told no more than that the training is long."""
+def tuned(job: Job, **options: Any) -> tuple[flatout.Run, Iterator[int]]:
+    """flatout, told no more than that the training is long.
+
+    Args:
+        job: what is trained.
+        options: of ``flatout.optimize``.
+    """
     model = made(job)
     run = flatout.optimize(
         model,
@@ -159,23 +160,14 @@ def tuned(job: Job) -> tuple[flatout.Run, Iterator[int]]:
         job.optimizer(model.parameters(), lr=job.lr),
         job.loss_fn,
         expected_steps=LONG,
-        budget=BUDGET,
+        **options,
     )
-
-    def steps() -> Iterator[int]:
-        while True:
-            for batch in run.loader:
-                run.step(batch)
-                yield size_of(batch)
-
-    return run, steps()
+    return run, steps_of(run)
 
 
-@contextlib.contextmanager
-def closing(lanes: dict[str, Iterator[int]]) -> Iterator[None]:
-    """Ends the loops, and with them their workers."""
-    try:
-        yield
-    finally:
-        for lane in lanes.values():
-            lane.close()  # type: ignore[attr-defined]
+def steps_of(run: flatout.Run) -> Iterator[int]:
+    """As the README has people train."""
+    while True:
+        for batch in run.loader:
+            run.step(batch)
+            yield size_of(batch)

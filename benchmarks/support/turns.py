@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -69,14 +70,39 @@ class Lane:
         return samples, time.perf_counter() - begun
 
 
-def take_turns(lanes: Sequence[Lane], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Samples per second of each, round by round."""
-    rates: dict[str, list[float]] = {lane.name: [] for lane in lanes}
+Rates = dict[str, list[float]]
+
+
+def take_turns(lanes: Sequence[Lane], rounds: int, seconds: float) -> Rates:
+    """Samples per second of each, round by round, in an order drawn anew for each."""
+    rates: Rates = {lane.name: [] for lane in lanes}
     order = random.Random(0)
     for _ in range(rounds):
         for lane in order.sample(lanes, len(lanes)):
             rates[lane.name].append(lane.turn(seconds))
     return rates
+
+
+def fastest(rates: Rates) -> str:
+    """The lane with the highest median."""
+    return max(rates, key=lambda name: statistics.median(rates[name]))
+
+
+def ratio(rates: Rates, one: str, other: str) -> float:
+    """How many times as fast as ``other`` ``one`` is: the median over rounds, within each of which both ran."""
+    return statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
+
+
+@contextlib.contextmanager
+def closing(lanes: Sequence[Lane]) -> Iterator[None]:
+    """Ends the lanes, and leaves the process as it was."""
+    state = State.capture([])
+    try:
+        yield
+    finally:
+        for lane in lanes:
+            lane.close()
+        state.restore()
 
 
 @dataclass(frozen=True)
