@@ -163,6 +163,22 @@ def test_expanded_buffers_and_odd_optimizer_state_are_legal():
     assert optimizer.state["k"] == 3
 
 
+def test_sparse_gradients_and_moments_come_back():
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    optimizer.step()
+    gradient, moment = model.weight.grad, optimizer.state[model.weight]["momentum_buffer"]
+    before = [bits(t) for t in (model.weight, gradient, moment)]
+    state = State.capture([model], optimizer)
+    model(torch.tensor([0, 2])).square().sum().backward()
+    optimizer.step()
+    state.restore()
+    assert model.weight.grad is gradient
+    assert optimizer.state[model.weight]["momentum_buffer"] is moment
+    assert [bits(t) for t in (model.weight, gradient, moment)] == before
+
+
 def test_the_newer_precision_flags_are_no_obstacle():
     before = torch.backends.cuda.matmul.fp32_precision
     try:

@@ -22,10 +22,10 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._bits = _owned(tensor).clone()
+        self._bits = _owned(tensor).detach().clone()
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._grad_bits = None if self._grad is None else _owned(self._grad).clone()
+        self._grad_bits = None if self._grad is None else _owned(self._grad).detach().clone()
 
     def restore(self) -> Tensor:
         with torch.no_grad():
@@ -40,6 +40,8 @@ class _SavedTensor:
 
 def _owned(tensor: Tensor) -> Tensor:
     """The elements behind a tensor: an expanded dimension, whose entries are one and the same, shrinks to one."""
+    if tensor.layout is not torch.strided:
+        return tensor  # sparse gradients, and moments made of them: writing to a view of one does not reach it
     view = tensor.detach()
     for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if stride == 0 and size > 1:
