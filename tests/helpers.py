@@ -13,7 +13,8 @@ from flatout._backends import SDP_KERNELS
 
 def bits(tensor):
     """The raw bytes of a tensor, so that NaNs and signed zeros compare."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return dense.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def attention_flags():
