@@ -758,7 +758,7 @@ def check_steps(case: Case) -> None:
 
 TRIED = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 QUICKLY = settings(TRIED, max_examples=20)
-SLOWLY = settings(TRIED, max_examples=40)
+SLOWLY = settings(TRIED, max_examples=15)
 
 
 @TRIED
