@@ -21,7 +21,7 @@ from flatout.optim import update
 from flatout.techniques.autocast import autocast_dtype
 
 if TYPE_CHECKING:
-    from flatout.techniques.cuda_graph import WholeStep
+    from flatout.replay import WholeStep
 
 PhaseOf = Callable[[str], AbstractContextManager[Any]]
 """``with phase("forward"): ...``: tells whoever listens what the step is doing."""

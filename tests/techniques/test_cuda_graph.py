@@ -12,17 +12,10 @@ from torch.utils import _pytree as pytree
 
 import flatout
 from flatout.measure.state import State
+from flatout.replay import sign
+from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
 from flatout.techniques import REGISTRY, Measured, NotApplicable, NothingBetter
-from flatout.techniques.cuda_graph import (
-    MOST_CHANGES,
-    MOST_GRAPHS,
-    PAYS_AFTER,
-    WARM_UP,
-    CudaGraph,
-    GraphSwitch,
-    sign,
-    why_not_captured,
-)
+from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
 from tests.helpers import bits, snapshot, trained_state
 
 TRIED = {t.name: False for t in REGISTRY if isinstance(t, Measured)} | {"fused_optimizer": True}
@@ -216,7 +209,7 @@ def test_the_graph_follows_warm_up_and_comes_with_its_replay():
 
 def test_rates_that_lie_on_the_device_are_written_when_they_change_and_groups_get_theirs_back():
     pair = Pair(schedule=SCHEDULES["exponential"]).warmed()
-    rates = pair.whole._baked.rates
+    rates = pair.whole._constants.rates
     own = [group["lr"] for group in pair.runs[1].optimizer.param_groups]
     assert all(isinstance(lr, float) for lr in own)
     pair.train(16)

@@ -1,0 +1,240 @@
+"""What a recorded step has as constants, and whether that still holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from flatout.optim.base import is_patched
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+
+class Constants:
+    """What a graph has as constants: every address and every choice that the host made while it was captured.
+
+    Attributes:
+        trained: every parameter that may get a gradient.
+        rates: the learning rates, the one number that schedules change, in device memory.
+        hooked: whether somebody listens, whom a replay would not tell.
+    """
+
+    NUMBERS = "numbers in the optimizer's param_groups"
+
+    def __init__(self, job: Job) -> None:
+        optimizer = job.optimizer
+        assert optimizer is not None
+        self._modules = [m for root in job.modules for m in root.modules()]
+        self._slots: list[Any] = [s for m in self._modules for s in (m._parameters, m._buffers, m._modules)]
+        values = [list(group.values()) for group in optimizer.param_groups]
+        self._numbers = list(chain.from_iterable(values))  # held, so that ids stay theirs
+        self._members = self._now(job)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        self._tensors = list({id(t): t for t in self._members if _is_plain(t)}.values())
+        leaves = (*(t for t in self._members if isinstance(t, nn.Parameter)), *stepped)
+        self._leaves = list({id(p): p for p in leaves}.values())
+        self.trained = [p for p in self._leaves if p.requires_grad]
+        begun = set(map(id, stepped))
+        self._growing = [p for p in self.trained if id(p) not in begun]  # steps add to the gradients that they have
+        self._grown = list(map(_grad, self._growing))
+        self._stepped = [p for p in stepped if p.grad is not None]
+        self._copies = [entry["copy"] for entry in optimizer.state.values() if "copy" in entry]
+        self._masters = [p for p, entry in optimizer.state.items() if "master" in entry]
+        self._versions: list[int] = []
+        self._hooks: list[Any] = [
+            hooks
+            for m in self._modules
+            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        ]
+        self._hooks += _GLOBAL_HOOKS
+        self._hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        self.rates = Rates(optimizer, job.device)
+        self.hooked = self._is_hooked(job)
+        reads: tuple[tuple[str, Callable[[Job], Any]], ...] = (
+            ("parts of the model, parameters of the optimizer or its state", self._has_others),
+            ("places of tensors in memory", lambda _: list(map(Tensor.data_ptr, self._tensors))),
+            ("modes (train or eval)", lambda _: list(map(_training, self._modules))),
+            ("parameters that require gradients", lambda _: list(map(_requires_grad, self._leaves))),
+            ("gradients that no update uses up", self._has_other_gradients),
+            ("hooks", self._is_hooked),
+            (self.NUMBERS, _numbers),
+            ("settings of the step", _settings),
+        )
+        self._facts = [(what, read, read(job)) for what, read in reads]
+
+    def changed(self, job: Job) -> str:
+        """What is no longer as it was; empty when everything is."""
+        return next((what for what, read, then in self._facts if read(job) != then), "")
+
+    def written(self) -> bool:
+        """Whether somebody wrote a parameter that has a master weight, which only an eager step has follow."""
+        return bool(self._masters) and list(map(_version, self._masters)) != self._versions
+
+    def note_writes(self) -> None:
+        """All masters follow what has been written so far."""
+        self._versions = list(map(_version, self._masters))
+
+    def note_replay(self) -> None:
+        """A replay has written parameters and copies, which shows nowhere."""
+        torch.autograd.graph.increment_version(self._stepped + self._copies)
+        self.note_writes()
+
+    def show(self, grads: Sequence[Tensor | None]) -> None:
+        """Make these the gradients of ``trained``."""
+        if not all(map(is_, map(_grad, self.trained), grads)):
+            for p, grad in zip(self.trained, grads, strict=True):
+                p.grad = grad
+
+    def _now(self, job: Job) -> list[Any]:
+        """Every part of the model, every parameter of the optimizer, and everything in its state."""
+        assert job.optimizer is not None
+        of_groups = map(_params, job.optimizer.param_groups)
+        of_state = map(dict.values, job.optimizer.state.values())
+        return list(chain.from_iterable(chain(map(dict.values, self._slots), of_groups, of_state)))
+
+    def _has_others(self, job: Job) -> bool:
+        now = self._now(job)
+        return len(now) != len(self._members) or not all(map(is_, now, self._members))
+
+    def _has_other_gradients(self, job: Job) -> bool:
+        return not all(map(is_, map(_grad, self._growing), self._grown))
+
+    def _is_hooked(self, job: Job) -> bool:
+        assert job.optimizer is not None
+        return (
+            any(self._hooks)
+            or any(map(_tensor_hooks, self.trained))
+            or any(map(_accumulated_hooks, self.trained))
+            or is_patched(job.optimizer)
+            or "_swapped" in vars(job.optimizer)  # inside optimizer.ema.swap(), where steps are refused
+        )
+
+
+class Rates:
+    """Learning rates in device memory, where a captured update reads them.
+
+    They are written in stream order, as arguments of launches, and only when they have changed: no pinned buffer has
+    to outlive its copy. A rate that is on the device already stays where it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        groups = optimizer.param_groups
+        # float64, as a number in Python is: the update computes the same either way.
+        self._slots = list(torch.zeros(len(groups), dtype=torch.float64, device=device).unbind())
+        self._written: list[float | None] = [None] * len(groups)
+
+    def write(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the rates of the moment to the device."""
+        for i, group in enumerate(optimizer.param_groups):
+            rate = group["lr"]
+            if _is_on_device(rate):
+                continue
+            rate = float(rate)
+            if rate != self._written[i]:
+                self._slots[i].fill_(rate)
+                self._written[i] = rate
+
+    @contextlib.contextmanager
+    def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, the optimizer takes its rates from the device."""
+        groups = optimizer.param_groups
+        own = [group["lr"] for group in groups]
+        try:
+            for group, slot in zip(groups, self._slots, strict=True):
+                if not _is_on_device(group["lr"]):
+                    group["lr"] = slot
+            yield
+        finally:
+            for group, rate in zip(groups, own, strict=True):
+                group["lr"] = rate
+
+
+_params = itemgetter("params")
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+_grad = attrgetter("grad")
+_tensor_hooks = attrgetter("_backward_hooks")
+_accumulated_hooks = attrgetter("_post_accumulate_grad_hooks")
+
+_GLOBAL_HOOKS = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+    torch_optimizer._global_optimizer_pre_hooks,
+    torch_optimizer._global_optimizer_post_hooks,
+)
+
+
+def _numbers(job: Job) -> list[Any]:
+    """Every option of every group; of the learning rate, which is no constant, only whether it is on the device."""
+    assert job.optimizer is not None
+    return [
+        (name, id(value)) if isinstance(value, Tensor) and (name != "lr" or _is_on_device(value)) else (name, value)
+        for group in job.optimizer.param_groups
+        for name, value in group.items()
+        if name != "params" and (name != "lr" or _is_on_device(value))
+    ]
+
+
+def _settings(job: Job) -> list[Any]:
+    scaler = job.scaler
+    scaling = None if scaler is None else (scaler, scaler.is_enabled(), id(scaler._scale), _schedule_of(scaler))
+    return [type(job.model), job.model._compiled_call_impl, type(job.optimizer), job.max_grad_norm, scaling]
+
+
+def _schedule_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+class _Unsuited(Exception):
+    """Something in a batch that a graph cannot be fed with."""
+
+
+def sign(batch: Any, device: torch.device) -> tuple[Hashable, list[Tensor]] | None:
+    """What a graph has as constants of a batch, and the tensors that it is fed with, in ``map_tensors``'s order.
+
+    None where it cannot be fed: no tensors, tensors elsewhere, of subclasses or with gradients, objects of other kinds.
+    """
+    tensors: list[Tensor] = []
+    try:
+        key = _signed(batch, device.type, tensors)
+    except _Unsuited:
+        return None
+    return (key, tensors) if tensors else None
+
+
+_VALUES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
+def _signed(value: Any, device: str, tensors: list[Tensor]) -> Hashable:
+    kind = type(value)
+    if kind is Tensor:
+        if value.device.type != device or value.requires_grad or value.layout is not torch.strided:
+            raise _Unsuited
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, (tuple, list)):
+        return kind, tuple([_signed(part, device, tensors) for part in value])
+    if isinstance(value, Mapping):
+        return kind, tuple([(key, _signed(part, device, tensors)) for key, part in value.items()])
+    raise _Unsuited
