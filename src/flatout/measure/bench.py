@@ -40,6 +40,9 @@ STRETCH_SECONDS = 0.05
 TURN_SECONDS = 0.02
 """Length of the turns that ways of stepping take, where updates are shorter."""
 
+WARMED_UP_BELOW = 0.5
+"""Seconds of an update of which one comes before each turn, untimed."""
+
 
 @dataclass
 class Bench:
@@ -100,20 +103,21 @@ class Bench:
         for k in range(job.accumulate):
             job.step(job.batches[(i * job.accumulate + k) % len(job.batches)], *phase)
 
-    @property
-    def turn_updates(self) -> int:
-        """Updates of a turn."""
-        update_seconds = self.job.accumulate * self.pace.step_ms / 1e3
-        return max(1, round(TURN_SECONDS / update_seconds))
+    def turns(self) -> Callable[[int], float]:
+        """What takes turn ``i`` and returns the seconds of an update in it.
 
-    def turn(self, i: int, updates: int) -> float:
-        """Seconds of an update, over a turn of them.
-
-        Where they are short, one more comes first: turning a switch moves weights and clears what was prepared.
+        An update comes first: turning a switch moves weights, clears what was prepared, and leaves memory as another
+        way of stepping had it. Only where updates are so long that this hardly shows is that time saved.
         """
-        if updates > 1:
-            self.update(i)
-        return seconds(lambda: [self.update(i + k) for k in range(updates)], self.job.device) / updates
+        update_seconds = self.job.accumulate * self.pace.step_ms / 1e3
+        updates = max(1, round(TURN_SECONDS / update_seconds))
+
+        def turn(i: int) -> float:
+            if update_seconds < WARMED_UP_BELOW:
+                self.update(i)
+            return seconds(lambda: [self.update(i + k) for k in range(updates)], self.job.device) / updates
+
+        return turn
 
     @property
     def pace(self) -> Pace:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout._backends import AttentionKernels, Float32Precision
+from flatout._malloc import MallocSetting
 from flatout.data.generators import RandomState
 
 
@@ -140,6 +141,7 @@ class _BackendFlags:
         )
         self._fill_uninitialized = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         self._threads = torch.get_num_threads()
+        self._malloc = MallocSetting()
 
     def restore(self) -> None:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
@@ -150,6 +152,7 @@ class _BackendFlags:
         torch.utils.deterministic.fill_uninitialized_memory = self._fill_uninitialized  # type: ignore[attr-defined]
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+        self._malloc.restore()
 
 
 class State:

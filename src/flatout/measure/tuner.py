@@ -70,11 +70,7 @@ class Tuner:
     def price(self, switch: Switch, row: Row) -> Row:
         """The row of a rule with what its switch costs in speed; the switch stays on whatever that is."""
         bench, job = self._bench, self._bench.job
-
-        updates = bench.turn_updates
-
-        def new(i: int) -> float:
-            return bench.turn(i, updates)
+        new = bench.turns()
 
         def old(i: int) -> float:
             with off(switch):
@@ -163,17 +159,15 @@ class Tuner:
 
     def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
         job, bench = self._bench.job, self._bench
-        setup = self._warm_up(candidate)
+        took = self._warm_up(candidate)
+        setup = max(0.0, took - len(self._shapes()) * bench.pace.step_ms / 1e3)
         hopeless = self._is_hopeless(candidate)
         if hopeless is not None:
             return replace(hopeless, setup_seconds=setup)
         differences = self._verify(technique, candidate)
         by = {d.what: d.by for d in differences}
 
-        updates = bench.turn_updates
-
-        def old(i: int) -> float:
-            return bench.turn(i, updates)
+        old = bench.turns()
 
         def new(i: int) -> float:
             with on(candidate):
@@ -199,14 +193,17 @@ class Tuner:
         return trial
 
     def _warm_up(self, candidate: Switch) -> float:
-        """Run every batch shape once with the candidate; the seconds that took beyond ordinary steps."""
+        """Run a batch of every shape with the candidate; the seconds that took."""
         job = self._bench.job
         self._bench.rewind()
-        shapes = {tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.job.batches}
         with on(candidate):
-            took = seconds(lambda: [job.step(batch) for batch in shapes.values()], job.device)
+            took = seconds(lambda: [job.step(batch) for batch in self._shapes()], job.device)
             candidate.freeze()
-        return max(0.0, took - len(shapes) * self._bench.pace.step_ms / 1e3)
+        return took
+
+    def _shapes(self) -> list[Any]:
+        """A batch of every shape."""
+        return list({tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.job.batches}.values())
 
     def _is_hopeless(self, candidate: Switch) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""

@@ -24,6 +24,7 @@ from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
 from flatout.techniques.gc_pauses import GcPauses
 from flatout.techniques.in_memory import InMemory
+from flatout.techniques.malloc import Malloc
 from flatout.techniques.monitoring import Monitoring
 from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.pinned_memory import PinnedMemory
@@ -44,6 +45,7 @@ REGISTRY: tuple[Technique, ...] = (
     Profiler(),
     Monitoring(),
     GcPauses(),
+    Malloc(),
     PinnedMemory(),
     Prefetch(),
     Precision(),
