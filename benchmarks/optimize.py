@@ -4,21 +4,24 @@
 
 Six jobs; for each the loop as first written, an expert's (the best of every combination of bf16, compilation and
 channels_last, screened here), Lightning Fabric and accelerate with the expert's flags and the better of 0 and 2
-workers, and flatout, which chooses by itself. All take turns of a second in one process. Goals: at least 1.0 times the
-best of the others on each job, 1.05 in the geometric mean, and twice the naive loop.
+workers, and flatout, which chooses by itself. Each has a process of its own, and all take turns of a second. Goals: at
+least 1.0 times the best of the others on each job, 1.05 in the geometric mean, and twice the naive loop.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
-from support.loops import Flags, accelerated, expert, fabric, made, naive, tuned
+from support import loops
+from support.loops import Flags, expert, fabric, made
 from support.training_jobs import JOBS, Job
-from support.turns import Lane, closing, fastest, ratio, take_turns
+from support.turns import Lane, LaneApart, closing, fastest, ratio, take_turns
 from torch import nn
 
 ROUNDS = 12
@@ -29,7 +32,9 @@ SCREEN_ROUNDS = 3
 BUDGET = 90.0
 """Seconds that flatout may take to tune."""
 
-torch._dynamo.config.recompile_limit = 64  # the lanes of a job share the code of its model; none is to run uncompiled
+torch._dynamo.config.recompile_limit = (
+    64  # what an expert screens shares the model's code; nothing is to run uncompiled
+)
 
 
 def screened(job: Job) -> Flags:
@@ -50,26 +55,36 @@ def _fastest(lanes: list[Lane]) -> str:
         return fastest(take_turns(lanes, SCREEN_ROUNDS, TURN))
 
 
+def loop(kind: str, name: str, *args: Any) -> tuple[Iterator[int], None]:
+    """A contender's steps, by its name in ``support.loops``."""
+    return getattr(loops, kind)(JOBS[name](), *args), None
+
+
+def tuned_loop(name: str) -> tuple[Iterator[int], tuple[str, float]]:
+    """flatout's steps, what it kept, and the seconds that it took to find that."""
+    run, steps = loops.tuned(JOBS[name](), budget=BUDGET)
+    kept = ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)
+    return steps, (kept, run.report.summary.tuning_seconds)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_job(name: str, benchmark) -> None:
     """Times flatout's loop; the others take turns with it and are in ``extra_info``."""
     job = JOBS[name]()
     flags = screened(job)
-    lanes = [Lane("naive", naive(job)), Lane(f"expert ({flags})", expert(job, flags))]
+    lanes = [LaneApart("naive", loop, "naive", name), LaneApart(f"expert ({flags})", loop, "expert", name, flags)]
     workers = better_workers(job, flags) if find_spec("lightning") else 0
     if find_spec("lightning"):
-        lanes.append(Lane("Lightning Fabric", fabric(job, flags, workers)))
+        lanes.append(LaneApart("Lightning Fabric", loop, "fabric", name, flags, workers))
     if find_spec("accelerate"):
-        lanes.append(Lane("accelerate", accelerated(job, flags, workers)))
+        lanes.append(LaneApart("accelerate", loop, "accelerated", name, flags, workers))
+    ours = LaneApart("flatout", tuned_loop, name)
+    lanes.append(ours)
     with closing(lanes):
-        run, steps = tuned(job, budget=BUDGET)
-        ours = Lane("flatout", steps)
-        lanes.append(ours)
         rates = take_turns(lanes, ROUNDS, TURN)
         benchmark.pedantic(lambda: ours.turn(TURN), rounds=1)
+    kept, tuning = ours.told
     speed = {lane: statistics.median(each) for lane, each in rates.items()}
-    kept = ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)
-    tuning = run.report.summary.tuning_seconds
     print(f"\n{job.name}: flatout {speed['flatout']:,.0f} samples/s, tuned in {tuning:.0f} s: {kept}")
     ratios = {other: ratio(rates, "flatout", other) for other in rates if other != "flatout"}
     for other, times in ratios.items():

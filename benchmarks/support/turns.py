@@ -1,12 +1,13 @@
-"""Training loops of one process that take turns, and what a GPU does while one of them runs alone."""
+"""Training loops that take turns, and what a GPU does while one of them runs alone."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,51 @@ class Lane:
         return samples, time.perf_counter() - begun
 
 
+class LaneApart:
+    """A lane in a process of its own, whose heap, threads and compiled code are its own as well.
+
+    Args:
+        name: what it is called.
+        make: makes the steps, and something to tell of them; a function of a module.
+        args: what ``make`` is called with, in the process.
+
+    Attributes:
+        told: what ``make`` had to tell.
+    """
+
+    def __init__(self, name: str, make: Callable[..., tuple[Iterator[int], Any]], *args: Any) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_train, args=(theirs, name, make, args))
+        self._process.start()
+        theirs.close()
+        self.told = self._pipe.recv()
+
+    def turn(self, seconds: float) -> float:
+        """As ``Lane.turn``."""
+        self._pipe.send(seconds)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """End the loop, and with it the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _train(pipe: Any, name: str, make: Callable[..., tuple[Iterator[int], Any]], args: tuple[Any, ...]) -> None:
+    steps, told = make(*args)
+    lane = Lane(name, steps)
+    pipe.send(told)
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(lane.turn(seconds))
+    lane.close()
+
+
 Rates = dict[str, list[float]]
 
 
-def take_turns(lanes: Sequence[Lane], rounds: int, seconds: float) -> Rates:
+def take_turns(lanes: Sequence[Lane | LaneApart], rounds: int, seconds: float) -> Rates:
     """Samples per second of each, round by round, in an order drawn anew for each."""
     rates: Rates = {lane.name: [] for lane in lanes}
     order = random.Random(0)
@@ -94,7 +136,7 @@ def ratio(rates: Rates, one: str, other: str) -> float:
 
 
 @contextlib.contextmanager
-def closing(lanes: Sequence[Lane]) -> Iterator[None]:
+def closing(lanes: Sequence[Lane | LaneApart]) -> Iterator[None]:
     """Ends the lanes, and leaves the process as it was."""
     state = State.capture([])
     try:
