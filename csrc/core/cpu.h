@@ -31,10 +31,10 @@ template <class Body>
   body();
 }
 
-// Whether asking for memory ahead of a loop pays: Intel's prefetchers stop at the end of a page, so that a loop over
-// few streams waits at each one's beginning (one thread of a Xeon reads nearly twice as much with it); AMD's go on,
-// and asking costs a tenth (EPYC).
-inline const bool prefetches_pay = [] {
+// Whether asking for memory ahead of a loop pays: Intel's prefetchers stop at the end of a page, so that a
+// loop over few streams waits at each one's beginning (one thread of a Xeon reads nearly twice as much with
+// it); AMD's go on, and asking costs a tenth (EPYC).
+inline const bool prefetches_pay = []() noexcept {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
   return __builtin_cpu_is("intel") != 0;

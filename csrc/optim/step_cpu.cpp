@@ -189,7 +189,8 @@ void run_chunks(const Config& config, const Storage& storage, const std::vector<
           chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, Rule::kStates, begin);
         run_vectorised(chunk);
       },
-      // A check that came first has left the last gradients in the caches; without one, backward's are the first.
+      // A check that came first has left the last gradients in the caches; without one, backward's are the
+      // first.
       config.grad_factor.address != nullptr ? Direction::kBackwards : Direction::kForwards);
 }
 

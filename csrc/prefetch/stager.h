@@ -21,8 +21,8 @@ namespace flatout::prefetch {
 // only.
 struct Gathered {
   std::size_t bytes = 0;
-  bool left_to_waiter = false;  // so small that it takes less time than waking a thread, on a core that may be
-                                // computing the step
+  bool left_to_waiter = false;  // so small that it takes less time than waking a thread, on a core that may
+                                // be computing the step
   std::vector<Slot> slots;      // filled when the ticket is done
   std::shared_ptr<Ticket> ticket;
   std::mutex acquiring;

@@ -28,7 +28,8 @@ class Ticket {
   ForkGuard guard_;
 };
 
-// Whom a job that was submitted wakes; left alone, it waits for a helper, or for threads that another one woke.
+// Whom a job that was submitted wakes; left alone, it waits for a helper, or for threads that another one
+// woke.
 enum class Wake : std::uint8_t { threads, nobody };
 
 class Worker {

@@ -354,15 +354,12 @@ class Tuner:
     def _race_steps(self, switches: Sequence[Switch]) -> tuple[list[float], list[float]]:
         """The same on the trial's batches alone, where the loader must not be read for it."""
         bench, job = self._bench, self._bench.job
-
-        def new(i: int) -> float:
-            return seconds(lambda: bench.update(i), job.device)
+        new = bench.turns()
 
         def old(i: int) -> float:
             with off(*switches):
                 return new(i)
 
-        new(0), old(0)
         times = bench.interleave(old, new)
         samples = job.accumulate * batch_size_of(job.batches[0])
         self.before, self.after = (
