@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import flatout
 from flatout.measure.state import State
+from flatout.mfu import MfuCounter
 from flatout.replay import sign
 from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
 from flatout.techniques import REGISTRY, Measured, NotApplicable, NothingBetter
@@ -378,6 +379,18 @@ def test_whoever_listens_is_told_of_every_step(hook):
     pair.train(16, 16, 16)
     assert len(calls) == 3
     assert pair.whole.replays > 2
+
+
+def test_a_counter_around_the_model_counts_every_step_and_one_elsewhere_is_no_hindrance():
+    elsewhere = MfuCounter(1.0, device="cpu").wrap(nn.Linear(1, 1))
+    pair = Pair().warmed()
+    assert pair.whole.replays == 2
+    counter = MfuCounter(1.0, device="cpu")
+    counter.wrap(pair.runs[1].model)
+    pair.train(16, 16, 16)
+    assert pair.whole.replays == 2
+    assert counter.steps >= 2
+    del elsewhere
 
 
 def test_evaluation_between_steps_changes_nothing():

@@ -212,7 +212,13 @@ _listening: weakref.WeakSet[Calls] = weakref.WeakSet()
 """Whoever is told of an update."""
 
 
-def _behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a counter listens to the module's calls."""
+    return any(calls.are_of(module) for calls in list(_listening))
+
+
+def behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Told of every update in the process once a model was wrapped."""
     for calls in list(_listening):
         calls.updated(optimizer)
 
@@ -221,7 +227,7 @@ def _behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _listen_to_updates() -> None:
     """One hook for all, for good: a model may be collected while torch goes through the hooks, and removing its own
     then would break that."""
-    register_optimizer_step_post_hook(_behind_update)
+    register_optimizer_step_post_hook(behind_update)
 
 
 def _processes() -> int:
