@@ -63,8 +63,7 @@ def loop(kind: str, name: str, *args: Any) -> tuple[Iterator[int], None]:
 def tuned_loop(name: str) -> tuple[Iterator[int], tuple[str, float]]:
     """flatout's steps, what it kept, and the seconds that it took to find that."""
     run, steps = loops.tuned(JOBS[name](), budget=BUDGET)
-    kept = ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)
-    return steps, (kept, run.report.summary.tuning_seconds)
+    return steps, (loops.kept_by(run), run.report.summary.tuning_seconds)
 
 
 @pytest.mark.parametrize("name", JOBS)

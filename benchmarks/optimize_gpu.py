@@ -24,8 +24,8 @@ import pytest
 import torch
 from support.gpu_jobs import SIZE, GpuJob, case_study, gpt2, resnet50, seed_mlp, wide_gpt
 from support.gpu_results import Goal, keep, say
-from support.loops import DEVICE, LONG, size_of, steps_of
-from support.turns import Alone, Lane, alone, take_turns
+from support.loops import DEVICE, LONG, kept_by, size_of, steps_of
+from support.turns import Alone, Lane, alone, closing, ratio, take_turns
 
 import flatout
 from flatout import words
@@ -127,11 +127,6 @@ def share_of_bf16(flops_per_second: float) -> float | None:
     return None if peak is None else flops_per_second / peak
 
 
-def kept_by(run: flatout.Run) -> str:
-    """Every technique that is on, and how."""
-    return ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)
-
-
 def percent(value: float | None) -> str:
     return "-" if value is None else words.share(value, 1)
 
@@ -205,21 +200,20 @@ def compare(
     keep(job.name, figures, goals(figures))
     say(job.name, lines)
 
-    rates = take_turns([theirs, ours], ROUNDS, TURN)
-    benchmark.pedantic(lambda: ours.turn(TURN), rounds=1)
-    ratio = statistics.median(a / b for a, b in zip(rates["flatout"], rates["AMP loop"], strict=True))
+    with closing([theirs, ours]):
+        rates = take_turns([theirs, ours], ROUNDS, TURN)
+        benchmark.pedantic(lambda: ours.turn(TURN), rounds=1)
+    times = ratio(rates, "flatout", "AMP loop")
     rate = statistics.median(rates["AMP loop"])
     figures |= {
-        "times_amp_loop": ratio,
+        "times_amp_loop": times,
         "samples_per_second_by_turns": rates,
         "amp_loop": {"samples_per_second": rate, "mfu": share_of_bf16(rate * flops.total)},
     }
     benchmark.extra_info |= keep(job.name, figures, goals(figures))
     theirs_mfu = percent(figures["amp_loop"]["mfu"])
-    line = f"{ratio:.2f} times the AMP loop by turns: that trains on {job.rate(rate)}, MFU {theirs_mfu}"
+    line = f"{times:.2f} times the AMP loop by turns: that trains on {job.rate(rate)}, MFU {theirs_mfu}"
     say(f"{job.name}, beside the tutorials' loop", [line, *map(str, goals(figures))])
-    theirs.close()
-    ours.close()
     run.undo()
 
 
@@ -267,14 +261,13 @@ def test_case_study(benchmark: Any) -> None:
         stall = runs[name].stats.stall_fraction if name in runs else None
         figures["route"][name] = {"mfu": mfu, "stall_fraction": stall, "alone": asdict(watched)}
     rates = take_turns([*lanes.values()], ROUNDS - 1, TURN)
-    first = rates["as first written"]
     lines = []
     for name, row in figures["route"].items():
-        ratio = statistics.median(a / b for a, b in zip(rates[name], first, strict=True))
+        times = ratio(rates, name, "as first written")
         rate = statistics.median(rates[name])
-        row |= {"samples_per_second": rate, "times_first": ratio, "samples_per_second_by_turns": rates[name]}
+        row |= {"samples_per_second": rate, "times_first": times, "samples_per_second_by_turns": rates[name]}
         lines.append(
-            f"{name:20} {rate:8,.1f} windows/s {ratio:6.2f}x"
+            f"{name:20} {rate:8,.1f} windows/s {times:6.2f}x"
             f"  NVML {percent(row['alone']['utilisation']):>7}  MFU {percent(row['mfu']):>7}"
         )
     last = figures["route"]["+ torch.compile"]

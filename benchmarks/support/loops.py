@@ -171,3 +171,8 @@ def steps_of(run: flatout.Run) -> Iterator[int]:
         for batch in run.loader:
             run.step(batch)
             yield size_of(batch)
+
+
+def kept_by(run: flatout.Run) -> str:
+    """Every technique that is on, and how."""
+    return ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)

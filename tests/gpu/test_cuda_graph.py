@@ -166,6 +166,13 @@ def test_undo_frees_the_graphs_memory() -> None:
     assert after == before
 
 
+def tried(model: nn.Module, opt: torch.optim.Optimizer) -> flatout.Run:
+    """After a trial of whole-step graphs alone."""
+    techniques = {name: value for name, value in PLAIN.items() if name != "cuda_graph"}
+    loader = DataLoader(data(), batch_size=32)
+    return flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=60)
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_trial_leaves_no_trace(stepped: bool) -> None:
     model = make(dropout=0.2)
@@ -175,15 +182,8 @@ def test_a_trial_leaves_no_trace(stepped: bool) -> None:
         opt.step()
     before = snapshot(model, opt)
     random = torch.cuda.get_rng_state()
-    run = flatout.optimize(
-        model,
-        DataLoader(data(), batch_size=32),
-        opt,
-        functional.cross_entropy,
-        techniques={name: value for name, value in PLAIN.items() if name != "cuda_graph"},
-        budget=60,
-    )
-    row = next(row for row in run.report.rows if row.technique == "cuda_graph")
+    run = tried(model, opt)
+    row = run.report.row("cuda_graph")
     assert row.status in ("kept", "rejected")
     assert row.trials, row.why
     assert not row.trials[0].failure, row.why
@@ -223,15 +223,8 @@ def test_a_step_that_cannot_be_replayed_is_rejected_before_it_is_captured(kind: 
     model = kind().cuda()
     opt = OPTIMIZERS["sgd"](model)
     before = snapshot(model, opt)
-    run = flatout.optimize(
-        model,
-        DataLoader(data(), batch_size=32),
-        opt,
-        functional.cross_entropy,
-        techniques={name: value for name, value in PLAIN.items() if name != "cuda_graph"},
-        budget=60,
-    )
-    row = next(row for row in run.report.rows if row.technique == "cuda_graph")
+    run = tried(model, opt)
+    row = run.report.row("cuda_graph")
     assert row.status == "rejected"
     assert said in row.why
     run.undo()

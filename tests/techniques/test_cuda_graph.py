@@ -847,7 +847,7 @@ def test_what_cannot_be_captured_is_told_in_a_sentence(make, said):
 def test_only_what_can_be_captured_is_tried():
     job = job_of()
     assert why_not_captured(job) == ""
-    with pytest.raises(NotApplicable, match="no CUDA device"):
+    with pytest.raises(NotApplicable, match="on the CPU"):
         CudaGraph().check(job)
     job.batches = batches_of(3, 4, 5)
     assert "no two batches" in why_not_captured(job)

@@ -92,7 +92,7 @@ class CudaGraph(StepTechnique):
     def check(self, job: Job) -> None:
         """A training step on a CUDA device, all of it on the device, with nobody listening."""
         if job.device.type != "cuda":
-            raise NotApplicable("there is no CUDA device")
+            raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
         if reason:
             raise NotApplicable(reason)
