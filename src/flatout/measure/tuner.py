@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +20,19 @@ from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Stretch, Track, pace_of
 from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory, seconds, trial_of
 from flatout.report.model import Gain, Pace, Row, Trial
-from flatout.techniques import LoaderTechnique, Measured, NotApplicable, NothingBetter, Source, StepTechnique, Switch
+from flatout.techniques import (
+    REGISTRY,
+    LoaderTechnique,
+    Measured,
+    NotApplicable,
+    NothingBetter,
+    PairSwitch,
+    Source,
+    StepTechnique,
+    Switch,
+)
+
+SwitchT = TypeVar("SwitchT", bound=Switch)
 
 HOPELESS = 3.0
 """A candidate this many times slower on its first pair is not tried further."""
@@ -42,11 +55,14 @@ class Tuner:
         self._choices = choices
         self._chooser = chooser
         self._won: dict[str, Switch | None] = {}  # techniques kept by a trial; None for loaders
+        self._settled: dict[str, Row] = {}  # rows of techniques that another's trial has decided
 
     # -- one row ---------------------------------------------------------------------------------------------
 
     def decide(self, technique: Measured) -> Row:
         """Settle one technique; the job is left with it on when the row says *kept*."""
+        if technique.name in self._settled:
+            return self._settled[technique.name]
         row = technique.row("kept", technique.kept_because)
         choice = self._choices.get(technique.name)
         if choice is False:
@@ -136,35 +152,105 @@ class Tuner:
     # -- trials of the step ----------------------------------------------------------------------------------
 
     def _decide_step(self, technique: StepTechnique, row: Row) -> Row:
+        trials, best = self._try_all(technique.candidates(self._bench.job), technique)
+        if best is None and any(trial.gain is not None and not trial.failure for trial in trials):
+            for companion in self._companions(technique):
+                more, best = self._try_pairs(technique, companion)
+                trials += more
+                if best is not None:
+                    return self._keep_pair(technique, companion, row, trials, *best)
+        if trials and all(trial.gain is None for trial in trials):
+            self._bench.job.failed.add(technique.name)
+        if best is not None:
+            self._keep(technique, best[1])
+        return _verdict(row, trials, best and best[0])
+
+    def _try_all(
+        self, candidates: Sequence[SwitchT], *held_to: StepTechnique
+    ) -> tuple[list[Trial], tuple[Trial, SwitchT] | None]:
+        """Trials of candidates that keep to what their techniques are held to, and the best that serves."""
         trials: list[Trial] = []
-        best: tuple[Trial, Switch] | None = None
-        candidates = technique.candidates(self._bench.job)
+        best: tuple[Trial, SwitchT] | None = None
         for candidate in candidates:
-            if trials and not self._bench.budget.fits(technique.setup_estimate(self._bench.job, self._bench.pace)):
+            if trials and not self._bench.budget.fits(self._setup_estimate(held_to)):
                 break
-            trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(technique, c))
+            trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(c, held_to))
             trials.append(trial)
             if _serves(trial) and (best is None or _rank(trial) > _rank(best[0])):
                 best = trial, candidate
         self._bench.rewind()
-        if trials and all(trial.gain is None for trial in trials):
-            self._bench.job.failed.add(technique.name)
         for candidate in candidates:
             if best is None or candidate is not best[1]:
                 candidate.release()
-        if best is not None:
-            self._bench.keep(best[1])
-            self._note(technique, best[1].value, best[1])
-        return _verdict(row, trials, best and best[0])
+        return trials, best
 
-    def _try_step(self, technique: StepTechnique, candidate: Switch) -> Trial:
+    def _keep(self, technique: StepTechnique, switch: Switch) -> None:
+        self._bench.keep(switch)
+        self._note(technique, switch.value, switch)
+
+    def _setup_estimate(self, techniques: Sequence[StepTechnique]) -> float:
+        return sum(technique.setup_estimate(self._bench.job, self._bench.pace) for technique in techniques)
+
+    # -- trials of two at once -------------------------------------------------------------------------------
+
+    def _companions(self, technique: StepTechnique) -> Iterator[StepTechnique]:
+        """Techniques that nobody has decided about, and that there is time to try together with this one."""
+        for companion in REGISTRY:
+            if companion.name not in technique.companions or companion.name in self._choices:
+                continue
+            assert isinstance(companion, StepTechnique)
+            if self._bench.budget.fits(self._setup_estimate([technique, companion])):
+                with contextlib.suppress(NotApplicable):
+                    companion.check(self._bench.job)
+                    yield companion
+
+    def _try_pairs(
+        self, technique: StepTechnique, companion: StepTechnique
+    ) -> tuple[list[Trial], tuple[Trial, PairSwitch] | None]:
+        job, pairs = self._bench.job, []
+        for first in technique.candidates(job):
+            try:
+                with on(first):
+                    seconds = companion.candidates(job)
+            except NotApplicable:
+                continue
+            label = f"{first.label} + {companion.title}"
+            pairs += [PairSwitch(first, second, f"{label} {second.label}") for second in seconds]
+        return self._try_all(pairs, technique, companion)
+
+    def _keep_pair(
+        self,
+        technique: StepTechnique,
+        companion: StepTechnique,
+        row: Row,
+        trials: list[Trial],
+        best: Trial,
+        pair: PairSwitch,
+    ) -> Row:
+        """The technique's row has the gain of both; the companion's says where that is told."""
+        for each, switch in zip((technique, companion), pair.parts, strict=True):
+            self._keep(each, switch)
+        told = f"{companion.kept_because}; tried together with {technique.title}, whose row has the gain of both"
+        self._settled[companion.name] = replace(companion.row("kept", told), chosen=pair.parts[1].label)
+        alone = f"it pays in the company of {companion.title} alone"
+        return _verdict(replace(row, why=f"{row.why}; {alone}"), trials, best)
+
+    # -- one trial of the step -------------------------------------------------------------------------------
+
+    def _try_step(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> Trial:
+        """A trial against what is kept so far.
+
+        Args:
+            candidate: a switch of a technique, or of a pair of them.
+            held_to: whose tolerances hold: the loosest.
+        """
         job, bench = self._bench.job, self._bench
         took = self._warm_up(candidate)
         setup = max(0.0, took - len(self._shapes()) * bench.pace.step_ms / 1e3)
         hopeless = self._is_hopeless(candidate)
         if hopeless is not None:
             return replace(hopeless, setup_seconds=setup)
-        differences = self._verify(technique, candidate)
+        differences = self._verify(candidate, held_to)
         by = {d.what: d.by for d in differences}
 
         old = bench.turns()
@@ -188,7 +274,7 @@ class Tuner:
             failure="; ".join(str(d) for d in differences if d.fails) or candidate.why_off,
         )
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
-        if technique.setup_estimate(job, self._bench.pace) and saved > 0:
+        if self._setup_estimate(held_to) and saved > 0:
             trial = replace(trial, break_even_steps=setup / saved)
         return trial
 
@@ -217,27 +303,28 @@ class Tuner:
             new = seconds(lambda: job.step(batch), job.device)
         return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
-    def _verify(self, technique: StepTechnique, candidate: Switch) -> list[Difference]:
+    def _verify(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> list[Difference]:
         """How far the candidate's outputs, gradients and losses are from the baseline's."""
-        if technique.tolerance is None:
+        tolerance = max((t.tolerance for t in held_to if t.tolerance is not None), default=None)
+        if tolerance is None:
             return []
-        job, evaluation = self._bench.job, technique.checks_evaluation
+        job, evaluation = self._bench.job, any(t.checks_evaluation for t in held_to)
         batches = job.batches
         self._bench.rewind()
         baseline = observe(job, batches, evaluation=evaluation)
         self._bench.rewind()
         with on(candidate):
             observed = observe(job, batches, evaluation=evaluation)
-            found = compare(baseline, observed, technique.tolerance)
+            found = compare(baseline, observed, tolerance)
         if any(d.fails for d in found if d.what != "losses"):
             self._bench.rewind()
             nudge(job.model, observed.dtype)
-            nudged = compare(baseline, observe(job, batches, evaluation=evaluation), technique.tolerance)
+            nudged = compare(baseline, observe(job, batches, evaluation=evaluation), tolerance)
             found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-        if technique.draws_other_numbers and any(d.fails for d in found):
+        if any(t.draws_other_numbers for t in held_to) and any(d.fails for d in found):
             self._bench.rewind()
             torch.manual_seed(torch.initial_seed() + 1)
-            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation), technique.tolerance)
+            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation), tolerance)
             found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
         return found
 

@@ -32,8 +32,8 @@ class Switch(ABC):
     value: Any
     watches: ClassVar[bool] = False
     why_off: str = ""
-    settling: ClassVar[int] = 0
-    hides_memory: ClassVar[bool] = False
+    settling: int = 0
+    hides_memory: bool = False
     _is_on = False
 
     def enable(self) -> None:
@@ -62,6 +62,46 @@ class Switch(ABC):
 
     def saw(self, batch: Any) -> None:
         """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""
+
+
+class PairSwitch(Switch):
+    """Two switches that are on together or not at all.
+
+    Args:
+        first: turned on first, and off last.
+        second: of a companion technique.
+        label: what the report calls the two.
+    """
+
+    def __init__(self, first: Switch, second: Switch, label: str) -> None:
+        self.label = label
+        self.value = (first.value, second.value)
+        self.parts = (first, second)
+        self.settling = max(first.settling, second.settling)
+        self.hides_memory = first.hides_memory or second.hides_memory
+
+    @property
+    def why_off(self) -> str:  # type: ignore[override]
+        """Why one of them has stopped working."""
+        return self.parts[0].why_off or self.parts[1].why_off
+
+    def _turn_on(self) -> None:
+        for part in self.parts:
+            part.enable()
+
+    def _turn_off(self) -> None:
+        for part in reversed(self.parts):
+            part.disable()
+
+    def freeze(self) -> None:
+        """Of both."""
+        for part in self.parts:
+            part.freeze()
+
+    def release(self) -> None:
+        """Of both."""
+        for part in self.parts:
+            part.release()
 
 
 class Source(Protocol):
@@ -163,12 +203,15 @@ class StepTechnique(Measured):
         checks_evaluation: whether a trial also compares the outputs in eval mode, because what the technique changes
             can break a branch that training does not take.
         optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
+        companions: names of techniques with whose candidates those of this one are tried again, where all were too slow
+            by themselves: together they may pay.
     """
 
     tolerance: ClassVar[float | None] = None
     draws_other_numbers: ClassVar[bool] = False
     checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
+    companions: ClassVar[tuple[str, ...]] = ()
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """What ``optimistic_gain`` would leave out of the step."""

@@ -47,7 +47,9 @@ class Precision(StepTechnique):
 
     When it helps: matrix units run 16-bit products two to sixteen times faster and activations take half the
     memory. When it hurts: processors without 16-bit units emulate them, often at half the speed; losses with a
-    large range need float32, which autocast keeps for them. Parameters stay float32 throughout.
+    large range need float32, which autocast keeps for them. Parameters stay float32 throughout. Where it is slower, it
+    is tried once more beside another attention kernel: on a Zen 5 CPU a small GPT in bf16 is 0.7 times as fast as in
+    float32 with torch's fused kernel, and 1.5 times with plain products.
     """
 
     name = "precision"
@@ -57,6 +59,7 @@ class Precision(StepTechnique):
     kept_because = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
     tolerance = 0.02
     optimistic_gain = 4.0
+    companions = ("sdpa_backend",)
 
     def check(self, job: Job) -> None:
         """A model that is float32 throughout and whose forward is its class's."""
