@@ -2,9 +2,9 @@
 
     python -m pytest benchmarks/decisions.py -s --benchmark-json=benchmarks/results/decisions.json
 
-The jobs of benchmarks/optimize.py. For each, every combination of five switches that need no compiler trains in turns
-with the others; the better half goes on, three times over, and the last are timed for longer, with the combination that
-flatout found by itself among them.
+The jobs of benchmarks/optimize.py. For each, every combination of the switches that need no compiler (of the six
+below, at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times over, and
+the last are timed for longer, with the combination that flatout found by itself among them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from support.turns import Lane, Rates, closing, fastest, ratio, take_turns
 from flatout.data.machine import usable_cores
 from flatout.measure.state import State
 
-CONVERTED = {"precision": "bf16", "channels_last": True, "fused_optimizer": True, "in_memory": True}
+CONVERTED = {
+    "precision": "bf16",
+    "channels_last": True,
+    "sdpa_backend": "math",
+    "fused_optimizer": True,
+    "in_memory": True,
+}
 """What each switch is forced with; the number of threads depends on the machine."""
 
-APART = {"compile": False, "torchscript": False, "workers": False, "sdpa_backend": False, "cuda_graph": False}
+APART = {"compile": False, "torchscript": False, "workers": False, "cuda_graph": False}
 """What no combination has."""
 
 BUDGET = 60.0
@@ -36,7 +42,7 @@ LAST_ROUNDS = 12
 
 
 def switches() -> dict[str, Any]:
-    """The five, with the values to force."""
+    """All of them, with the values to force."""
     return CONVERTED | {"cpu_threads": max(1, usable_cores() // 2)}
 
 

@@ -2,10 +2,11 @@
 
     python -m pytest benchmarks/optimize.py -s --benchmark-json=benchmarks/results/optimize.json
 
-Six jobs; for each the loop as first written, an expert's (the best of every combination of bf16, compilation and
-channels_last, screened here), Lightning Fabric and accelerate with the expert's flags and the better of 0 and 2
-workers, and flatout, which chooses by itself. Each has a process of its own, and all take turns of a second. Goals: at
-least 1.0 times the best of the others on each job, 1.05 in the geometric mean, and twice the naive loop.
+Six jobs; for each the loop as first written, an expert's (the best of every combination of bf16, compilation of model
+and loss, channels_last and attention by plain products, screened here), Lightning Fabric and accelerate with the
+expert's flags and the better of 0 and 2 workers, and flatout, which chooses by itself. Each has a process of its own,
+and all take turns of a second. Goals: at least 1.0 times the best of the others on each job, 1.05 in the geometric
+mean, and twice the naive loop.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ torch._dynamo.config.recompile_limit = (
 
 def screened(job: Job) -> Flags:
     """The best of an expert's choices."""
-    has_convolutions = any(isinstance(module, nn.Conv2d) for module in made(job).modules())
-    grid = itertools.product((False, True), (False, True), (False, True) if has_convolutions else (False,))
+    convolves = any(isinstance(module, nn.Conv2d) for module in made(job).modules())
+    either = (False, True)
+    grid = itertools.product(either, either, either if convolves else (False,), either if job.attends else (False,))
     flags = {str(each): each for each in itertools.starmap(Flags, grid)}
     return flags[_fastest([Lane(name, expert(job, each)) for name, each in flags.items()])]
 

@@ -28,6 +28,7 @@ class Flags:
     bf16: bool = False
     compile: bool = False
     channels_last: bool = False
+    plain_attention: bool = False
 
     def __str__(self) -> str:
         return " + ".join(name for name, on in vars(self).items() if on) or "eager fp32"
@@ -69,9 +70,18 @@ def naive(job: Job) -> Iterator[int]:
 
 
 def expert(job: Job, flags: Flags) -> Iterator[int]:
-    """By hand, in plain torch: the data set as tensors on the device, drawn by index; fused optimizer; nothing read."""
+    """By hand, in plain torch: the data set as tensors on the device, drawn by index; fused optimizer; nothing read.
+
+    What is compiled is model and loss in one.
+    """
     model, optimizer = _model_and_optimizer(job, flags)
-    forward = torch.compile(model) if flags.compile else model
+
+    def compute(batch: Any) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):
+            return job.loss(model, batch)
+
+    if flags.compile:
+        compute = torch.compile(compute)
     columns = _columns(job)
     count = len(next(iter(columns.values())))
     while True:
@@ -80,9 +90,7 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
             index = order[start : start + job.batch_size]
             drawn = {key: column.index_select(0, index) for key, column in columns.items()}
             batch = drawn if job.loss_fn is None else list(drawn.values())
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):
-                loss = job.loss(forward, batch)
-            loss.backward()
+            compute(batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             yield len(index)
@@ -133,6 +141,9 @@ def _steps(job: Job, engine: Any, model: Any, optimizer: Any, loader: Any) -> It
 
 
 def _model_and_optimizer(job: Job, flags: Flags) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.compiler.config.cache_key_tag = str(flags)  # the caches on disk do not tell attention kernels apart
+    if flags.plain_attention:
+        torch.backends.cuda.enable_flash_sdp(False)
     model = made(job)
     if flags.channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -27,6 +27,7 @@ class Job:
         optimizer: torch's class.
         lr: its learning rate.
         loss_fn: ``(output, target) -> scalar`` for pairs; None where the model's output carries ``.loss``.
+        attends: whether the model has attention, for which there are several kernels.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Job:
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     lr: float = 1e-3
     loss_fn: Callable[[Any, Tensor], Tensor] | None = functional.cross_entropy
+    attends: bool = False
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch on the model's device."""
@@ -86,7 +88,7 @@ def digits_cnn() -> Job:
 def byte_gpt() -> Job:
     """The demo's second job."""
     job = gpt.build(gpt.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
-    return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn)
+    return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn, attends=True)
 
 
 def resnet() -> Job:
@@ -107,7 +109,8 @@ def bert_tiny() -> Job:
     config = BertConfig(
         vocab_size=8192, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
     )
-    return Job("BERT-tiny", Sentences(4096, 64, 8192), 32, lambda: BertForSequenceClassification(config), loss_fn=None)
+    model = lambda: BertForSequenceClassification(config)  # noqa: E731
+    return Job("BERT-tiny", Sentences(4096, 64, 8192), 32, model, loss_fn=None, attends=True)
 
 
 def tabular() -> Job:
