@@ -53,12 +53,27 @@ def _legacy_precision() -> str | None:
         return None
 
 
+TORCHS_ATTENTION = (True, True, True, True, [1, 2, 0, 3, 4])
+"""``attention_kernels()`` where nobody has changed them, in torch 2.14."""
+
+
+def attention_kernels() -> tuple[bool, bool, bool, bool, list[int]]:
+    """Which of ``SDP_KERNELS`` are enabled, and the order in which they are asked, within half a microsecond."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+    )
+
+
 class AttentionKernels:
     """Which kernels ``scaled_dot_product_attention`` may use, and in which order it asks them on CUDA, as it is now."""
 
     def __init__(self) -> None:
-        self._enabled = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_KERNELS}
-        self._order = torch._C._get_sdp_priority_order()
+        *enabled, self._order = attention_kernels()
+        self._enabled = dict(zip(SDP_KERNELS, enabled, strict=True))
 
     def restore(self) -> None:
         """Put both back."""

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from flatout.techniques.compile import (
     Compile,
     CompiledCall,
     CompileSwitch,
+    _cached_for,
     _entry,
     why_no_compiler,
 )
@@ -492,3 +495,46 @@ def test_a_machine_that_cannot_compile_is_told_so_without_a_trial(variable, valu
     assert why_no_compiler(torch.device("cpu")) == ""
     monkeypatch.setenv(variable, value)
     assert said in why_no_compiler(torch.device("cpu"))
+
+
+# -- attention kernels in the keys of torch's caches ---------------------------------------------------------
+
+
+def test_a_tag_of_the_users_own_is_added_to_and_comes_back():
+    config = torch.compiler.config
+    with config.patch(cache_key_tag="mine"):
+        with _cached_for("math"):
+            assert config.cache_key_tag == "mine attention math"
+        assert config.cache_key_tag == "mine"
+
+
+ATTENDING = """
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.profiler import profile
+from flatout.techniques.compile import CompileSwitch
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).unflatten(-1, (3, 1, 8)).transpose(1, 3).unbind(2)
+        return functional.scaled_dot_product_attention(q, k, v)
+
+for flash in (True, False):
+    torch._dynamo.reset()
+    torch.backends.cuda.enable_flash_sdp(flash)
+    model, x = Attention(8, 24), torch.randn(2, 16, 8)
+    CompileSwitch(model).enable()
+    with torch.no_grad():
+        model(x)
+        with profile() as seen:
+            model(x)
+    print(sum("flash" in event.key for event in seen.key_averages()), "flash operators")
+"""
+
+
+@pytest.mark.slow
+def test_what_was_compiled_with_flash_attention_is_not_served_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", ATTENDING], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1 flash operators", "0 flash operators"]

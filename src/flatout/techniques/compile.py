@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout._backends import TORCHS_ATTENTION, attention_kernels
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 from flatout.techniques.calls import CallSwitch, RoutedCall, Signature, comes_compiled, signature
 
@@ -49,6 +51,9 @@ class CompiledCall(RoutedCall):
     Without gradients the compiled code always runs under ``no_grad``, on ordinary tensors: Dynamo compiles anew for
     ``inference_mode`` beside ``no_grad``, and a third time for inputs that were made under ``inference_mode``
     (torch 2.14: "dispatch key set mismatch"). So what is tuned under the one serves under the others.
+
+    torch's caches on disk do not have in their keys which attention kernels are enabled (2.14): what was compiled with
+    flash attention would serve where that is off now. So kernels that are not torch's defaults become part of the key.
 
     Args:
         module: called plainly where the compiled call does not serve.
@@ -94,12 +99,13 @@ class CompiledCall(RoutedCall):
             self._expected = 1
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = _compilations()
-        if self.learning or self._expected:
-            # A backward is otherwise compiled when it first runs, where nobody could step in if that fails.
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                output = self._call(args, kwargs)
-        else:
+        before, kernels = _compilations(), attention_kernels()
+        with contextlib.ExitStack() as stack:
+            if self.learning or self._expected:
+                # A backward is otherwise compiled when it first runs, where nobody could step in if that fails.
+                stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+            if kernels != TORCHS_ATTENTION:
+                stack.enter_context(_cached_for(kernels))
             output = self._call(args, kwargs)
         if _compilations() != before and not self.learning:
             if self._expected:
@@ -148,6 +154,18 @@ class _Shapes:
                 if size not in sizes and (size < 2 or len(set(sizes)) < 2):
                     return False
         return True
+
+
+@contextlib.contextmanager
+def _cached_for(kernels: object) -> Iterator[None]:
+    """What is compiled inside is looked up and kept for these attention kernels alone."""
+    config = torch.compiler.config
+    tag = config.cache_key_tag
+    config.cache_key_tag = f"{tag} attention {kernels}"  # config.patch takes three times as long
+    try:
+        yield
+    finally:
+        config.cache_key_tag = tag
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
