@@ -216,7 +216,7 @@ def test_many_shapes_do_not_use_up_the_compiler(graphs: list[Any]) -> None:
     for size in range(2, 15):
         run.step((torch.randn(size, 8), torch.zeros(size, dtype=torch.long)))
     assert len(graphs) == compiled
-    call, before = model._compiled_call_impl, 0
+    call = run._job.compiled_loss
     before = call.plain_calls
     run.step((torch.randn(16, 8), torch.zeros(16, dtype=torch.long)))
     assert call.plain_calls == before  # the shape of the trial still runs compiled

@@ -17,6 +17,7 @@ from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
+from flatout.mfu.wrapped import is_wrapped
 from flatout.optim import update
 from flatout.techniques.autocast import autocast_dtype
 
@@ -50,6 +51,8 @@ class Job:
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
         failed: names of the techniques of which no candidate ran at all.
+        compiled_loss: takes the place of ``loss`` in the steps of a training, and may fall back on it; None: every step
+            computes the loss plainly.
         whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
@@ -68,6 +71,7 @@ class Job:
     expected_steps: int = 0
     batches: Sequence[Any] = field(default=(), init=False)
     failed: set[str] = field(default_factory=set, init=False)
+    compiled_loss: Callable[[Any], Tensor] | None = field(default=None, init=False)
     whole_step: WholeStep | None = field(default=None, init=False)
     work: CountedWork = field(init=False)
     _pending: int = field(default=0, init=False)
@@ -119,6 +123,17 @@ class Job:
             raise ValueError("the model's output has no .loss: give loss_fn or compute_loss")
         return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
 
+    def objective(self, batch: Any) -> Tensor:
+        """The loss as steps compute it: by ``compiled_loss`` where there is one.
+
+        Plainly where a counter listens to the model's calls, which compiled code does not tell.
+        """
+        if self.compiled_loss is None or is_wrapped(self.model):
+            return self.loss(batch)
+        if self.loss_fn is not None and type(batch) is list:
+            batch = tuple(batch)  # a loader's list and run.step((x, y)) are one kind of call
+        return self.compiled_loss(batch)
+
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """The model's output for one batch, and the target; None where the batch has none."""
         if isinstance(batch, Mapping):
@@ -157,7 +172,7 @@ class Job:
         if self._pending == 0:
             self.zero_grad()
         with phase("forward"):
-            loss = self.loss(batch)
+            loss = self.objective(batch)
         with phase("backward"):
             (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
         self._pending += 1

@@ -1,9 +1,11 @@
 """The compiled call: compiled for the inputs of the trial, plain for all others, gone when switched off."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,18 +15,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.job import Job
-from flatout.mfu import count_flops
+from flatout.mfu import MfuCounter, count_flops
 from flatout.techniques.calls import signature
 from flatout.techniques.compile import (
     MOST_RECOMPILATIONS,
     RELEARN_AFTER,
     Compile,
     CompiledCall,
+    CompileLossSwitch,
     CompileSwitch,
     _cached_for,
-    _entry,
+    _model_entry,
     why_no_compiler,
 )
+from tests.helpers import snapshot
+from tests.jobs import FORCED, Net, make_data, make_job
 
 
 class Recorder:
@@ -43,7 +48,7 @@ class Recorder:
 def recorded():
     module = nn.Linear(4, 2)
     recorder = Recorder(module)
-    return module, recorder, CompiledCall(module, recorder)
+    return module, recorder, CompiledCall(module._call_impl, recorder, [module])
 
 
 def test_inputs_seen_while_learning_run_compiled_and_others_plain(recorded):
@@ -122,7 +127,7 @@ def test_a_compiled_model_trains_like_the_plain_one_and_the_tail_batch_runs_plai
     run = flatout.optimize(
         models[0], loader, opts[0], functional.cross_entropy, techniques=rest | {"compile": True}, budget=0
     )
-    call = models[0]._compiled_call_impl
+    call = run._job.compiled_loss
     losses = [run.step(batch).item() for _ in range(2) for batch in run.loader]
     assert call.plain_calls == 2  # 40 = 4 * 9 + 4: one tail batch an epoch
     expected = []
@@ -136,7 +141,7 @@ def test_a_compiled_model_trains_like_the_plain_one_and_the_tail_batch_runs_plai
     assert losses == pytest.approx(expected, rel=1e-3)
     assert run.evaluate(loader)["loss"] > 0
     run.undo()
-    assert models[0]._compiled_call_impl is None
+    assert run._job.compiled_loss is None
 
 
 def test_models_do_not_use_up_each_others_compilations():
@@ -178,7 +183,7 @@ def test_a_compiler_that_fails_is_a_rejection_with_its_reason(monkeypatch):
     assert row.status == "rejected"
     assert "no compiler here" in row.why
     assert "\n" not in row.why
-    assert model._compiled_call_impl is None
+    assert model._compiled_call_impl is run._job.compiled_loss is None
     run.step(next(iter(run.loader)))
 
 
@@ -253,7 +258,7 @@ def counted(module):
         graphs.append(graph)
         return graph.forward
 
-    call = CompiledCall(module, torch.compile(_entry(module), backend=backend))
+    call = CompiledCall(module._call_impl, torch.compile(_model_entry(module), backend=backend), [module])
     module._compiled_call_impl = call
     return call, graphs
 
@@ -392,7 +397,7 @@ def test_a_failure_while_training_falls_back_to_eager_with_its_first_line():
             raise RuntimeError("a kernel broke\nand a long trace")
         return model._call_impl(*args)
 
-    call = model._compiled_call_impl = CompiledCall(model, breaks)
+    call = model._compiled_call_impl = CompiledCall(model._call_impl, breaks, [model])
     model(x)
     call.learning = False
     with pytest.warns(RuntimeWarning, match="eager: RuntimeError: a kernel broke$") as said:
@@ -415,8 +420,8 @@ def test_a_mistake_of_the_users_own_and_a_lack_of_memory_stay_theirs():
         raise torch.OutOfMemoryError("no memory")
 
     other = nn.Linear(4, 2)
-    call = other._compiled_call_impl = CompiledCall(other, hungry)
-    call._learn(signature((x,), {})._replace(kind=(True, signature((x,), {}).kind)))
+    call = other._compiled_call_impl = CompiledCall(other._call_impl, hungry, [other])
+    call._learn(signature((x,), {})._replace(kind=((True,), signature((x,), {}).kind)))
     call.learning = False
     with pytest.raises(torch.OutOfMemoryError):
         other(x)
@@ -436,7 +441,9 @@ def test_a_backward_that_cannot_be_compiled_falls_back_where_the_call_can_still_
         return graph.forward
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=backward)
-    call = model._compiled_call_impl = CompiledCall(model, torch.compile(_entry(model), backend=backend))
+    call = model._compiled_call_impl = CompiledCall(
+        model._call_impl, torch.compile(_model_entry(model), backend=backend), [model]
+    )
     model(x).sum().backward()
     call.learning = False
     broken.append(True)
@@ -480,7 +487,7 @@ def test_outputs_that_the_next_call_overwrites_are_copied():
     def replay(x):
         return {"out": static.copy_(x[:, :2])}
 
-    call = CompiledCall(module, replay, reuses_outputs=True)
+    call = CompiledCall(module._call_impl, replay, [module], reuses_outputs=True)
     x = torch.randn(8, 4)
     first = call(x)["out"]
     call(x + 1)
@@ -495,6 +502,269 @@ def test_a_machine_that_cannot_compile_is_told_so_without_a_trial(variable, valu
     assert why_no_compiler(torch.device("cpu")) == ""
     monkeypatch.setenv(variable, value)
     assert said in why_no_compiler(torch.device("cpu"))
+
+
+# -- model and loss as one -----------------------------------------------------------------------------------
+
+CROSS_ENTROPY = functional.cross_entropy
+ALONE = FORCED | {"precision": False, "compile": True}
+"""Nothing that changes a number, and nothing measured."""
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """torch.compile without a code generator: receives what it compiles."""
+    torch._dynamo.reset()
+    made, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_(call, backend=backend))
+    return made
+
+
+def by_hand(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def breaking(output, target):
+    torch._dynamo.graph_break()
+    return functional.cross_entropy(output, target)
+
+
+class ItsOwnLoss(Net):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+
+def compiled_job(compute_loss=by_hand, **settings):
+    """A job whose loss is compiled, and the batches that it was not compiled for yet."""
+    torch.manual_seed(0)
+    model = settings.pop("model", None) or Net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    settings = {"optimizer": opt, "loss_fn": None, "compute_loss": compute_loss} | settings
+    job = Job(model=model, loader=[], source=[], device=torch.device("cpu"), **settings)
+    switch = CompileLossSwitch(job)
+    switch.enable()
+    return job, switch
+
+
+LOSSES = {
+    "a function": lambda: {"loss_fn": CROSS_ENTROPY},
+    "a module": lambda: {"loss_fn": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]))},
+    "compute_loss": lambda: {"compute_loss": by_hand},
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("precision", [False, "bf16", "fp16"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_model_and_loss_are_one_graph_for_a_whole_training(loss, precision, accumulate, graphs):
+    losses = []
+    for choice in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        opt = torch.optim.Adam(model.parameters(), 0.01)
+        loader = DataLoader(make_data(90), batch_size=16)
+        run = flatout.optimize(
+            model,
+            loader,
+            opt,
+            **LOSSES[loss](),
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(opt, 0.99),
+            accumulate=accumulate,
+            techniques=ALONE | {"compile": choice, "precision": precision},
+            budget=0,
+        )
+        losses.append([])
+        torch.manual_seed(1)
+        for _ in range(3):
+            for batch in run.loader:
+                losses[-1].append(run.step(batch))
+            losses[-1].append(run.evaluate(loader)["loss"])
+        if choice:
+            call = run._job.compiled_loss
+            assert (len(graphs), call.plain_calls, call.why_off) == (1, 3, "")  # an epoch's last batch is smaller
+            assert "cross_entropy" in graphs[0].code
+    assert all(value.shape == () and not value.requires_grad for value in losses[0] if isinstance(value, torch.Tensor))
+    assert list(map(float, losses[0])) == pytest.approx(list(map(float, losses[1])), rel=1e-6)
+
+
+def test_the_model_stays_as_it_was_and_runs_plain_outside_of_the_step(graphs):
+    model, loader, opt = make_job()
+    before, names = snapshot(model)["keys"], set(vars(model))
+    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=ALONE, budget=0)
+    call, compiled = run._job.compiled_loss, len(graphs)
+    run.step(next(iter(run.loader)))
+    assert model._compiled_call_impl is None
+    assert (set(vars(model)), list(model.state_dict())) == (names, before)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is Net
+    model(torch.randn(16, 8))
+    assert (len(graphs), call.plain_calls) == (compiled, 0)
+    run.undo()
+    assert run._job.compiled_loss is None
+    assert run.loader is loader
+
+
+@pytest.mark.usefixtures("graphs")
+def test_optimizing_twice_and_from_a_plan_compile_the_loss_again():
+    model, loader, opt = make_job()
+    first = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=ALONE, budget=0)
+    assert first.plan.decisions["compile"] == "default"
+    second = flatout.optimize(model, loader, opt, CROSS_ENTROPY, plan=first.plan)
+    assert first._job.compiled_loss is None
+    assert isinstance(second._job.compiled_loss, CompiledCall)
+    first.undo()  # it was replaced
+    assert isinstance(second._job.compiled_loss, CompiledCall)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_compiled_loss_keeps_nothing_alive():
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=ALONE, budget=0)
+    run.step(next(iter(run.loader)))
+    switch = next(switch for switch in run._switches if isinstance(switch, CompileLossSwitch))
+    gone = weakref.ref(model), weakref.ref(run._job)
+    del run
+    gc.collect()
+    assert gone[1]() is None  # while the model lives
+    assert (switch.call, switch.why_off) == (None, "")
+    flatout.undo(model)
+    del model, opt
+    gc.collect()
+    assert gone[0]() is None
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (Net, {}),
+        (lambda: Net().eval(), {}),
+        (Net, {"loss_fn": CROSS_ENTROPY}),
+        (ItsOwnLoss, {"optimizer": True}),
+    ],
+    ids=["two values", "inference", "two values with a loss", "a loss of the model's own"],
+)
+def test_where_no_step_computes_a_loss_of_the_users_the_model_is_compiled(model, given):
+    model, loader = model(), [{"x": torch.randn(16, 8)}] * 4
+    if "loss_fn" in given:
+        loader = DataLoader(make_data(), batch_size=16)
+    opt = torch.optim.SGD(model.parameters(), 0.1) if "optimizer" in given else None
+    run = flatout.optimize(model, loader, opt, given.get("loss_fn"), techniques=ALONE, budget=0)
+    assert isinstance(model._compiled_call_impl, CompiledCall)
+    assert run._job.compiled_loss is None
+
+
+class Unlisted:
+    """What no signature looks into."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+BATCHES = {
+    "tensors": (lambda i, x, y: {"x": x, "y": y}, True),
+    "a value that stays": (lambda i, x, y: {"x": x, "y": y, "task": "digits", "weights": [1.0, None]}, True),
+    "names": (lambda i, x, y: {"x": x, "y": y, "files": [f"{i}.png"]}, False),
+    "lists of other lengths": (lambda i, x, y: {"x": x, "y": y, "boxes": [torch.zeros(4)] * i}, False),
+    "bytes": (lambda i, x, y: {"x": x, "y": y, "key": bytes([i])}, False),
+    "objects": (lambda i, x, y: {"x": x, "y": y, "rest": Unlisted(x, y)}, False),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_that_do_not_tell_what_was_compiled_for_them_have_the_model_compiled_alone(kind):
+    make, whole = BATCHES[kind]
+    model = Net()
+    job = Job(
+        model=model,
+        loader=[],
+        source=[],
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        loss_fn=None,
+        compute_loss=lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]),
+        device=torch.device("cpu"),
+    )
+    job.batches = [make(i, torch.randn(16, 8), torch.zeros(16, dtype=torch.long)) for i in range(3)]
+    (candidate,) = Compile().candidates(job)
+    assert type(candidate) is type(Compile().forced(job, True)) is (CompileLossSwitch if whole else CompileSwitch)
+
+
+def test_a_pair_is_a_pair_for_a_loss_function(graphs):
+    job, switch = compiled_job(None, loss_fn=CROSS_ENTROPY)
+    x, y = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    job.step([x, y])
+    switch.freeze()
+    job.step((x, y))
+    job.step([x, y])
+    assert (len(graphs), switch.call.plain_calls) == (1, 0)
+    with pytest.raises(TypeError, match=r"got tuple of 3"):
+        job.step([x, y, y])
+
+
+def test_the_modes_of_model_and_loss_are_part_of_what_was_compiled(graphs):
+    class Noisy(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            return super().forward(functional.dropout(output, 0.5, self.training), target)
+
+    job, switch = compiled_job(None, loss_fn=Noisy())
+    batch = (torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+    job.step(batch)
+    switch.freeze()
+    for module in job.modules:
+        module.eval()
+        before = switch.call.plain_calls
+        job.step(batch)
+        assert switch.call.plain_calls == before + 1
+        module.train()
+    job.step(batch)
+    assert (len(graphs), switch.call.plain_calls) == (1, 2)
+
+
+def test_a_counter_around_the_model_hears_of_every_step(graphs):
+    job, _ = compiled_job()
+    batch = (torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+    assert isinstance(Compile().forced(job, True), CompileLossSwitch)
+    job.step(batch)
+    counter = MfuCounter(device=job.device)
+    counter.wrap(job.model)
+    for _ in range(3):
+        job.step(batch)
+    job.model.eval()
+    job.model(batch[0])
+    assert counter.total.steps == 3
+    assert len(graphs) == 1
+    assert isinstance(Compile().forced(job, True), CompileSwitch)
+
+
+def test_losses_that_break_the_graph_train_and_do_not_use_up_each_others_compilations(graphs):
+    batch = (torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        before = len(graphs)
+        model = type("Another", (Net,), {})()
+        plain = by_hand(model.eval(), batch)
+        job, switch = compiled_job(None, loss_fn=breaking, model=model)
+        torch.testing.assert_close(job.step(batch), plain.detach())
+        assert len(graphs) > before
+        assert (switch.call.plain_calls, switch.why_off) == (0, "")
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_loss_that_fails_compiled_goes_on_plain(monkeypatch):
+    job, switch = compiled_job()
+    batch = (torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+    job.step(batch)
+    switch.freeze()
+    monkeypatch.setattr(switch.call, "_compiled", lambda batch: 1 / 0)
+    with pytest.warns(RuntimeWarning, match=r"off from here on, .*eager: ZeroDivisionError"):
+        loss = job.step(batch)
+    assert float(loss) > 0
+    assert "ZeroDivisionError" in switch.why_off
 
 
 # -- attention kernels in the keys of torch's caches ---------------------------------------------------------

@@ -16,6 +16,7 @@ from flatout.mfu import MfuCounter
 from flatout.replay import sign
 from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
 from flatout.techniques import REGISTRY, Measured, NotApplicable, NothingBetter
+from flatout.techniques.compile import CompileLossSwitch
 from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
 from tests.helpers import bits, snapshot, trained_state
 
@@ -293,6 +294,10 @@ def other_dropout(run):
     run.model.body[3] = nn.Dropout(0.9)
 
 
+def other_loss(run):
+    run._job.compiled_loss = lambda batch: 2 * run._job.loss(batch)
+
+
 CHANGES = {
     "load_state_dict(assign=True)": assigned,
     "parameters moved": moved,
@@ -308,6 +313,7 @@ CHANGES = {
     "betas": lambda run: run.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
     "clipping": other_norm,
     "dropout": other_dropout,
+    "compiled loss": other_loss,
 }
 
 
@@ -851,6 +857,10 @@ def test_only_what_can_be_captured_is_tried():
         CudaGraph().check(job)
     job.batches = batches_of(3, 4, 5)
     assert "no two batches" in why_not_captured(job)
+    switch = CompileLossSwitch(job, "reduce-overhead")
+    switch.enable()
+    assert "as CUDA graphs already" in why_not_captured(job)
+    switch.disable()
     job.batches = [(torch.randn(4, 8), object())]
     assert "more than tensors" in why_not_captured(job)
     job.optimizer.register_step_post_hook(lambda *_: None)

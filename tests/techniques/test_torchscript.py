@@ -331,6 +331,15 @@ def test_it_is_left_alone_where_compile_serves_and_in_a_loop_of_ones_own() -> No
         flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={"torchscript": "both"}, budget=0)
 
 
+def test_it_leaves_a_loss_alone_that_is_compiled_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, mode: call)
+    model, loader, opt = make_job()
+    techniques = OTHERS | {"compile": True, "torchscript": True}
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
+    assert row_of(run).status == "not applicable"
+    assert "torch.compile runs the model already" in row_of(run).why
+
+
 def test_inference_goes_through_it_under_inference_mode_and_no_grad() -> None:
     torch.manual_seed(0)
     model = Net().eval()

@@ -70,7 +70,8 @@ class Observed:
 
     Attributes:
         dtype: that products are computed in.
-        outputs: by name; empty where ``compute_loss`` hides them: then the losses stand for them.
+        outputs: of the model, by name; empty where ``compute_loss`` hides them: then the losses stand for them, as they
+            do for a model that is compiled with its loss, and alone runs plain.
         gradients: by the parameter's name, of the first batch's loss; empty in inference.
         losses: of the batches of ``UPDATES`` updates; empty where nothing is updated.
     """
@@ -239,7 +240,7 @@ def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     for parameter in parameters.values():
         parameter.grad = None
     scale = 1.0 if job.scaler is None else GRADIENT_SCALE
-    (job.loss(batch) * scale).backward()
+    (job.objective(batch) * scale).backward()
     gradients = {name: p.grad.detach().clone() / scale for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None

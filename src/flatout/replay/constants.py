@@ -191,7 +191,8 @@ def _numbers(job: Job) -> list[Any]:
 def _settings(job: Job) -> list[Any]:
     scaler = job.scaler
     scaling = None if scaler is None else (scaler, scaler.is_enabled(), id(scaler._scale), _schedule_of(scaler))
-    return [type(job.model), job.model._compiled_call_impl, type(job.optimizer), job.max_grad_norm, scaling]
+    compiled = job.model._compiled_call_impl, job.compiled_loss
+    return [type(job.model), compiled, type(job.optimizer), job.max_grad_norm, scaling]
 
 
 def _schedule_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:

@@ -1,7 +1,7 @@
-"""A module's call that takes another way where that is known to serve, and the plain way everywhere else.
+"""A call that takes another way where that is known to serve, and the plain way everywhere else.
 
-What ``torch.compile`` and TorchScript have in common: which calls are alike, how such a call is put into a module and
-taken out again, and what becomes of it when it fails in the middle of training.
+What ``torch.compile`` and TorchScript have in common: which calls are alike, how such a call is put into a module, or
+into the steps of a job, and taken out again, and what becomes of it when it fails in the middle of training.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,12 @@ from flatout import words
 from flatout.measure.memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.base import Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+PLAIN_VALUES = (bool, int, float, str, type(None))
+"""What a signature holds as it is; of all else but tensors it knows the type alone."""
 
 
 class Signature(NamedTuple):
@@ -42,7 +48,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         (leaf.dim(), _layout(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else leaf
-        if isinstance(leaf, (bool, int, float, str, type(None)))
+        if isinstance(leaf, PLAIN_VALUES)
         else type(leaf)
         for leaf in leaves
     )
@@ -64,7 +70,10 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 class RoutedCall(ABC):
-    """Stands where ``Module.compile`` puts its result, and decides call by call which way it goes.
+    """Stands where ``Module.compile`` puts its result, or for a job's loss, and decides call by call which way it goes.
+
+    Args:
+        plain: the plain way.
 
     Attributes:
         learning: whether calls of a new kind are prepared for; what that raises is raised to the caller then.
@@ -74,26 +83,26 @@ class RoutedCall(ABC):
 
     title: str
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, plain: Callable[..., Any]) -> None:
         self.learning = True
         self.plain_calls = 0
         self.why_off = ""
-        self._module = module
+        self._plainly = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_counting() or torch._C._get_tracing_state() is not None:
-            return self._module._call_impl(*args, **kwargs)
+            return self._plainly(*args, **kwargs)
         way = None if self.why_off else self._way(args, kwargs)
         if way is None:
             self.plain_calls += 1
-            return self._module._call_impl(*args, **kwargs)
+            return self._plainly(*args, **kwargs)
         try:
             return way()
         except Exception as error:
             if self.learning or ran_out_of_memory(error):
                 raise
             reason = words.first_line(error)
-        output = self._module._call_impl(*args, **kwargs)  # what is wrong with the call itself raises here as well
+        output = self._plainly(*args, **kwargs)  # what is wrong with the call itself raises here as well
         self._give_up(reason)
         return output
 
@@ -108,20 +117,25 @@ class RoutedCall(ABC):
 
 
 class CallSwitch(Switch):
-    """Puts a call into its module and takes it out; the module stays the same object with the same keys.
+    """Puts a call into its owner and takes it out; a module stays the same object with the same keys.
 
-    It holds the call only while that is out of the module, so that nothing here keeps the model alive.
+    It holds the call only while that is out of its owner, so that nothing here keeps the model alive.
+
+    Args:
+        owner: whose call it is: a module, or a job.
+        call: what takes the place of the plain call.
+        slot: the owner's attribute for it, None in the owner's class.
     """
 
-    def __init__(self, model: nn.Module, call: RoutedCall) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, owner: nn.Module | Job, call: RoutedCall, slot: str = "_compiled_call_impl") -> None:
+        self._owner = weakref.ref(owner)
+        self._slot = slot
         self._parked: RoutedCall | None = call
 
     @property
     def call(self) -> RoutedCall | None:
-        """The call, wherever it is; None when it has gone with its model, or was replaced by somebody else's."""
-        model = self._model()
-        inside = None if model is None else model._compiled_call_impl
+        """The call, wherever it is; None when it has gone with its owner, or was replaced by somebody else's."""
+        inside = getattr(self._owner(), self._slot, None)
         return self._parked or (inside if isinstance(inside, RoutedCall) else None)
 
     @property
@@ -130,19 +144,25 @@ class CallSwitch(Switch):
         return "" if self.call is None else self.call.why_off
 
     def _turn_on(self) -> None:
-        model = self._model()
-        if model is not None and self._parked is not None:
-            model._compiled_call_impl, self._parked = self._parked, None
+        owner = self._owner()
+        if owner is not None and self._parked is not None:
+            setattr(owner, self._slot, self._parked)
+            self._parked = None
 
     def _turn_off(self) -> None:
-        model = self._model()
-        if model is not None and isinstance(model._compiled_call_impl, RoutedCall):  # not a compile() of the user's
-            self._parked = vars(model).pop("_compiled_call_impl")
+        owner = self._owner()
+        if isinstance(getattr(owner, self._slot, None), RoutedCall):  # not a compile() of the user's
+            self._parked = vars(owner).pop(self._slot)
 
     def freeze(self) -> None:
         """End the learning of new inputs: from here on only what was prepared in the trial goes the other way."""
         if self.call is not None:
             self.call.learning = False
+
+
+def routed_calls(job: Job) -> list[RoutedCall]:
+    """What was put in the place of a job's loss, and of its model's call."""
+    return [call for call in (job.compiled_loss, job.model._compiled_call_impl) if isinstance(call, RoutedCall)]
 
 
 def comes_compiled(model: nn.Module) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatout._backends import TORCHS_ATTENTION, attention_kernels
+from flatout.mfu.wrapped import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
-from flatout.techniques.calls import CallSwitch, RoutedCall, Signature, comes_compiled, signature
+from flatout.techniques.calls import PLAIN_VALUES, CallSwitch, RoutedCall, Signature, comes_compiled, signature
 
 if TYPE_CHECKING:
     from flatout.job import Job
@@ -38,7 +39,7 @@ MODES = ("default", "max-autotune-no-cudagraphs", *WITH_CUDA_GRAPHS)
 
 
 class CompiledCall(RoutedCall):
-    """Calls the compiled module for the inputs it was compiled for, and the plain module for all others.
+    """Calls compiled code for the inputs it was compiled for, and the plain code for all others.
 
     A last, smaller batch or an evaluation pass would otherwise stop training for a recompilation, half a minute
     long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered. Later,
@@ -56,16 +57,25 @@ class CompiledCall(RoutedCall):
     flash attention would serve where that is off now. So kernels that are not torch's defaults become part of the key.
 
     Args:
-        module: called plainly where the compiled call does not serve.
+        plain: called where the compiled call does not serve.
         compiled: the compiled call.
+        modules: those whose modes, train or eval, are part of what it was compiled for.
         reuses_outputs: whether its outputs lie where the next call's will: then copies are returned.
     """
 
     title = "torch.compile"
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any], *, reuses_outputs: bool = False) -> None:
-        super().__init__(module)
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        compiled: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        *,
+        reuses_outputs: bool = False,
+    ) -> None:
+        super().__init__(plain)
         self._compiled: Callable[..., Any] | None = compiled
+        self._modules = modules
         self._reuses_outputs = reuses_outputs
         self._known: dict[Hashable, _Shapes] = {}
         self._plain: Counter[Hashable] | None = Counter()
@@ -75,7 +85,7 @@ class CompiledCall(RoutedCall):
 
     def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         call = signature(args, kwargs)
-        call = call._replace(kind=(self._module.training, call.kind))
+        call = call._replace(kind=(tuple([m.training for m in self._modules]), call.kind))
         if self.learning:
             self._learn(call)
         known = self._known.get(call.kind)
@@ -190,16 +200,38 @@ def _latest_cause() -> str:
     return f"lastly because this no longer held: {guard}" if guard else "for a reason that Dynamo does not tell"
 
 
-def _entry(module: nn.Module) -> Callable[..., Any]:
-    """The module's plain call behind a code object of its own.
-
-    Dynamo counts recompilations by code object, and ``Module._call_impl`` is one for all modules of a process: the
-    ninth model (a notebook cell run again and again) would silently run eager.
-    """
+def _model_entry(module: nn.Module) -> Callable[..., Any]:
+    """The module's plain call, to be compiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    return _with_code_of_its_own(call)
+
+
+def _loss_entry(job: Job) -> Callable[..., Any]:
+    """``Job.loss`` for the batches that it was seen to serve, to be compiled.
+
+    Without the job, whose other attributes would become guards, and in one function: where Dynamo breaks the graph
+    inside, it goes on with the functions that are under way one by one, and ``Job.loss`` is one for all jobs.
+    """
+    model, loss_fn, compute_loss = job.model, job.loss_fn, job.compute_loss
+
+    def call(batch: Any) -> Any:
+        if compute_loss is not None:
+            return compute_loss(model, batch)
+        x, y = batch
+        return loss_fn(model(x), y)  # type: ignore[misc]
+
+    return _with_code_of_its_own(call)
+
+
+def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; no other has its code object.
+
+    Dynamo counts recompilations by code object, and a function's is one for all that a process makes of it: the
+    ninth model (a notebook cell run again and again) would silently run eager.
+    """
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
@@ -208,12 +240,30 @@ class CompileSwitch(CallSwitch):
 
     def __init__(self, model: nn.Module, mode: str = "default") -> None:
         self.label = self.value = mode
-        compiled = torch.compile(_entry(model), mode=mode)
-        super().__init__(model, CompiledCall(model, compiled, reuses_outputs=mode in WITH_CUDA_GRAPHS))
+        compiled = torch.compile(_model_entry(model), mode=mode)
+        reuses_outputs = mode in WITH_CUDA_GRAPHS
+        super().__init__(model, CompiledCall(model._call_impl, compiled, [model], reuses_outputs=reuses_outputs))
+
+
+class CompileLossSwitch(CallSwitch):
+    """Model and loss compiled as one, for the steps of a job."""
+
+    def __init__(self, job: Job, mode: str = "default") -> None:
+        self.label = self.value = mode
+        compiled = torch.compile(_loss_entry(job), mode=mode)
+        reuses_outputs = mode in WITH_CUDA_GRAPHS
+        call = CompiledCall(job.loss, compiled, job.modules, reuses_outputs=reuses_outputs)
+        super().__init__(job, call, "compiled_loss")
 
 
 class Compile(StepTechnique):
     """Has PyTorch translate the model into a few large kernels of its own; ``state_dict`` keys and pickles stay.
+
+    Where ``run.step`` trains, model and loss are compiled as one, so that the softmax of the loss, casts back to
+    float32 and the beginning of the backward fuse with the last layer. Then nothing is put into the model: called
+    outside of ``run.step``, by ``run.evaluate`` or anybody else, it runs plain. A loop of one's own and inference get a
+    compiled model, and so does a job whose loss is the model's own ``.loss``, or whose batches hold what changes from
+    one to the next and is no tensor: compiled code would be good for one of them.
 
     When it helps: many small elementwise operators that fuse, and launch-bound GPU steps; those most of all in the
     mode ``reduce-overhead``, which replays the model as CUDA graphs. When it hurts: the first step takes half a
@@ -247,7 +297,7 @@ class Compile(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The default mode, and CUDA graphs where they can serve. ``max-autotune`` takes minutes: on request only."""
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
-        return [CompileSwitch(job.model, mode) for mode in modes]
+        return [_switch(job, mode) for mode in modes]
 
     def forced(self, job: Job, value: Any) -> Switch:
         """True or one of torch's modes."""
@@ -258,7 +308,20 @@ class Compile(StepTechnique):
             raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")
         if mode == "reduce-overhead" and job.device.type != "cuda":
             raise ValueError("techniques['compile']='reduce-overhead' replays CUDA graphs: it needs a GPU")
-        return CompileSwitch(job.model, mode)
+        return _switch(job, mode)
+
+
+def _switch(job: Job, mode: str) -> Switch:
+    return CompileLossSwitch(job, mode) if _compiles_loss(job) else CompileSwitch(job.model, mode)
+
+
+def _compiles_loss(job: Job) -> bool:
+    """Whether model and loss can be one call, whose batches tell what it was compiled for and nobody listens inside."""
+    if job.optimizer is None or (job.loss_fn is None and job.compute_loss is None) or is_wrapped(job.model):
+        return False
+    leaves = pytree.tree_leaves(list(job.batches))
+    kinds = {signature((batch,), {}).kind for batch in job.batches}
+    return len(kinds) <= 1 and all(isinstance(leaf, (Tensor, *PLAIN_VALUES)) for leaf in leaves)
 
 
 def _why_no_cuda_graphs(job: Job) -> str:

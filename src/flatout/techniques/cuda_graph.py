@@ -13,7 +13,7 @@ from flatout import _dtensor
 from flatout.optim.base import NativeStep, is_patched
 from flatout.replay import CudaRecorder, Recorder, WholeStep, sign
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
-from flatout.techniques.calls import RoutedCall
+from flatout.techniques.calls import routed_calls
 
 if TYPE_CHECKING:
     from flatout.job import Job
@@ -122,8 +122,7 @@ def why_not_captured(job: Job) -> str:
         return "the model comes as a ScriptModule, of which nobody can tell when its parts are replaced"
     if any(isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) for m in modules):
         return "the model is spread over several devices or processes"
-    call = job.model._compiled_call_impl
-    if isinstance(call, RoutedCall) and getattr(call, "_reuses_outputs", False):
+    if any(getattr(call, "_reuses_outputs", False) for call in routed_calls(job)):
         return "torch.compile replays the model as CUDA graphs already"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules):
         return "the model has hooks, and a replay runs no Python"

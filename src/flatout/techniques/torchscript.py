@@ -20,7 +20,7 @@ from flatout.measure.equivalence import ALLOWED, apart, compute_dtype, floats_of
 from flatout.measure.state import State
 from flatout.techniques.autocast import call_as
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
-from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, signature
+from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, routed_calls, signature
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 
 if TYPE_CHECKING:
@@ -189,8 +189,9 @@ class ScriptedCall(RoutedCall):
     title = "TorchScript"
 
     def __init__(self, module: nn.Module, kinds: Sequence[str] = KINDS) -> None:
-        super().__init__(module)
+        super().__init__(module._call_impl)
         self.form = ""
+        self._module = module
         self._kinds = kinds
         self._known: dict[Any, _Script | _Trace] = {}
         self._taken: _Taken | None = None
@@ -388,7 +389,7 @@ class TorchScript(StepTechnique):
         reason = comes_compiled(job.model)
         if reason:
             raise NotApplicable(reason)
-        if isinstance(job.model._compiled_call_impl, CompiledCall):
+        if any(isinstance(call, CompiledCall) for call in routed_calls(job)):
             raise NotApplicable("torch.compile runs the model already, and does what TorchScript did")
         if job.optimizer is None and not job.inference:
             raise NotApplicable("TorchScript serves run.step alone: give the optimizer to optimize()")
