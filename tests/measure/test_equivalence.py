@@ -17,6 +17,7 @@ import flatout
 from flatout.job import Job
 from flatout.measure import tuner
 from flatout.measure.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
+from flatout.measure.state import State
 from flatout.techniques import StepTechnique, Switch
 from flatout.techniques.precision import AutocastSwitch
 from tests.helpers import snapshot
@@ -60,6 +61,17 @@ def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
     job, batches = make(Net().eval(), optimizer=False, inference=True)
     seen = observe(job, batches)
     assert (len(seen.outputs), len(seen.gradients), len(seen.losses)) == (4, 0, 0)
+
+
+def test_gradients_and_losses_are_those_of_the_loss_that_steps_compute() -> None:
+    job, batches = make(Net())
+    state = State.capture(job.modules, job.optimizer)
+    plain = observe(job, batches)
+    state.restore()
+    job.compiled_loss = lambda batch: 3 * job.loss(batch)
+    by = {d.what: d.by for d in compare(plain, observe(job, batches), 0.005)}
+    assert by["gradients"] == pytest.approx(2)
+    assert by["losses"] == pytest.approx(2, rel=0.01)  # Adam's steps hardly depend on the gradients' size
 
 
 def test_each_of_the_three_fails_by_itself_and_says_so() -> None:
