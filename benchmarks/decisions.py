@@ -2,8 +2,8 @@
 
     python -m pytest benchmarks/decisions.py -s --benchmark-json=benchmarks/results/decisions.json
 
-The jobs of benchmarks/optimize.py. For each, every combination of the switches that need no compiler (of the six
-below, at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times over, and
+The jobs of benchmarks/optimize.py. For each, every combination of the switches that need no compiler (of the six below,
+at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times over, and
 the last are timed for longer, with the combination that flatout found by itself among them.
 """
 
