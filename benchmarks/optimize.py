@@ -18,11 +18,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 from support import loops
-from support.loops import Flags, expert, fabric, made
+from support.loops import Flags, made
 from support.training_jobs import JOBS, Job
-from support.turns import Lane, LaneApart, closing, fastest, ratio, take_turns
+from support.turns import LaneApart, closing, fastest, ratio, take_turns
 from torch import nn
 
 ROUNDS = 12
@@ -33,28 +32,20 @@ SCREEN_ROUNDS = 3
 BUDGET = 90.0
 """Seconds that flatout may take to tune."""
 
-torch._dynamo.config.recompile_limit = (
-    64  # what an expert screens shares the model's code; nothing is to run uncompiled
-)
 
-
-def screened(job: Job) -> Flags:
-    """The best of an expert's choices."""
+def grid(job: Job) -> list[Flags]:
+    """Every combination of what an expert chooses from for a job."""
     convolves = any(isinstance(module, nn.Conv2d) for module in made(job).modules())
     either = (False, True)
-    grid = itertools.product(either, either, either if convolves else (False,), either if job.attends else (False,))
-    flags = {str(each): each for each in itertools.starmap(Flags, grid)}
-    return flags[_fastest([Lane(name, expert(job, each)) for name, each in flags.items()])]
+    choices = either, either, either if convolves else (False,), either if job.attends else (False,)
+    return list(itertools.starmap(Flags, itertools.product(*choices)))
 
 
-def better_workers(job: Job, flags: Flags) -> int:
-    """0 or 2, for the libraries' loaders."""
-    return int(_fastest([Lane(str(n), fabric(job, flags, n)) for n in (0, 2)]))
-
-
-def _fastest(lanes: list[Lane]) -> str:
-    with closing(lanes):
-        return fastest(take_turns(lanes, SCREEN_ROUNDS, TURN))
+def fastest_of(lanes: list[LaneApart]) -> LaneApart:
+    """The fastest; the others are closed."""
+    best = fastest(take_turns(lanes, SCREEN_ROUNDS, TURN))
+    with closing([lane for lane in lanes if lane.name != best]):
+        return next(lane for lane in lanes if lane.name == best)
 
 
 def loop(kind: str, name: str, *args: Any) -> tuple[Iterator[int], None]:
@@ -72,13 +63,18 @@ def tuned_loop(name: str) -> tuple[Iterator[int], tuple[str, float]]:
 def test_job(name: str, benchmark) -> None:
     """Times flatout's loop; the others take turns with it and are in ``extra_info``."""
     job = JOBS[name]()
-    flags = screened(job)
-    lanes = [LaneApart("naive", loop, "naive", name), LaneApart(f"expert ({flags})", loop, "expert", name, flags)]
-    workers = better_workers(job, flags) if find_spec("lightning") else 0
+    flags = {f"expert ({each})": each for each in grid(job)}
+    expert = fastest_of([LaneApart(lane, loop, "expert", name, each) for lane, each in flags.items()])
+    best = flags[expert.name]
+    lanes = [LaneApart("naive", loop, "naive", name), expert]
+    workers = 0
     if find_spec("lightning"):
-        lanes.append(LaneApart("Lightning Fabric", loop, "fabric", name, flags, workers))
+        with_workers = {f"Lightning Fabric ({n} workers)": n for n in (0, 2)}
+        fabric = fastest_of([LaneApart(lane, loop, "fabric", name, best, n) for lane, n in with_workers.items()])
+        workers = with_workers[fabric.name]
+        lanes.append(fabric)
     if find_spec("accelerate"):
-        lanes.append(LaneApart("accelerate", loop, "accelerated", name, flags, workers))
+        lanes.append(LaneApart(f"accelerate ({workers} workers)", loop, "accelerated", name, best, workers))
     ours = LaneApart("flatout", tuned_loop, name)
     lanes.append(ours)
     with closing(lanes):

@@ -31,7 +31,7 @@ def _decided_by(technique: Technique) -> str:
         return "advice"
     if isinstance(technique, Rule):
         return "rule"
-    return "measured" if getattr(technique, "tolerance", None) is None else "measured + verified"
+    return "measured + verified" if getattr(technique, "is_verified", False) else "measured"
 
 
 if __name__ == "__main__":

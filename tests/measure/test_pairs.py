@@ -7,9 +7,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
+from flatout.measure import equivalence
 from flatout.measure.bench import Bench
+from flatout.measure.equivalence import Allowed
 from flatout.techniques.autocast import autocast_dtype
-from flatout.techniques.precision import Precision
 from tests.helpers import snapshot
 
 ONLY_THESE = dict.fromkeys(
@@ -134,7 +135,8 @@ def test_a_companion_that_was_decided_about_makes_no_pair(clock, job, choice):
 
 def test_what_failed_makes_no_pair(clock, job, monkeypatch):
     clock[0].update({("bf16",): SLOWER, ("math",): SLOWER, ("bf16", "math"): FASTER})
-    monkeypatch.setattr(Precision, "tolerance", -1.0)
+    nothing = Allowed(outputs=1.0, gradients=1.0, losses=-1.0)
+    monkeypatch.setattr(equivalence, "ALLOWED", dict.fromkeys(equivalence.ALLOWED, nothing))
     run, rows = tuned(job)
     assert "losses differ" in rows["precision"].why
     assert len(rows["precision"].trials) == 1

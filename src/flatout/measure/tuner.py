@@ -168,7 +168,7 @@ class Tuner:
     def _try_all(
         self, candidates: Sequence[SwitchT], *held_to: StepTechnique
     ) -> tuple[list[Trial], tuple[Trial, SwitchT] | None]:
-        """Trials of candidates that keep to what their techniques are held to, and the best that serves."""
+        """Trials of candidates that are held to what their techniques are, and the best that serves."""
         trials: list[Trial] = []
         best: tuple[Trial, SwitchT] | None = None
         for candidate in candidates:
@@ -242,7 +242,7 @@ class Tuner:
 
         Args:
             candidate: a switch of a technique, or of a pair of them.
-            held_to: whose tolerances hold: the loosest.
+            held_to: the techniques; what one of them is held to, both are.
         """
         job, bench = self._bench.job, self._bench
         took = self._warm_up(candidate)
@@ -305,8 +305,7 @@ class Tuner:
 
     def _verify(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> list[Difference]:
         """How far the candidate's outputs, gradients and losses are from the baseline's."""
-        tolerance = max((t.tolerance for t in held_to if t.tolerance is not None), default=None)
-        if tolerance is None:
+        if not any(t.is_verified for t in held_to):
             return []
         job, evaluation = self._bench.job, any(t.checks_evaluation for t in held_to)
         batches = job.batches
@@ -315,16 +314,16 @@ class Tuner:
         self._bench.rewind()
         with on(candidate):
             observed = observe(job, batches, evaluation=evaluation)
-            found = compare(baseline, observed, tolerance)
+            found = compare(baseline, observed)
         if any(d.fails for d in found if d.what != "losses"):
             self._bench.rewind()
             nudge(job.model, observed.dtype)
-            nudged = compare(baseline, observe(job, batches, evaluation=evaluation), tolerance)
+            nudged = compare(baseline, observe(job, batches, evaluation=evaluation))
             found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
         if any(t.draws_other_numbers for t in held_to) and any(d.fails for d in found):
             self._bench.rewind()
             torch.manual_seed(torch.initial_seed() + 1)
-            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation), tolerance)
+            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation))
             found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
         return found
 

@@ -196,8 +196,8 @@ class StepTechnique(Measured):
     """Changes how a step runs. Its candidates are ``Switch`` objects; trials time the step alone.
 
     Attributes:
-        tolerance: largest mean relative difference of the loss trajectory that is accepted, outputs and gradients
-            being held to what ``measure/equivalence.py`` allows in their dtype; None when the technique needs no check.
+        is_verified: whether outputs, gradients and losses have to be the baseline's, but for what
+            ``measure/equivalence.py`` allows in their dtype.
         draws_other_numbers: whether dropout and its like draw other random numbers than without the technique;
             results may then differ by what other numbers alone would change.
         checks_evaluation: whether a trial also compares the outputs in eval mode, because what the technique changes
@@ -207,7 +207,7 @@ class StepTechnique(Measured):
             by themselves: together they may pay.
     """
 
-    tolerance: ClassVar[float | None] = None
+    is_verified: ClassVar[bool] = False
     draws_other_numbers: ClassVar[bool] = False
     checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0

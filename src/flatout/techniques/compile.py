@@ -280,7 +280,7 @@ class Compile(StepTechnique):
     title = "torch.compile"
     kept_because = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
-    tolerance = 0.005
+    is_verified = True
     draws_other_numbers = True
     optimistic_gain = 1.5
 

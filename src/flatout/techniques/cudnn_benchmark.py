@@ -106,7 +106,7 @@ class CudnnBenchmark(StepTechnique):
     title = "cudnn.benchmark"
     kept_because = "cuDNN has timed its convolution algorithms for these shapes, and the fastest are used"
     expected = "up to 1.4×"
-    tolerance = 0.005
+    is_verified = True
 
     def check(self, job: Job) -> None:
         """Convolutions on CUDA, with cuDNN's flags as torch has them by default."""
