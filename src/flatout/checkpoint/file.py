@@ -1,0 +1,123 @@
+"""One state in one file: written whole or not at all, and read only if it is what was written."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+
+_NAME, _VERSION = b"flatout", 1
+_HEAD = struct.Struct("<7sBQ")
+_CHECKSUM = struct.Struct("<I")
+_TRAILER_SIZE = _HEAD.size + _CHECKSUM.size
+_BLOCK = 1 << 20
+
+
+class DamagedCheckpoint(ValueError):
+    """A file is not what ``write`` wrote, or not any more: it has been cut short, or some bit is another."""
+
+
+def write(path: str | Path, state: Any) -> None:
+    """Write ``state`` to ``path``. Whoever reads that, even after a power cut, finds the old file or the new one.
+
+    The file is ``torch.save``'s, with a trailer behind it: what it is (7 bytes), the version of that (1), how long it
+    is (8), and the CRC-32 of all that comes before that (4), little endian. ``torch.load`` reads it as if there
+    were none.
+
+    Args:
+        path: of a file in a folder that exists; one that is there already is replaced.
+        state: tensors, numbers, strings, and lists, tuples and dicts of them.
+    """
+    path = Path(path)
+    temporary = temporary_of(path)
+    try:
+        with temporary.open("wb") as file:
+            summed = _Summed(file)
+            try:
+                torch.save(state, summed)  # type: ignore[arg-type]  # it needs no more than to write
+            except RuntimeError:  # of a zip file that was not closed, where the disk was full before
+                raise summed.failed or RuntimeError(f"{path} was not written") from None
+            summed.write(_HEAD.pack(_NAME, _VERSION, summed.size))
+            file.write(_CHECKSUM.pack(summed.crc))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def read(path: str | Path) -> Any:
+    """What ``write`` wrote to ``path``, on the CPU; nothing in the file is run (``weights_only``).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedCheckpoint: it is not ``write``'s, it has been cut short, or some bit is another.
+        ValueError: it is whole, but of another version, or it holds what cannot be read safely.
+    """
+    _check(Path(path))
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(f"{path} holds what cannot be read safely: {error}") from error
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a file is written before it is there: the next that is written takes the place of one left by a crash."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _check(path: Path) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size - _TRAILER_SIZE
+        crc = 0
+        for begin in range(0, size, _BLOCK):
+            crc = zlib.crc32(file.read(min(_BLOCK, size - begin)), crc)
+        trailer = file.read(_TRAILER_SIZE)
+    head = trailer[: _HEAD.size]
+    if len(trailer) < _TRAILER_SIZE or not head.startswith(_NAME):
+        raise DamagedCheckpoint(f"{path} is no checkpoint of flatout, or it was cut short")
+    _, version, written = _HEAD.unpack(head)
+    if size != written or trailer[_HEAD.size :] != _CHECKSUM.pack(zlib.crc32(head, crc)):
+        raise DamagedCheckpoint(f"{path} is damaged: its {size} bytes are not the {written} that were written")
+    if version != _VERSION:
+        raise ValueError(f"{path} is a checkpoint of version {version}, this flatout reads version {_VERSION}")
+
+
+class _Summed:
+    """A file that knows the size and the CRC-32 of what was written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size = 0
+        self.crc = 0
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk when its folder is."""
+    if os.name == "nt":  # where folders cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""A checkpoint file: written whole or not at all, read only if it is what was written."""
+
+import collections
+import os
+import pickle
+import resource
+import signal
+import stat
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.checkpoint import DamagedCheckpoint, file, read, write
+from flatout.checkpoint.file import temporary_of
+
+STATE = {
+    "weights": collections.OrderedDict(w=torch.arange(12.0).reshape(3, 4), b=torch.ones(2, dtype=torch.bfloat16)),
+    "step": 7,
+    "groups": [{"lr": 0.1, "betas": (0.9, 0.99), "foreach": None}],
+    "milestones": collections.Counter({3: 1}),
+    "name": "ü",
+}
+
+
+def equal(left, right):
+    if isinstance(left, torch.Tensor):
+        return left.dtype is right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return left == right
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "a.pt"
+    write(path, STATE)
+    return path
+
+
+def test_what_is_written_is_read(written):
+    assert equal(read(written), STATE)
+
+
+def test_torch_reads_it_without_flatout(written):
+    assert equal(torch.load(written, weights_only=True), STATE)
+    assert equal(torch.load(written, weights_only=True, mmap=True), STATE)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_flipped_bit_anywhere_is_noticed(written, tmp_path_factory, data):
+    content = bytearray(written.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    damaged = tmp_path_factory.getbasetemp() / "flipped.pt"
+    damaged.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"flipped\.pt"):
+        read(damaged)
+
+
+def test_every_bit_of_the_trailer_counts(written, tmp_path):
+    content = written.read_bytes()
+    for bit in range(8 * (len(content) - 20), 8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "flipped.pt").write_bytes(flipped)
+        with pytest.raises(DamagedCheckpoint):
+            read(tmp_path / "flipped.pt")
+
+
+@pytest.mark.parametrize("left", [0, 1, 19, 20, 21, 0.5, -21, -20, -1])
+def test_a_file_that_was_cut_short_is_noticed(written, tmp_path, left):
+    content = written.read_bytes()
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(content[: int(left * len(content)) if isinstance(left, float) else left])
+    with pytest.raises(DamagedCheckpoint, match=r"cut\.pt"):
+        read(cut)
+
+
+def test_a_file_with_something_behind_it_is_noticed(written, tmp_path):
+    (tmp_path / "long.pt").write_bytes(written.read_bytes() + b"\0")
+    with pytest.raises(DamagedCheckpoint):
+        read(tmp_path / "long.pt")
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "text"])
+def test_a_foreign_file_is_refused(tmp_path, kind):
+    path = tmp_path / "foreign.pt"
+    if kind == "torch.save":
+        torch.save(STATE, path)
+    else:
+        path.write_text("a plan, say\n" * 100)
+    with pytest.raises(DamagedCheckpoint, match="no checkpoint of flatout"):
+        read(path)
+
+
+def test_another_version_is_whole_and_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_VERSION", 2)
+        write(tmp_path / "new.pt", STATE)
+    with pytest.raises(ValueError, match="version 2, this flatout reads version 1") as caught:
+        read(tmp_path / "new.pt")
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_what_would_run_code_is_refused(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    write(tmp_path / "evil.pt", {"model": Runs()})
+    with pytest.raises(ValueError, match="cannot be read safely") as caught:
+        read(tmp_path / "evil.pt")
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_missing_file_is_that(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "none.pt")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.pt"
+    write(path, {"step": 1})
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        write(path, {"weights": torch.ones(1000), "step": lambda: 2})
+    assert read(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_full_disk_is_that(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path / "a.pt", {"weights": torch.ones(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_write_takes_the_place_of_one_that_was_killed(tmp_path):
+    path = tmp_path / "a.pt"
+    temporary_of(path).write_bytes(b"x" * 10_000)
+    write(path, {"step": 1})
+    assert read(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_others_may_read_it_as_any_file(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "a.pt", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o644

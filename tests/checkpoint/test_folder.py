@@ -1,0 +1,98 @@
+"""A folder of checkpoints: the newest that can be read, and no more than are wanted."""
+
+import os
+
+import pytest
+
+from flatout.checkpoint import DamagedCheckpoint, Folder, file, newest_in, write
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def filled(path, steps, keep=3):
+    folder = Folder(path, keep)
+    for step in steps:
+        write(folder.path_of(step), {"steps": step})
+        folder.prune()
+    return folder
+
+
+def test_it_is_made_and_begins_empty(tmp_path):
+    assert Folder(tmp_path / "a" / "b", 1).newest() is None
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    folder = filled(tmp_path, [9, 10, 100, 1000], keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000100.pt", "step-0000001000.pt"]
+    assert folder.newest() == {"steps": 1000}
+
+
+def test_a_step_beyond_ten_digits_is_newer(tmp_path):
+    assert filled(tmp_path, [9_999_999_999, 10_000_000_000]).newest() == {"steps": 10_000_000_000}
+
+
+def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(tmp_path):
+    folder = filled(tmp_path, [1, 2, 3])
+    damage(folder.path_of(3))
+    with pytest.warns(RuntimeWarning, match=r"is damaged.*step-0000000002\.pt is used"):
+        assert folder.newest() == {"steps": 2}
+    assert "step-0000000003.pt.damaged" in os.listdir(tmp_path)
+
+
+def test_a_damaged_one_does_not_count_among_those_to_keep(tmp_path):
+    folder = filled(tmp_path, [1, 5], keep=2)
+    damage(folder.path_of(5))
+    with pytest.warns(RuntimeWarning):
+        folder.newest()
+    filled(tmp_path, [2, 3], keep=2)
+    assert folder.newest() == {"steps": 3}
+    assert folder.path_of(2).exists()
+
+
+def test_where_all_are_damaged_nothing_begins_anew_and_nothing_is_set_aside(tmp_path):
+    folder = filled(tmp_path, [1, 2])
+    damage(folder.path_of(1))
+    damage(folder.path_of(2))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .* can be read"):
+        folder.newest()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_what_is_whole_and_cannot_be_read_is_no_reason_to_go_back(tmp_path, monkeypatch):
+    folder = filled(tmp_path, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_VERSION", 2)
+        write(folder.path_of(2), {"steps": 2})
+    with pytest.raises(ValueError, match="version 2"):
+        folder.newest()
+    assert folder.path_of(2).exists()
+
+
+def test_looking_changes_nothing(tmp_path):
+    folder = filled(tmp_path, [1, 2])
+    damage(folder.path_of(2))
+    before = sorted(os.listdir(tmp_path))
+    assert newest_in(tmp_path) == {"steps": 1}
+    assert sorted(os.listdir(tmp_path)) == before
+    assert newest_in(tmp_path / "nowhere") is None
+
+
+def test_what_a_crash_left_half_written_is_removed_and_nothing_else(tmp_path):
+    folder = filled(tmp_path, [1])
+    (tmp_path / ".step-0000000002.pt.tmp").write_bytes(b"half")
+    for name in ("notes.txt", "step-2.txt", ".hidden"):
+        (tmp_path / name).write_text("mine")
+    Folder(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.txt", "step-0000000001.pt", "step-2.txt"]
+    folder.prune()
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
+        Folder(tmp_path, 0)
