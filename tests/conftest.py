@@ -32,7 +32,9 @@ settings.register_profile("flatout", deadline=None)
 settings.load_profile("flatout")
 
 # There is one server for all tests, started by the first that needs it: what any of its processes imports.
-multiprocessing.set_forkserver_preload(["flatout.data", "tests.samples", "tests.optim.dtensor_checks"])
+multiprocessing.set_forkserver_preload(
+    ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.checkpoint.training"]
+)
 
 
 def _missing_for_gpu_tests() -> str:

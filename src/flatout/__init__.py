@@ -6,6 +6,7 @@ checklist on the user's own step, keeps what pays, undoes what does not, and ``p
 
 from flatout import _native  # noqa: I001, F401  (first: it refuses a torch that is too old)
 from flatout import amp, data, mfu, optim
+from flatout.checkpoint import DamagedCheckpoint
 from flatout.optimize import optimize
 from flatout.plan import Plan
 from flatout.report import Report
@@ -14,4 +15,17 @@ from flatout.run import Run, undo
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "Report", "Run", "__version__", "amp", "data", "mfu", "optim", "optimize", "reproducible", "undo"]
+__all__ = [
+    "DamagedCheckpoint",
+    "Plan",
+    "Report",
+    "Run",
+    "__version__",
+    "amp",
+    "data",
+    "mfu",
+    "optim",
+    "optimize",
+    "reproducible",
+    "undo",
+]

@@ -213,6 +213,15 @@ class Job:
             inv_scale = None if batches == 1 else 1.0 / batches
             update(self.optimizer, inv_scale=inv_scale, max_grad_norm=self.max_grad_norm)
 
+    @property
+    def progress(self) -> tuple[int, GradScaler | None]:
+        """Batches that wait for an update, and the loss scaler: what ``State`` does not have of a job."""
+        return self._pending, self._scaler
+
+    @progress.setter
+    def progress(self, progress: tuple[int, GradScaler | None]) -> None:
+        self._pending, self._scaler = progress
+
     def reset(self) -> None:
         """Forget batches that were accumulated but not updated with, and what the loss scaler has learnt."""
         self._pending = 0
@@ -223,6 +232,58 @@ class Job:
         self._pending = 0
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training has made of model, loss, optimizer and loss scaler, and of batches not updated with yet."""
+        return {
+            "modules": [module.state_dict() for module in self.modules],
+            "others": [p.detach() for p in self._parameters_elsewhere()],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "pending": self._pending,
+            "gradients": [p.grad for p in self._parameters()] if self._pending else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was saved; its tensors may be taken over.
+
+        Raises:
+            Exception: of many kinds; it does not fit. Part of it may be loaded by then.
+        """
+        elsewhere, parameters = self._parameters_elsewhere(), self._parameters()
+        here = {"modules": len(self.modules), "others": len(elsewhere), "optimizer": self.optimizer is not None}
+        there = {name: len(state[name]) for name in ("modules", "others")} | {"optimizer": bool(state["optimizer"])}
+        if here != there:
+            raise ValueError(f"it has {there}, this training {here}")
+        if state["pending"] >= self.accumulate:
+            raise ValueError(f"it is in the middle of more batches than accumulate={self.accumulate}")
+        for module, saved in zip(self.modules, state["modules"], strict=True):
+            module.load_state_dict(saved)
+        with torch.no_grad():
+            for p, values in zip(elsewhere, state["others"], strict=True):
+                p.copy_(values)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.reset()
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self._pending = state["pending"]
+        if self._pending:
+            for p, gradient in zip(parameters, state["gradients"], strict=True):
+                p.grad = None if gradient is None else gradient.to(p.device)
+
+    def _parameters(self) -> list[Tensor]:
+        """Every parameter once, in a fixed order."""
+        return [*self._parameters_inside().values(), *self._parameters_elsewhere()]
+
+    def _parameters_inside(self) -> dict[int, nn.Parameter]:
+        return {id(p): p for module in self.modules for p in module.parameters()}
+
+    def _parameters_elsewhere(self) -> list[Tensor]:
+        """What the optimizer trains that is in no module known here: a temperature, say, that ``compute_loss`` uses."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        inside = self._parameters_inside()
+        return list({id(p): p for group in groups for p in group["params"] if id(p) not in inside}.values())
 
     def peak_flops(self, *, measure: bool) -> tuple[float | None, str]:
         """The peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and what it is.

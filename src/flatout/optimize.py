@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from flatout import mfu, words
 from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
 from flatout.data.replay import Replayed
+from flatout.export import example_of
 from flatout.job import Job
 from flatout.measure.bench import Bench
 from flatout.measure.budget import Budget
@@ -209,6 +210,7 @@ def optimize(
         plan=Plan(decisions=tuner.decisions, fingerprint=here),
         report=Report(summary),
         switches=[*switches.values(), *bench.kept],
+        example=example_of(taken[0]),
         peak_flops=peak,
     )
 

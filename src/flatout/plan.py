@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatout.checkpoint import newest_in
 from flatout.data import tensors_of
 from flatout.data.machine import usable_cores
 
@@ -49,6 +50,16 @@ class Plan:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a flatout plan: {error!r}") from error
         raise ValueError(f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}")
+
+    @classmethod
+    def from_checkpoints(cls, folder: str | Path) -> Plan | None:
+        """The plan of the newest checkpoint in a folder of ``Run.fit``; None where there is none yet.
+
+        A script that starts with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and goes
+        on with the same decisions each time that it is started again.
+        """
+        state = newest_in(folder)
+        return None if state is None else cls(**state["plan"])
 
     def check_techniques(self, known: Collection[str]) -> None:
         """Refuse to decide about what there is not.

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatout import checkpoint
 from flatout._garbage import LongLived
+from flatout.checkpoint.copies import mapped
 from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.data.generators import RandomState, generators_in
 from flatout.data.loaders import SEEDED_FROM
 from flatout.data.replay import Replayed
+from flatout.export import export, export_weights
 from flatout.finite import FiniteWatch
+from flatout.fit import Fitted, Keeper, fit
 from flatout.job import Job
 from flatout.logs import Logs
 from flatout.measure.judge import judged
+from flatout.measure.state import State
 from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
@@ -24,6 +35,9 @@ from flatout.profile import Profile, profile_run
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
+
+STATE_VERSION = 1
+"""Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""
 
 Metric = Callable[[Any, Any], Any]
 """``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
@@ -65,6 +79,7 @@ class TrainingLoader:
         self._watching = [switch for switch in switches if switch.watches]
         self._counter = counter
         self._end_of_epoch = end_of_epoch
+        self._goes_on = False
         self._prefetcher = Prefetcher(job.source, job.device, copying=counter.copying)
 
     @property
@@ -74,7 +89,9 @@ class TrainingLoader:
         return source if isinstance(source, Replayed) else getattr(loader, SEEDED_FROM, loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._end_of_epoch()  # of one that was left by a break
+        if not self._goes_on:
+            self._end_of_epoch()  # of one that was left by a break
+        self._goes_on = False
         batches = self._counter.batches(self._prefetcher)
         with LongLived() as objects:
             for batch in map(self._show, batches) if self._watching else batches:
@@ -97,6 +114,7 @@ class TrainingLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was saved: see :meth:`flatout.data.Prefetcher.load_state_dict`."""
         self._prefetcher.load_state_dict(state)
+        self._goes_on = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # a copy looks for these before there is a job to ask
@@ -114,6 +132,8 @@ class Run:
         plan: the decisions, to save and apply again.
         report: every row of the checklist, with its number and its why.
         logs: what :meth:`log` was given: iterate it for ``(step, name, value)``, or have ``logs.listen`` call you.
+        steps: calls of :meth:`step` so far, those before a checkpoint that was loaded included.
+        fitted: how far :meth:`fit` has come.
     """
 
     def __init__(
@@ -124,6 +144,7 @@ class Run:
         plan: Plan,
         report: Report,
         switches: Sequence[Switch],
+        example: Any,
         peak_flops: float | None = None,
     ) -> None:
         self.model = job.model
@@ -132,11 +153,16 @@ class Run:
         self.report = report
         self._job = job
         self._scheduler = scheduler
+        self._example = example
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
         self.logs = Logs()
         self._finite = FiniteWatch(job)
-        self._steps = 0
+        self.steps = 0
+        self.fitted = Fitted()
+        self._writer = checkpoint.Writer()
+        self._is_loaded = False  # since the last fit
+        self._generators: list[Any] | None = None
         self._switches = list(switches)
         attach(job.model, self._switches)
 
@@ -204,9 +230,9 @@ class Run:
             loss = self._job.step(batch, step.phase)
             if not self._job.pending:
                 self._step_scheduler()
-        self._steps += 1
-        if self._steps >= self._finite.next_look:
-            self._finite.look(self._steps, loss, batch)
+        self.steps += 1
+        if self.steps >= self._finite.next_look:
+            self._finite.look(self.steps, loss, batch)
         return loss
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
@@ -229,7 +255,7 @@ class Run:
         """
         if step is None and self.optimizer is None:
             raise ValueError("run.log needs step= in a loop of your own: only run.step counts steps")
-        self.logs.log(name, value, self._steps if step is None else step)
+        self.logs.log(name, value, self.steps if step is None else step)
 
     def flush_logs(self) -> None:
         """Wait for what was logged and is on its way, and hand it to the listeners: at the end of training, say."""
@@ -251,42 +277,205 @@ class Run:
         metrics: Mapping[str, Metric] | None = None,
         *,
         progress: bool = True,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        asynchronous: bool = True,
     ) -> list[dict[str, float]]:
-        """Train for a number of epochs.
+        """Train for a number of epochs, and go on where an earlier process was stopped or killed.
+
+        With ``checkpoint_dir``, training goes on from the newest checkpoint in that folder that can be read, so that a
+        script is written once, and started as often as it takes. SIGTERM saves, and then ends the process as ever;
+        where it was handled before, that handler is called behind the save, and ``fit`` returns what there is.
+
+        It ends bit for bit where it would have ended uninterrupted where a step repeats its results (on a GPU:
+        ``deterministic=True``) and takes the same decisions: ``optimize(plan=Plan.from_checkpoints(folder))``. What is
+        drawn by worker processes, or beyond the step when a GPU's batches are loaded ahead, are other random numbers,
+        but for :func:`flatout.data.seed_samples`.
 
         Args:
-            epochs: passes over ``run.loader``.
+            epochs: passes over ``run.loader``; with ``checkpoint_dir`` counted from the beginning of training, over
+                all processes.
             eval_loader: evaluated after each epoch.
             metrics: as in ``evaluate``.
             progress: show a bar with loss, samples/s and loader stall.
+            checkpoint_dir: a folder for the checkpoints of this training alone; made where it is missing.
+            checkpoint_every: steps from one checkpoint to the next; default: one behind each epoch.
+            keep: checkpoints to keep.
+            asynchronous: write them while training goes on. It takes the memory of model and optimizer once more, on
+                the host.
 
         Returns:
             One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
 
         Raises:
-            ValueError: the loader yielded no batch; an iterator, say, is spent after one epoch.
+            ValueError: the loader yielded no batch (an iterator, say, is spent after one epoch), ``checkpoint_every``
+                or ``keep`` is below 1, or the checkpoint is of another training.
+            OSError: a checkpoint could not be written.
+            RuntimeError: ``checkpoint_dir`` where several processes train together.
+            flatout.DamagedCheckpoint: there are checkpoints, and none can be read.
         """
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be >= 1, got {checkpoint_every}")
+
+        def evaluated() -> dict[str, float]:
+            values = {} if eval_loader is None else self.evaluate(eval_loader, metrics)
+            return {f"eval_{name}": value for name, value in values.items()}
+
         if not self.model.training:
             self.model.train()
-        history: list[dict[str, float]] = []
-        with EpochProgress(epochs, self.loader, self._counter, visible=progress) as bar:
-            for epoch in range(epochs):
-                bar.begin(epoch)
-                total, steps = torch.zeros((), device=self._job.device), 0
-                for batch in self.loader:
-                    loss = self.step(batch)
-                    total += loss
-                    steps += 1
-                    bar.advance(loss)
-                if steps == 0:
-                    raise ValueError(f"the loader yielded no batch in epoch {epoch + 1}: can it be iterated again?")
-                row = {"loss": float(total) / steps}
-                self.flush_logs()  # they are here by now
-                if eval_loader is not None:
-                    row |= {f"eval_{name}": value for name, value in self.evaluate(eval_loader, metrics).items()}
-                bar.end(row)
-                history.append(row)
-        return history
+        with contextlib.ExitStack() as stack:
+            keeper = None
+            if checkpoint_dir is not None:
+                folder = checkpoint.Folder(checkpoint_dir, keep)
+                keeper = stack.enter_context(Keeper(self, folder, checkpoint_every, asynchronous=asynchronous))
+            if not self._is_loaded:
+                self.fitted = Fitted()
+            self._is_loaded = False
+            bar = stack.enter_context(EpochProgress(epochs, self.loader, self._counter, visible=progress))
+            fit(self, epochs, evaluated, bar, keeper)
+        return list(self.fitted.history)
+
+    def save(self, path: str | Path, *, asynchronous: bool = False, then: Callable[[], object] | None = None) -> None:
+        """Write all that it takes to go on with this training: :meth:`state_dict`, in one file.
+
+        The file is there as a whole or not at all, and carries a checksum. ``torch.load(path)`` reads it, too.
+
+        Args:
+            path: in a folder that exists; a file that is there is replaced.
+            asynchronous: copy the state now, into host memory, and write it while training goes on. The file is there
+                when the next save begins, after :meth:`flush_saves`, or when the process has ended.
+            then: called when the file is there; asynchronously, by the thread that wrote it.
+
+        Raises:
+            TypeError: model, optimizer or scheduler have in their state what a checkpoint cannot hold.
+            OSError: it could not be written; asynchronously, the one before could not.
+        """
+        self._writer.write(path, self.state_dict(), asynchronous=asynchronous, then=then)
+
+    def flush_saves(self) -> None:
+        """Wait for an asynchronous save; raises what went wrong with it."""
+        self._writer.wait()
+
+    def load(self, path: str | Path) -> None:
+        """Go on where :meth:`save` wrote ``path``. Nothing in the file is run.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            flatout.DamagedCheckpoint: a ``ValueError``: it is not ``save``'s, or not any more what that wrote.
+            ValueError: it is of another training. Nothing has changed then.
+        """
+        self._adopt(checkpoint.read(path), f"{path} is")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it takes to go on: of tensors, numbers, strings and containers of them. Tensors are the live ones.
+
+        That is model, loss module, optimizer with its averages, loss scaler and scheduler; gradients that wait for an
+        update; the loader's position and generators, torch's, NumPy's and Python's global ones; the plan, and how far
+        training has come. The position in an epoch is left out where the loader cannot tell it
+        (:meth:`flatout.data.Prefetcher.state_dict`): going on begins that epoch again.
+        """
+        position = self._position()[0]
+        fitted = self.fitted if position is not None else Fitted(self.fitted.history)
+        return {
+            "version": STATE_VERSION,
+            "job": self._job.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "loader": position,
+            "random": self._random_state().states(),
+            "plan": asdict(self.plan),
+            "steps": self.steps,
+            "fitted": vars(fitted) | {"history": [dict(row) for row in fitted.history]},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was made. A loop over ``run.loader`` that is under way is not changed; begin another.
+
+        Raises:
+            ValueError: it is of another training. Nothing has changed then.
+        """
+        self._adopt(mapped(state, torch.clone), "the state is")
+
+    def _adopt(self, state: Any, what: str) -> None:
+        """Load a state whose tensors are nobody else's."""
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            raise ValueError(f"{what} not of run.state_dict(), version {STATE_VERSION}")
+        before = State.capture(self._job.modules, self.optimizer, self._job.loader)
+        scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+        progress = self._job.progress
+        try:
+            if (state["scheduler"] is None) != (scheduler is None):
+                raise ValueError("only one of it and this training has a scheduler")
+            self._job.load_state_dict(state["job"])
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(state["scheduler"])
+            fitted = Fitted(**state["fitted"])
+            if fitted.loss is not None:
+                fitted.loss = fitted.loss.to(self._job.device)
+            decisions, steps = state["plan"]["decisions"], state["steps"]
+            if state["loader"] is not None:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._random_state().write(state["random"])
+        except Exception as error:
+            before.restore()
+            self._job.progress = progress
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(scheduler)
+            raise ValueError(f"{what} of another training: {type(error).__name__}: {error}") from error
+        self.steps, self.fitted, self._is_loaded = steps, fitted, True
+        self._finite = FiniteWatch(self._job, self._finite.stop_after)
+        if decisions != self.plan.decisions:
+            warnings.warn(
+                f"the checkpoint was trained with {decisions}, this run has {dict(self.plan.decisions)}: training goes "
+                "on, but not bit for bit; optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def why_not_in_mid_epoch(self) -> str:
+        """What keeps the loader from telling where in an epoch it is; empty when nothing does."""
+        return self._position()[1]
+
+    def _position(self) -> tuple[dict[str, Any] | None, str]:
+        """The loader's ``state_dict``; None where it has none, and why."""
+        if not isinstance(self.loader, TrainingLoader):
+            return None, "undo() has given the loader back"
+        try:
+            return self.loader.state_dict(), ""
+        except TypeError as error:
+            return None, str(error)
+
+    def _random_state(self) -> RandomState:
+        """The global generators, and those that dataset, model and loss keep; the loader's are in its own state."""
+        if self._generators is None:
+            dataset = getattr(self._job.loader, "dataset", None)
+            self._generators = generators_in([dataset, *self._job.modules, self._job.loss_fn, self._job.compute_loss])
+        return RandomState.of(self._generators)
+
+    def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:
+        """Save the model for deployment: a copy in eval mode, on the CPU, that needs no flatout.
+
+        Args:
+            path: of the file.
+            format: ``"export"`` for ``torch.export.load(path).module()``; ``"torchscript"`` for
+                ``torch.jit.load(path)``, and for ``torch::jit::load`` in C++.
+            example: what the model is called with: a tensor, a tuple whose first is that, or a mapping of keyword
+                arguments. Default: the first samples trained on, without labels.
+
+        Raises:
+            ValueError: there is no such format.
+            Exception: whatever torch says of a model that it cannot export.
+        """
+        export(self.model, path, self._example if example is None else example, format)
+
+    def export_weights(self, path: str | Path) -> None:
+        """Save the weights as safetensors.
+
+        Raises:
+            ImportError: the package safetensors is not installed.
+        """
+        export_weights(self.model, path)
 
     def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.

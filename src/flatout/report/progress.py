@@ -41,13 +41,13 @@ class EpochProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def begin(self, epoch: int) -> None:
-        """Start the bar of an epoch (counted from 0)."""
+    def begin(self, epoch: int, steps: int = 0) -> None:
+        """Start the bar of an epoch (counted from 0), some of whose steps are done already."""
         try:
             total = len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # an IterableDataset has no length
             total = None
-        self._task = self._bar.add_task(f"epoch {epoch + 1}/{self._epochs}", total=total, status="")
+        self._task = self._bar.add_task(f"epoch {epoch + 1}/{self._epochs}", total=total, completed=steps, status="")
 
     def advance(self, loss: Tensor) -> None:
         """Count one step."""

@@ -1,0 +1,153 @@
+"""``Run.fit``: epochs of steps, kept in checkpoints, and gone on with by the next process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flatout.checkpoint import Folder, Termination
+from flatout.data.remote import WorkerError
+from flatout.report.progress import EpochProgress
+
+if TYPE_CHECKING:
+    from flatout.run import Run
+
+
+@dataclass
+class Fitted:
+    """How far ``fit`` has come.
+
+    Attributes:
+        history: what it returns of the epochs that are complete.
+        steps: of the epoch under way.
+        loss: the sum of their losses, on the device; None where there are none.
+        is_trained: whether that epoch has had all its steps, and is yet to be evaluated.
+    """
+
+    history: list[dict[str, float]] = field(default_factory=list)
+    steps: int = 0
+    loss: Tensor | None = None
+    is_trained: bool = False
+
+
+class Keeper:
+    """Keeps a training in a folder: brings it back from there, and saves it when it is time to, and when SIGTERM comes.
+
+    Args:
+        run: is trained inside the block.
+        folder: of this training alone.
+        every: steps between checkpoints; None for one behind each epoch.
+        asynchronous: write while training goes on.
+
+    Raises:
+        RuntimeError: several processes train together.
+    """
+
+    def __init__(self, run: Run, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError("checkpoint_dir is for one process: several would write the same files")
+        self._run = run
+        self._folder = folder
+        self._every = every
+        self._asynchronous = asynchronous
+        self._termination = Termination()
+        self._saved: tuple[int, int, bool] | None = None
+
+    def __enter__(self) -> Keeper:
+        self._resume()
+        reason = self._run.why_not_in_mid_epoch
+        if reason:
+            warnings.warn(f"a training that is stopped in mid-epoch begins that epoch again: {reason}", stacklevel=4)
+        self._termination.__enter__()
+        return self
+
+    def _resume(self) -> None:
+        state = self._folder.newest()
+        if state is None:
+            return
+        before = self._run.steps
+        self._run.load_state_dict(state)
+        self._saved = self._place
+        if before not in (0, self._run.steps):
+            warnings.warn(
+                f"this run had come to step {before}: it goes on from the checkpoint of step {self._run.steps}",
+                stacklevel=5,
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: Any) -> None:
+        try:
+            # Who ends a job signals its loader's workers, too: the step before the batch that did not come is complete.
+            if error is None or (self._termination.asked and isinstance(error, WorkerError)):
+                self._save()
+            self._run.flush_saves()
+        finally:
+            self._termination.__exit__(kind, error, at)
+
+    def step_done(self) -> bool:
+        """Save where it is time to; returns whether training has to end."""
+        if self._every is not None and self._run.steps % self._every == 0:
+            self._save()
+        return self._termination.asked
+
+    def epoch_done(self) -> bool:
+        """Save where that is done behind each epoch; returns whether training has to end."""
+        if self._every is None:
+            self._save()
+        return self._termination.asked
+
+    @property
+    def has_to_end(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._termination.asked
+
+    @property
+    def _place(self) -> tuple[int, int, bool]:
+        fitted = self._run.fitted
+        return self._run.steps, len(fitted.history), fitted.is_trained
+
+    def _save(self) -> None:
+        if self._place != self._saved:
+            path = self._folder.path_of(self._run.steps)
+            self._run.save(path, asynchronous=self._asynchronous, then=self._folder.prune)
+            self._saved = self._place
+
+
+def fit(
+    run: Run, epochs: int, evaluate: Callable[[], dict[str, float]], bar: EpochProgress, keeper: Keeper | None
+) -> None:
+    """Train until ``run.fitted`` has so many epochs, or the process has to end.
+
+    Raises:
+        ValueError: the loader yielded no batch in an epoch.
+    """
+    fitted = run.fitted
+    while len(fitted.history) < epochs:
+        bar.begin(len(fitted.history), fitted.steps)
+        if not fitted.is_trained:
+            for batch in run.loader:
+                loss = run.step(batch)
+                fitted.loss = loss.float() if fitted.loss is None else fitted.loss + loss
+                fitted.steps += 1
+                bar.advance(loss)
+                if keeper is not None and keeper.step_done():
+                    return
+            fitted.is_trained = True
+        if fitted.loss is None:
+            raise ValueError(
+                f"the loader yielded no batch in epoch {len(fitted.history) + 1}: can it be iterated again?"
+            )
+        if keeper is not None and keeper.has_to_end:
+            return
+        row = {"loss": float(fitted.loss) / fitted.steps}
+        run.flush_logs()  # they are here by now
+        row |= evaluate()
+        bar.end(row)
+        fitted.history.append(row)
+        fitted.steps, fitted.loss, fitted.is_trained = 0, None, False
+        if keeper is not None and keeper.epoch_done():
+            return

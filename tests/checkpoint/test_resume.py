@@ -1,0 +1,465 @@
+"""Training that was stopped and goes on ends where it would have ended: bit for bit, in a new process."""
+
+import collections
+import copy
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.checkpoint import Folder, newest_in, read, write
+from flatout.reproducible import seed_all
+from tests.checkpoint.test_file import equal
+from tests.checkpoint.training import EPOCHS, KINDS, Stopped, make, train
+
+STEPS = 18
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            run, history = train(kind)
+            found[kind] = run.state_dict(), history
+        return found[kind]
+
+    return of
+
+
+def assert_same(run, history, expected):
+    state, expected_history = expected
+    assert history == expected_history
+    assert run.steps == STEPS
+    here = run.state_dict()
+    assert equal(here["job"], state["job"])
+    assert here["scheduler"] == state["scheduler"]
+    assert equal(here["random"], state["random"])
+
+
+@pytest.mark.parametrize("stop_before", [1, 3, 5, 6, 8, 13, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_bit_for_bit(kind, stop_before, tmp_path, uninterrupted):
+    with pytest.raises(Stopped):
+        train(kind, tmp_path, stop_before=stop_before, checkpoint_every=1, asynchronous=stop_before % 2 == 0)
+    assert_same(*train(kind, tmp_path, checkpoint_every=1), uninterrupted(kind))
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulating"])
+def test_steps_since_the_last_checkpoint_are_trained_again(kind, tmp_path, uninterrupted):
+    with pytest.raises(Stopped):
+        train(kind, tmp_path, stop_before=11, checkpoint_every=4)
+    assert newest_in(tmp_path)["steps"] == 8
+    assert_same(*train(kind, tmp_path, checkpoint_every=4), uninterrupted(kind))
+
+
+def test_it_may_be_stopped_again_and_again(tmp_path, uninterrupted):
+    for stop_before in (2, 3, 7, 12, 16):
+        with pytest.raises(Stopped):
+            train("accumulating", tmp_path, stop_before=stop_before, checkpoint_every=1)
+    assert_same(*train("accumulating", tmp_path, checkpoint_every=1), uninterrupted("accumulating"))
+
+
+def test_a_damaged_checkpoint_costs_the_steps_behind_the_one_before_it(tmp_path, uninterrupted):
+    with pytest.raises(Stopped):
+        train("plain", tmp_path, stop_before=9, checkpoint_every=2)
+    newest = Folder(tmp_path, 3).path_of(8)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(RuntimeWarning, match="set aside"):
+        run, history = train("plain", tmp_path, checkpoint_every=2)
+    assert_same(run, history, uninterrupted("plain"))
+
+
+def test_a_finished_training_is_not_trained_again(tmp_path, uninterrupted):
+    train("plain", tmp_path)
+    run, history = train("plain", tmp_path)
+    assert_same(run, history, uninterrupted("plain"))
+    assert run.stats.total.steps == 0
+
+
+def test_more_epochs_go_on_where_fewer_ended(tmp_path, uninterrupted):
+    run = make()
+    seed_all(5)
+    run.fit(1, progress=False, checkpoint_dir=tmp_path)
+    assert_same(*train("plain", tmp_path), uninterrupted("plain"))
+
+
+def test_epochs_are_counted_anew_without_a_folder():
+    run = make()
+    assert len(run.fit(2, progress=False)) == 2
+    assert len(run.fit(1, progress=False)) == 1
+    assert run.steps == STEPS
+
+
+def test_a_fit_that_was_interrupted_is_no_beginning_of_the_next():
+    run = make()
+    step = run.step
+
+    def interrupted(batch):
+        if run.steps == 2:
+            raise KeyboardInterrupt
+        return step(batch)
+
+    run.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(1, progress=False)
+    run.step = step
+    (row,) = run.fit(1, progress=False)
+    assert run.steps == 2 + 6
+    assert 0 < row["loss"] < 5
+
+
+def test_the_checkpoint_goes_before_what_the_run_has_done(tmp_path, uninterrupted):
+    with pytest.raises(Stopped):
+        train("plain", tmp_path, stop_before=8, checkpoint_every=4)
+    run = make()
+    for batch in run.loader:  # a profile, say
+        run.step(batch)
+    with pytest.warns(UserWarning, match="had come to step 6: it goes on from the checkpoint of step 8"):
+        history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path, checkpoint_every=4)
+    assert_same(run, history, uninterrupted("plain"))
+
+
+def test_by_default_each_epoch_ends_with_a_checkpoint_and_three_are_kept(tmp_path):
+    make().fit(5, progress=False, checkpoint_dir=tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:010d}.pt" for step in (18, 24, 30)]
+
+
+def test_evaluation_of_an_epoch_is_not_lost(tmp_path):
+    run = make()
+    batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
+    whole = run.fit(2, batches, progress=False, checkpoint_dir=tmp_path)
+    again = make().fit(2, batches, progress=False, checkpoint_dir=tmp_path)
+    assert again == whole
+    assert all("eval_loss" in row for row in again)
+
+
+# -- save and load ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_save_and_load_in_a_loop_of_ones_own(asynchronous, tmp_path):
+    run = make("accumulating")
+    batches = iter(run.loader)
+    for _ in range(3):
+        run.step(next(batches))
+    run.save(tmp_path / "a.pt", asynchronous=asynchronous)
+    expected = [run.step(batch) for batch in batches]
+    run.flush_saves()
+    other = make("accumulating")
+    seed_all(99)
+    other.load(tmp_path / "a.pt")
+    assert other.steps == 3
+    assert equal([other.step(batch) for batch in other.loader], expected)
+    assert equal(other.state_dict()["job"], run.state_dict()["job"])
+
+
+WRONG = {
+    "another version": lambda good: good | {"version": 0},
+    "another model": lambda good: good | {"job": good["job"] | {"modules": [{"weight": torch.ones(2)}]}},
+    "another optimizer": lambda good: good | {"job": good["job"] | {"optimizer": {"state": {}, "param_groups": []}}},
+    "no scheduler": lambda good: good | {"scheduler": None},
+    "another loader": lambda good: good | {"loader": {"version": 1}},
+    "a loader of other parts": lambda good: good | {"loader": good["loader"] | {"loader": []}},
+    "more pending than an update": lambda good: good | {"job": good["job"] | {"pending": 7}},
+    "no plan": lambda good: {name: value for name, value in good.items() if name != "plan"},
+    "no state at all": lambda good: {"weights": torch.ones(3)},
+    "not even a dict": lambda good: [1, 2],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_changes_nothing(name, tmp_path):
+    """The run goes on as its twin does that has never seen the file."""
+    run, twin = make(), make()
+    paths = tmp_path / "run.pt", tmp_path / "twin.pt"
+    for each, path in zip((run, twin), paths, strict=True):
+        seed_all(3)
+        for batch in each.loader:
+            each.step(batch)
+        each.step(batch)
+        each.save(path)
+    write(tmp_path / "wrong.pt", WRONG[name](read(paths[0])))
+    with pytest.raises(ValueError, match=r"(is|state is) (of|not of)"):
+        run.load(tmp_path / "wrong.pt")
+    run.save(paths[0])
+    assert equal(read(paths[0]), read(paths[1]))
+    losses = []
+    for each in (run, twin):
+        seed_all(4)
+        losses.append([each.step(batch) for batch in each.loader])
+    assert equal(*losses)
+
+
+def test_a_state_stays_what_it_was_when_training_goes_on(tmp_path):
+    run = make()
+    for batch in run.loader:
+        run.step(batch)
+    kept = copy.deepcopy(run.state_dict())
+    expected = copy.deepcopy(kept)
+    for _ in range(2):
+        run.load_state_dict(kept)
+        run.step(batch)
+        assert equal(kept["job"], expected["job"])
+        assert equal(kept, expected)
+
+
+def test_what_the_optimizer_trains_outside_the_model_comes_back(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model, heat = nn.Linear(6, 3), nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([*model.parameters(), heat], lr=0.1)
+        batches = [(torch.randn(4, 6), torch.zeros(4, dtype=torch.long)) for _ in range(3)]
+        run = flatout.optimize(
+            model, batches, optimizer, budget=0, accumulate=2,
+            compute_loss=lambda model, batch: functional.cross_entropy(model(batch[0]) * heat, batch[1]),
+        )  # fmt: skip
+        return run, heat
+
+    (run, heat), (other, other_heat) = made(), made()
+    for batch in run.loader:
+        run.step(batch)
+    run.step(batch)
+    run.save(tmp_path / "a.pt")
+    other.load(tmp_path / "a.pt")
+    assert heat.item() != 1
+    assert torch.equal(heat, other_heat)
+    run.step(batch), other.step(batch)
+    assert torch.equal(heat, other_heat)
+
+
+def test_a_watch_for_infinities_begins_anew(tmp_path):
+    run = make()
+    run.stop_after_bad = 3
+    run.save(tmp_path / "a.pt")
+    run._finite._bad = 3
+    run._finite.next_look = 10**9
+    run.load(tmp_path / "a.pt")
+    assert run.stop_after_bad == 3
+    run.step(next(iter(run.loader)))
+    assert run._finite.next_look == 1 + 50
+
+
+def test_other_decisions_are_told(tmp_path):
+    run = make("plain")
+    run.save(tmp_path / "a.pt")
+    other = make("bf16")
+    with pytest.warns(RuntimeWarning, match="'precision': 'bf16'"):
+        other.load(tmp_path / "a.pt")
+
+
+def test_the_plan_comes_from_the_newest_checkpoint(tmp_path):
+    assert flatout.Plan.from_checkpoints(tmp_path) is None
+    run = make("fused")
+    run.fit(1, progress=False, checkpoint_dir=tmp_path)
+    assert flatout.Plan.from_checkpoints(tmp_path) == run.plan
+
+
+class Endless:
+    """Batches of a loader that cannot tell where it is."""
+
+    def __iter__(self):
+        for i in range(4):
+            yield torch.full((4, 6), float(i)), torch.zeros(4, dtype=torch.long)
+
+
+def make_with(loader):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return flatout.optimize(model, loader, optimizer, functional.cross_entropy, budget=0)
+
+
+def test_a_loader_without_a_position_begins_its_epoch_again_and_says_so(tmp_path):
+    run = make_with(Endless())
+    step = run.step
+
+    def stopping(batch):
+        if run.steps == 6:
+            raise Stopped
+        return step(batch)
+
+    run.step = stopping
+    with pytest.warns(UserWarning, match="begins that epoch again"), pytest.raises(Stopped):
+        run.fit(2, progress=False, checkpoint_dir=tmp_path, checkpoint_every=1)
+    other = make_with(Endless())
+    with pytest.warns(UserWarning, match="begins that epoch again"):
+        history = other.fit(2, progress=False, checkpoint_dir=tmp_path, checkpoint_every=1)
+    assert len(history) == 2
+    assert other.steps == 6 + 4
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 7]),
+    "ConstantLR": lambda o: torch.optim.lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 20),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=4),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_goes_on(name, tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own schedulers
+            scheduler = SCHEDULERS[name](optimizer)
+        batches = [(torch.randn(4, 6), torch.zeros(4, dtype=torch.long)) for _ in range(6)]
+        return flatout.optimize(
+            model, batches, optimizer, functional.cross_entropy, scheduler=scheduler, budget=0
+        ), optimizer
+
+    (run, optimizer), (other, other_optimizer) = made(), made()
+    for _ in range(2):
+        rates = []
+        for batch in run.loader:
+            run.step(batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+        if not (tmp_path / "a.pt").exists():
+            run.save(tmp_path / "a.pt")
+    other.load(tmp_path / "a.pt")
+    seen = []
+    for batch in other.loader:
+        other.step(batch)
+        seen.append(other_optimizer.param_groups[0]["lr"])
+    assert seen == rates
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_saves_and_ends(tmp_path, uninterrupted):
+    run = make()
+    seed_all(5)
+    step = run.step
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(run.steps))
+
+    def asked_in_step_8(batch):
+        if run.steps == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(batch)
+
+    run.step = asked_in_step_8
+    try:
+        history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert run.steps == 8  # the step was finished
+    assert len(history) == 1
+    assert heard == [8]  # whoever handled it before hears of it when everything is on disk
+    assert newest_in(tmp_path)["steps"] == 8
+    assert_same(*train("plain", tmp_path), uninterrupted("plain"))
+
+
+def test_sigterm_in_an_evaluation_is_saved_behind_it(tmp_path):
+    batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
+    expected = make().fit(2, batches, progress=False)
+    run = make()
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(len(run.fitted.history)))
+
+    class Evaluated:
+        def __iter__(self):
+            if not heard and run.steps == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return iter(batches)
+
+    try:
+        assert len(run.fit(2, Evaluated(), progress=False, checkpoint_dir=tmp_path)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
+    assert make().fit(2, batches, progress=False, checkpoint_dir=tmp_path) == expected
+
+
+def test_sigterm_at_an_epochs_end_is_saved_before_its_evaluation(tmp_path):
+    batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
+    expected = make().fit(2, batches, progress=False)
+    run = make()
+    run.logs.listen(lambda *_: None)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    step = run.step
+
+    def last(batch):
+        loss = step(batch)
+        if run.steps == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    run.step = last
+    try:
+        assert run.fit(2, batches, progress=False, checkpoint_dir=tmp_path) == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert make().fit(2, batches, progress=False, checkpoint_dir=tmp_path) == expected
+
+
+def test_where_sigterm_is_ignored_it_stays_ignored(tmp_path):
+    run = make()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    step = run.step
+
+    def asked(batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(batch)
+
+    run.step = asked
+    try:
+        assert len(run.fit(1, progress=False, checkpoint_dir=tmp_path)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_in_another_thread_nothing_is_handled(tmp_path):
+    run, histories = make(), []
+    thread = threading.Thread(target=lambda: histories.append(run.fit(1, progress=False, checkpoint_dir=tmp_path)))
+    thread.start()
+    thread.join(60)
+    assert len(histories[0]) == 1
+
+
+def test_the_handler_of_sigterm_is_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    make().fit(1, progress=False, checkpoint_dir=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(Stopped):
+        train("plain", tmp_path / "b", stop_before=3)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_state_is_of_plain_things_alone():
+    run = make("scaled")
+    run.step(next(iter(run.loader)))
+    kinds = collections.Counter()
+
+    def look(value):
+        kinds[type(value).__name__] += 1
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            look(each)
+
+    look(run.state_dict())
+    assert set(kinds) <= {"dict", "OrderedDict", "list", "tuple", "Tensor", "int", "float", "str", "bool", "NoneType"}

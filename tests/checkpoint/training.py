@@ -1,0 +1,88 @@
+"""A training to stop, kill and go on with: dropout, BatchNorm, random samples, a schedule, a last small batch."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import flatout
+from flatout.checkpoint import write
+from flatout.reproducible import seed_all
+from flatout.techniques import REGISTRY, Measured
+
+EPOCHS = 3
+BATCH = 8
+SAMPLES = 44  # five batches and a half
+
+KINDS = {
+    "plain": {},
+    "accumulating": {"accumulate": 4},
+    "fused": {"techniques": {"fused_optimizer": True, "in_memory": True}},
+    "bf16": {"techniques": {"fused_optimizer": True, "precision": "bf16"}},
+    "scaled": {"techniques": {"fused_optimizer": True, "precision": "fp16"}, "accumulate": 2},
+    "clipped": {"max_grad_norm": 0.1, "accumulate": 2},
+    "averaged": {},
+    "measured": {"budget": 0.2, "techniques": {t.name: False for t in REGISTRY if isinstance(t, Measured)}},
+}
+"""By what is asked of ``optimize``. An averaged one has flatout's own optimizer, with all that it may keep."""
+
+
+class Noisy(Dataset):
+    """Samples with random noise, drawn when they are asked for, of a generator of their own too."""
+
+    def __init__(self):
+        self.own = np.random.default_rng(0)
+        self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        return self.x[i] + 0.1 * torch.rand(6) + float(self.own.random()), i % 3
+
+
+class Stopped(Exception):
+    """Instead of a crash."""
+
+
+def make(kind="plain"):
+    """A run of that kind, as each process makes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    if kind == "averaged":
+        optimizer = flatout.optim.AdamW(
+            model.parameters(), lr=0.01, ema_decay=0.9, moment_dtype=torch.bfloat16, stochastic_rounding=True
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    samples = Noisy() if kind != "fused" else torch.utils.data.TensorDataset(Noisy().x, torch.arange(SAMPLES) % 3)
+    loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
+    return flatout.optimize(
+        model, loader, optimizer, functional.cross_entropy, scheduler=scheduler, **{"budget": 0} | KINDS[kind]
+    )
+
+
+def train(kind, folder=None, *, stop_before=None, **options):
+    """Train to the end, or until a step raises; returns the run and its history."""
+    run = make(kind)
+    seed_all(5 if folder is None or not list(Path(folder).glob("step-*.pt")) else 99)
+    if stop_before is not None:
+        step = run.step
+
+        def stopping(batch):
+            if run.steps == stop_before:
+                raise Stopped
+            return step(batch)
+
+        run.step = stopping
+    return run, run.fit(EPOCHS, progress=False, checkpoint_dir=folder, **options)
+
+
+def train_and_tell(kind, folder):
+    """What a process does: trains to the end from wherever the folder says, and leaves the result there."""
+    run, history = train(kind, folder, checkpoint_every=1)
+    write(f"{folder}/result.pt", {"state": run.state_dict(), "history": history})
