@@ -32,7 +32,7 @@ def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None
     tuned, batches = run
     assert tuned is model
     assert snapshot(model) == before
-    assert any(row.trials for row in run.report.rows)
+    assert run.report.summary.before is not None  # something was timed
     assert "for inference" in run.report.summary.notes[0]
     seen = 0
     with torch.inference_mode():
