@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -16,7 +18,16 @@ def _keep(leaf: Any) -> Any:
     return leaf
 
 
-def map_tensors(fn: Callable[[Tensor], Any], batch: Any, other: Callable[[Any], Any] = _keep) -> Any:
+def _never(container: Any) -> bool:
+    return False
+
+
+def map_tensors(
+    fn: Callable[[Tensor], Any],
+    batch: Any,
+    other: Callable[[Any], Any] = _keep,
+    is_leaf: Callable[[Any], bool] = _never,
+) -> Any:
     """Rebuild ``batch`` with ``fn`` applied to each of its tensors, in order.
 
     Goes through mappings, sequences, named tuples and dataclasses, and keeps their types. A container that
@@ -26,6 +37,7 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any, other: Callable[[Any], 
         fn: called once per tensor.
         batch: any nesting.
         other: applied to every leaf that is neither a tensor, a string, a number nor ``None``.
+        is_leaf: lists and tuples that it is true for are leaves.
 
     Returns:
         A new batch; containers are never changed in place.
@@ -37,22 +49,24 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any, other: Callable[[Any], 
     if isinstance(batch, PackedSequence):  # a named tuple, but its parts must not be mapped one by one
         return other(batch)
     if isinstance(batch, Mapping):
-        return _rebuilt_mapping(batch, {key: map_tensors(fn, value, other) for key, value in batch.items()})
+        return _rebuilt_mapping(batch, {key: map_tensors(fn, value, other, is_leaf) for key, value in batch.items()})
+    if type(batch) in (tuple, list) and is_leaf(batch):
+        return other(batch)
     if isinstance(batch, tuple):
-        parts = [map_tensors(fn, value, other) for value in batch]
+        parts = [map_tensors(fn, value, other, is_leaf) for value in batch]
         if hasattr(batch, "_fields"):
             return type(batch)(*parts)
         return tuple(parts) if type(batch) is tuple else _rebuilt(batch, parts)
     if type(batch) is list:
-        return [map_tensors(fn, value, other) for value in batch]
+        return [map_tensors(fn, value, other, is_leaf) for value in batch]
     if isinstance(batch, Sequence) and not isinstance(batch, (bytearray, memoryview, range)):
-        return _rebuilt_sequence(batch, [map_tensors(fn, value, other) for value in batch])
+        return _rebuilt_sequence(batch, [map_tensors(fn, value, other, is_leaf) for value in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         rebuilt = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
                 # Not `replace`: it runs __post_init__ again and refuses fields that are not arguments.
-                object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(batch, field.name), other))
+                object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(batch, field.name), other, is_leaf))
         return rebuilt
     return other(batch)
 
@@ -142,6 +156,63 @@ def tokens_of(batch: Any) -> int:
     if not tensors or tensors[0].dim() != 2 or tensors[0].dtype not in (torch.int32, torch.int64):
         return 0
     return tensors[0].numel()
+
+
+class _Whole(Exception):
+    """Something in a batch cannot be taken apart."""
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
+    """Take a batch apart along its samples, which lie along the first dimension of its tensors.
+
+    Every tensor and NumPy array whose first dimension is the batch's is narrowed: parts are views. So are lists and
+    tuples with an entry for each sample, where those are not such tensors themselves: file names, targets of
+    detection, lists of numbers. Anything else (a mask, class weights, a tuple of numbers) goes to every part.
+
+    Args:
+        batch: any nesting.
+        sizes: samples of each part; their sum is ``batch_size_of(batch)``.
+
+    Returns:
+        The parts, of the batch's own types; None where it cannot be taken apart: there is a ``PackedSequence``, a
+        tensor that is sparse or nested, or an object that may hold tensors (it has a ``to`` method).
+    """
+    count = sum(sizes)
+
+    def is_along(tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.size(0) == count
+
+    def has_entries(container: Sequence) -> bool:
+        """Whether there is an entry for each sample; a tuple of numbers is some size."""
+        if container is batch or len(container) != count:
+            return False
+        if type(container) is tuple and all(isinstance(entry, (int, float)) for entry in container):
+            return False
+        tensors = [tensor for tensor in tensors_of(container) if tensor.dim()]
+        return not tensors or not all(map(is_along, tensors))
+
+    def part(begin: int, end: int) -> Any:
+        def narrowed(tensor: Tensor) -> Tensor:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise _Whole
+            return tensor[begin:end] if is_along(tensor) else tensor
+
+        def other(leaf: Any) -> Any:
+            if isinstance(leaf, (tuple, list)) and not isinstance(leaf, PackedSequence):
+                return leaf[begin:end]
+            if isinstance(leaf, np.ndarray):
+                return leaf[begin:end] if leaf.shape[:1] == (count,) else leaf
+            if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+                raise _Whole
+            return leaf
+
+        return map_tensors(narrowed, batch, other, has_entries)
+
+    ends = list(itertools.accumulate(sizes))
+    try:
+        return [part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    except _Whole:
+        return None
 
 
 def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
