@@ -7,6 +7,7 @@ from flatout.optim.fuse import fuse, unfuse, why_not_fusable
 from flatout.optim.lion import Lion
 from flatout.optim.sgd import SGD
 from flatout.optim.update import UpdateResult, update
+from flatout.optim.whole import UpdateCutInHalf
 
 __all__ = [
     "SGD",
@@ -14,6 +15,7 @@ __all__ = [
     "AdamW",
     "Averages",
     "Lion",
+    "UpdateCutInHalf",
     "UpdateResult",
     "fuse",
     "unfuse",

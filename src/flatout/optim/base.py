@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from flatout import _gradients
+from flatout.measure.memory import ran_out_of_memory
 from flatout.optim import options
 from flatout.optim.bucket import Bucket, Kind, keep_moment
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded
 from flatout.optim.ema import Averages
 from flatout.optim.plan import Plan
+from flatout.optim.whole import AllOrNothing, UpdateCutInHalf
 
 before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """Optimizers that ``fuse`` converted, with the ``step`` that an LR scheduler had put on the instance, or None."""
@@ -134,6 +136,9 @@ class NativeStep(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter overlaps itself (``expand``), or does not go together with the options.
             RuntimeError: an additional option is set, and something is not for the native kernels.
+            torch.OutOfMemoryError: as all that runs out of memory. It comes before the first change: ``step`` may be
+                called again.
+            UpdateCutInHalf: torch's own step, where that has to do, ran out of memory in the middle.
         """
         loss = None
         if closure is not None:
@@ -164,20 +169,31 @@ class NativeStep(torch.optim.Optimizer):
                 bucket.forget_grads()
 
     def _step_buckets(self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        scalars = [self._scalars(bucket, factor, found_inf) for bucket in ready]
         for bucket in ready:
-            group, device = self.param_groups[bucket.kind.group], bucket.device
-            lr, lr_tensor = _learning_rate(group["lr"], device)
-            bucket.step(
-                self._options(group),
-                lr=lr,
-                lr_tensor=lr_tensor,
-                weight_decay=float(group["weight_decay"]),
-                maximize=group["maximize"],
-                ema_decay=group.get("ema_decay") or 0.0,
-                seed=(group.get("seed") or 0) if bucket.kind.seeded else None,
-                grad_factor=_gradients.on_device(factor, device),
-                found_inf=None if found_inf is None else _gradients.move(found_inf, device, torch.float32),
-            )
+            bucket.refresh_masters()
+        # All memory is there now, but for the tables of CUDA launches, which are small, and made once.
+        for i, bucket in enumerate(ready):
+            try:
+                bucket.step(self._options(self.param_groups[bucket.kind.group]), **scalars[i])
+            except RuntimeError as error:
+                if i and ran_out_of_memory(error):
+                    raise UpdateCutInHalf(self) from error
+                raise
+
+    def _scalars(self, bucket: Bucket, factor: Tensor | None, found_inf: Tensor | None) -> dict[str, Any]:
+        group, device = self.param_groups[bucket.kind.group], bucket.device
+        lr, lr_tensor = _learning_rate(group["lr"], device)
+        return {
+            "lr": lr,
+            "lr_tensor": lr_tensor,
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": group["maximize"],
+            "ema_decay": group.get("ema_decay") or 0.0,
+            "seed": (group.get("seed") or 0) if bucket.kind.seeded else None,
+            "grad_factor": _gradients.on_device(factor, device),
+            "found_inf": None if found_inf is None else _gradients.move(found_inf, device, torch.float32),
+        }
 
     def _prepare(self) -> list[Bucket] | None:
         """The buckets with something to do, their gradients set; None: torch's own step is to do it."""
@@ -208,15 +224,20 @@ class NativeStep(torch.optim.Optimizer):
             )
         if found_inf is not None and found_inf.item():
             return
-        if factor is not None:
-            grads = _gradients.of_optimizer(self)
-            if grads:
-                _gradients.scale_(grads, factor)
         handed: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
         }
+        watch = AllOrNothing(self)
         try:
-            unhooked_step(self._torch_class)(self)
+            with watch:
+                grads = _gradients.of_optimizer(self) if factor is not None else []
+                if factor is not None and grads:
+                    _gradients.scale_(grads, factor)
+                unhooked_step(self._torch_class)(self)
+        except RuntimeError as error:
+            if watch.has_rewritten_gradients:  # the next call would do so once more
+                raise UpdateCutInHalf(self) from error
+            raise
         finally:
             self.__dict__.update(handed)
 

@@ -124,12 +124,13 @@ def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype)
         if dtype == torch.uint8 and _laid_out_like(moment, p):
             state[name], state[absmax] = moment.to(p.device), state[absmax].to(p.device)
             return
-        moment = dynamic8.decode(moment, state.pop(absmax), name)
+        moment = dynamic8.decode(moment, state[absmax], name)
     if dtype == torch.uint8:  # blocks are in the order of memory, so strides come first
         made = dynamic8.zeros(p, name) if moment is None else dynamic8.encode(like(moment, p), name)
         state[name], state[absmax] = made
     else:
         state[name] = torch.zeros_like(p, dtype=dtype) if moment is None else like(moment, p, dtype)
+        state.pop(absmax, None)
 
 
 def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,9 +252,7 @@ class Bucket:
         return status
 
     def step(self, options: list[float], **scalars: Any) -> None:
-        """One step with the gradients set; arguments as of the operator."""
-        if self._masters:
-            self._refresh_masters()
+        """One step with the gradients set, behind ``refresh_masters``; arguments as of the operator."""
         stand_ins = self._stand_ins.intersection(self._which) if self._stand_ins else ()
         for i in stand_ins:
             self._leaders[i].copy_(self._params[i])
@@ -276,9 +275,9 @@ class Bucket:
         parts = list(map(_dtensor.local, self._params)) if self._distributed else []
         return list(map(_versions, self._params + parts))
 
-    def _refresh_masters(self) -> None:
+    def refresh_masters(self) -> None:
         """Somebody else wrote a parameter, as ``model.load_state_dict`` does: its master follows where it differs."""
-        if self._seen() != self._versions:
+        if self._masters and self._seen() != self._versions:
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
             for master, leader in zip(self._masters, map(_real, self._leaders), strict=True):
