@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
+from flatout.measure.memory import ran_out_of_memory
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
@@ -19,6 +21,8 @@ from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 from flatout.mfu.wrapped import is_wrapped
 from flatout.optim import update
+from flatout.optim.base import NativeStep
+from flatout.optim.whole import AllOrNothing
 from flatout.techniques.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +32,8 @@ PhaseOf = Callable[[str], AbstractContextManager[Any]]
 """``with phase("forward"): ...``: tells whoever listens what the step is doing."""
 
 
-def _as_range(phase: str) -> range:
+def as_range(phase: str) -> range:
+    """A range for profilers alone."""
     return range(f"flatout.{phase}")
 
 
@@ -54,6 +59,7 @@ class Job:
         compiled_loss: takes the place of ``loss`` in the steps of a training, and may fall back on it; None: every step
             computes the loss plainly.
         whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
+        last_loss: of the last batch that waits for an update, as ``step`` returns it; None: none waits.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
     """
 
@@ -74,7 +80,9 @@ class Job:
     compiled_loss: Callable[[Any], Tensor] | None = field(default=None, init=False)
     whole_step: WholeStep | None = field(default=None, init=False)
     work: CountedWork = field(init=False)
+    last_loss: Tensor | None = field(default=None, init=False)
     _pending: int = field(default=0, init=False)
+    _averaged: bool = field(default=False, init=False)
     _scaler: GradScaler | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +160,7 @@ class Job:
         with torch.inference_mode():
             return self.forward(batch)[0] if self.compute_loss is None else self.compute_loss(self.model, batch)
 
-    def step(self, batch: Any, phase: PhaseOf = _as_range) -> Any:
+    def step(self, batch: Any, phase: PhaseOf = as_range) -> Any:
         """Forward, backward and, after ``accumulate`` batches, the update.
 
         Args:
@@ -167,25 +175,51 @@ class Job:
                 return self.infer(batch)
         return self.eager_step(batch, phase) if self.whole_step is None else self.whole_step(self, batch, phase)
 
-    def eager_step(self, batch: Any, phase: PhaseOf = _as_range) -> Tensor:
+    def eager_step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
         """``step`` of a training, kernel by kernel."""
         if self._pending == 0:
             self.zero_grad()
-        with phase("forward"):
-            loss = self.objective(batch)
-        with phase("backward"):
-            (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
-        self._pending += 1
+        loss = self.add_gradients(batch, phase)
+        self.count_batch(loss)
         if self._pending == self.accumulate:
             self.flush(phase)
+        return loss
+
+    def add_gradients(self, batch: Any, phase: PhaseOf = as_range, share: float | Tensor = 1.0) -> Tensor:
+        """Forward and backward of one batch, or of a part of one.
+
+        Args:
+            batch: on the device.
+            phase: entered for the forward and the backward.
+            share: what the loss is multiplied with; where that is 0, the loss may be anything.
+
+        Returns:
+            The loss times ``share``, detached.
+        """
+        with phase("forward"):
+            loss = self.objective(batch)
+            if isinstance(share, Tensor):
+                loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
+            elif share == 0:
+                loss = torch.zeros_like(loss)
+            elif share != 1:
+                loss = loss * share
+        with phase("backward"):
+            if loss.requires_grad or share:
+                (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
         return loss.detach()
+
+    def count_batch(self, loss: Tensor) -> None:
+        """One more batch has all its gradients; ``loss`` is its loss."""
+        self._pending += 1
+        self.last_loss = loss
 
     @property
     def pending(self) -> int:
         """Batches whose gradients wait for the next update."""
         return self._pending
 
-    def flush(self, phase: PhaseOf = _as_range) -> bool:
+    def flush(self, phase: PhaseOf = as_range) -> bool:
         """Update with the gradients of the batches since the last update, averaged over just these.
 
         Args:
@@ -193,24 +227,40 @@ class Job:
 
         Returns:
             Whether there was anything to update with.
+
+        Raises:
+            torch.OutOfMemoryError: as all that runs out of memory. The gradients wait still: it may be called again.
+            flatout.optim.UpdateCutInHalf: it ran out of memory when it had changed some of the parameters.
         """
         batches, self._pending = self._pending, 0
         if batches == 0 or self.optimizer is None:
             return False
-        with phase("update"):
-            self._update(batches)
+        # An optimizer of ours sees to it by itself.
+        watch = None if isinstance(self.optimizer, NativeStep) else AllOrNothing(self.optimizer)
+        try:
+            with phase("update"), watch or contextlib.nullcontext():
+                self._update(batches)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                self._pending = batches
+                self._averaged |= watch is not None and watch.has_rewritten_gradients
+            raise
+        self._averaged, self.last_loss = False, None
         return True
 
     def _update(self, batches: int) -> None:
         assert self.optimizer is not None
         if self.scaler is not None:
-            if batches < self.accumulate:  # an epoch's leftover: these few share the whole weight
+            if (
+                batches < self.accumulate and not self._averaged
+            ):  # an epoch's leftover: these few share the whole weight
                 grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self.accumulate / batches)
+                self._averaged = True
             self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm)
             self.scaler.update()
         else:
-            inv_scale = None if batches == 1 else 1.0 / batches
+            inv_scale = None if batches == 1 or self._averaged else 1.0 / batches
             update(self.optimizer, inv_scale=inv_scale, max_grad_norm=self.max_grad_norm)
 
     @property
@@ -225,11 +275,13 @@ class Job:
     def reset(self) -> None:
         """Forget batches that were accumulated but not updated with, and what the loss scaler has learnt."""
         self._pending = 0
+        self._averaged = False
         self._scaler = None
 
     def abandon(self) -> None:
         """Forget a step that an error ended half way; what the loss scaler has learnt stays."""
         self._pending = 0
+        self._averaged = False
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()
 

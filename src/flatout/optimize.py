@@ -26,6 +26,7 @@ from flatout.measure.judge import judged
 from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
 from flatout.plan import Plan, fingerprint
+from flatout.recovery import LossWeight
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
@@ -51,6 +52,7 @@ def optimize(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     *,
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    loss_weight: LossWeight | None = None,
     scheduler: Any = None,
     device: torch.device | str | None = None,
     precision: str = "auto",
@@ -77,6 +79,9 @@ def optimize(
             ``model, loader = flatout.optimize(model, loader)``.
         loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
         compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit.
+        loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor: what the loss of a batch is a mean over, where
+            that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked only when a step
+            runs out of memory, and is computed in parts.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if there is one, else cpu.
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
@@ -101,8 +106,8 @@ def optimize(
         RuntimeError: too late for ``deterministic``: cuBLAS has started already. Nothing has changed either.
     """
     choices = _choices(techniques, precision)
-    _check_arguments(model, loader, optimizer, loss_fn, compute_loss)
-    _check_schedule(optimizer, scheduler, accumulate, max_grad_norm)
+    _check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
+    _check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight)
     _check_numbers(accumulate, max_grad_norm, expected_steps, budget)
     if seed is not None:
         check_seed(seed)
@@ -212,6 +217,7 @@ def optimize(
         switches=[*switches.values(), *bench.kept],
         example=example_of(taken[0]),
         peak_flops=peak,
+        loss_weight=loss_weight,
     )
 
 
@@ -270,7 +276,9 @@ def _choices(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, 
     return choices
 
 
-def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any) -> None:
+def _check_arguments(
+    model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any, loss_weight: Any
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(loader, Iterable):
@@ -284,19 +292,22 @@ def _check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, comp
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not held & trainable:
             raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
-    for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss)):
+    for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("loss_weight", loss_weight)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     if loss_fn is not None and compute_loss is not None:
         raise ValueError("give loss_fn or compute_loss, not both")
 
 
-def _check_schedule(optimizer: Any, scheduler: Any, accumulate: int, max_grad_norm: float | None) -> None:
+def _check_schedule(
+    optimizer: Any, scheduler: Any, accumulate: int, max_grad_norm: float | None, loss_weight: Any
+) -> None:
     """What only an update uses needs an optimizer, of a kind that one backward pass suffices for."""
     asked = {
         "scheduler": scheduler,
         "max_grad_norm": max_grad_norm,
         "accumulate": accumulate if accumulate > 1 else None,
+        "loss_weight": loss_weight,
     }
     for name, value in asked.items():
         if optimizer is None and value is not None:

@@ -32,6 +32,7 @@ from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
+from flatout.recovery import LossWeight, Recovery
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
@@ -146,6 +147,7 @@ class Run:
         switches: Sequence[Switch],
         example: Any,
         peak_flops: float | None = None,
+        loss_weight: LossWeight | None = None,
     ) -> None:
         self.model = job.model
         self.optimizer = job.optimizer
@@ -157,6 +159,7 @@ class Run:
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
         self.logs = Logs()
+        self._recovery = None if job.optimizer is None else Recovery(job, loss_weight)
         self._finite = FiniteWatch(job)
         self.steps = 0
         self.fitted = Fitted()
@@ -185,6 +188,11 @@ class Run:
         return self._counter
 
     @property
+    def micro_batch(self) -> int | None:
+        """Samples that :meth:`step` computes at once, since a step ran out of memory; None: whole batches."""
+        return None if self._recovery is None else self._recovery.micro_batch
+
+    @property
     def stop_after_bad(self) -> int:
         """Steps in a row that were infinite or NaN, or skipped by the loss scaler, after which :meth:`step` raises."""
         return self._finite.stop_after
@@ -211,6 +219,8 @@ class Run:
         through registers, ``p.grad`` stays as backward left it, and nothing waits for the device. Any other optimizer
         gets its gradients rewritten first, as torch's own utilities do it.
 
+        A step that runs out of memory is computed in smaller parts, and so are all that follow: ``micro_batch``.
+
         Args:
             batch: as ``run.loader`` or the user's loader yields it.
 
@@ -221,13 +231,16 @@ class Run:
             RuntimeError: ``optimize`` was not given an optimizer.
             FloatingPointError: ``stop_after_bad`` steps in a row were infinite or NaN; it names where that begins. (The
                 first bad loss is told by a warning.)
+            torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be taken apart; it says what would
+                help. The step has not been taken, and what was accumulated before it is lost only where it says so.
+            flatout.optim.UpdateCutInHalf: an optimizer that is not flatout's ran out of memory in the middle of a step.
         """
-        if self.optimizer is None:
+        if self._recovery is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
         with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.device)
-            loss = self._job.step(batch, step.phase)
+            loss = self._recovery.step(batch, step.phase)
             if not self._job.pending:
                 self._step_scheduler()
         self.steps += 1
@@ -263,7 +276,7 @@ class Run:
 
     def _flush(self) -> None:
         """Update with what accumulated since the last update, at an epoch's end."""
-        if self._job.flush():
+        if self._recovery is not None and self._recovery.flush():
             self._step_scheduler()
 
     def _step_scheduler(self) -> None:

@@ -23,23 +23,23 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._bits = _owned(tensor).detach().clone()
+        self._bits = owned(tensor).detach().clone()
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._grad_bits = None if self._grad is None else _owned(self._grad).detach().clone()
+        self._grad_bits = None if self._grad is None else owned(self._grad).detach().clone()
 
     def restore(self) -> Tensor:
         with torch.no_grad():
-            _owned(self._tensor).copy_(self._bits)
+            owned(self._tensor).copy_(self._bits)
             if self._grad_bits is not None and self._grad is not None:
-                _owned(self._grad).copy_(self._grad_bits)
+                owned(self._grad).copy_(self._grad_bits)
         if self._tensor.is_leaf:
             self._tensor.grad = self._grad
             self._tensor.requires_grad_(self._requires_grad)
         return self._tensor
 
 
-def _owned(tensor: Tensor) -> Tensor:
+def owned(tensor: Tensor) -> Tensor:
     """The elements behind a tensor: an expanded dimension, whose entries are one and the same, shrinks to one."""
     if tensor.layout is not torch.strided:
         return tensor  # sparse gradients, and moments made of them: writing to a view of one does not reach it

@@ -28,6 +28,7 @@ from flatout.techniques.in_memory import InMemory
 from flatout.techniques.malloc import Malloc
 from flatout.techniques.monitoring import Monitoring
 from flatout.techniques.multiples import MultiplesOf8
+from flatout.techniques.oom_recovery import OomRecovery
 from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
 from flatout.techniques.prefetch import Prefetch
@@ -46,6 +47,7 @@ REGISTRY: tuple[Technique, ...] = (
     Profiler(),
     Monitoring(),
     GcPauses(),
+    OomRecovery(),
     Malloc(),
     PinnedMemory(),
     Prefetch(),
@@ -75,7 +77,6 @@ cores they leave."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
-    (None, "oom_recovery", "out-of-memory recovery", "repeats a step that ran out of memory in smaller parts"),
     (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )
 """Rows of the checklist that have no technique yet: (number, name, title, what it is going to do)."""

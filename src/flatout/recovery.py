@@ -1,0 +1,525 @@
+"""What ``Run.step`` does when a step runs out of memory: the same samples again, in smaller parts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flatout import words
+from flatout.data import batch_size_of, split
+from flatout.job import Job, PhaseOf, as_range
+from flatout.measure.memory import ran_out_of_memory
+from flatout.measure.state import owned
+from flatout.techniques.autocast import autocast_dtype
+
+LossWeight = Callable[[Any], float | Tensor]
+"""``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""
+
+_params = itemgetter("params")
+_grad = attrgetter("grad")
+_values = methodcaller("values")
+
+
+def part_sizes(samples: int, most: int) -> list[int]:
+    """Sizes of the fewest parts of at most ``most`` samples, as even as can be; in eights where the batch is.
+
+    Args:
+        samples: of the batch, >= 1.
+        most: of a part, >= 1.
+    """
+    unit = 8 if samples % 8 == 0 and most >= 8 else 1
+    units, parts = samples // unit, -(-samples // (most // unit * unit))
+    return [unit * (units // parts + (i < units % parts)) for i in range(parts)]
+
+
+class Recovery:
+    """Steps a job, and goes on where a step runs out of memory.
+
+    *Forward and backward* are repeated in halves, which are halved again as often as it takes. The loss of each part
+    enters with its share, so the gradients are those of the whole batch, to rounding, where the loss is the mean over
+    samples (or what ``loss_weight`` says) and samples do not see each other, as they do in BatchNorm. Parts that are
+    done, and batches accumulated before, keep what they have contributed. The first part draws the random numbers that
+    the batch began with. A module that had run when memory ended keeps in its buffers what it made of the whole batch;
+    another's buffers become the mean of what the parts make of them, weighed by samples. From there on batches are
+    taken apart at once.
+
+    *The update* is tried again as a whole: it takes its memory before it changes anything.
+
+    Before a step only what is cheap to read is kept: where the generators are, and the versions of buffers, and of
+    gradients while they accumulate. Copies of buffers are made when a step has failed.
+
+    Not recovered from, with the error that tells why: what cannot be taken apart (see ``flatout.data.split``), and
+    gradients that hooks use while the backward runs. Not noticed: a weight in several ``torch.utils.checkpoint`` calls
+    with ``use_reentrant=True`` may have half of a batch's gradient, beside gradients accumulated before.
+
+    Args:
+        job: what to step.
+        loss_weight: the weight of a micro-batch. Default: its samples.
+
+    Attributes:
+        micro_batch: samples that are computed at once, as far as memory has shown; None: any number.
+    """
+
+    def __init__(self, job: Job, loss_weight: LossWeight | None = None) -> None:
+        self.micro_batch: int | None = None
+        self._job = job
+        self._loss_weight = loss_weight
+        self._buffers = [_slots(m) for root in job.modules for m in root.modules() if len(m._buffers)]
+        updated = {id(p) for p in self._updated()}
+        # Gradients that no update uses grow from step to step.
+        self._others = [
+            p for root in job.modules for p in root.parameters() if p.requires_grad and id(p) not in updated
+        ]
+        self._told_of_update = False
+
+    def step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
+        """``Job.step`` of a training.
+
+        Args:
+            batch: on the device.
+            phase: entered for the forward and the backward (of each part), and the update.
+
+        Returns:
+            The loss of the whole batch, 0-dim, detached, on the device, not synchronised.
+
+        Raises:
+            torch.OutOfMemoryError: nothing helped. Gradients, random generators and batches that wait for an update
+                are as before the step. Where that cannot be, because part of the batch is in the gradients of batches
+                before it, the error says that those are lost.
+            flatout.optim.UpdateCutInHalf: somebody else's optimizer failed in the middle of its step.
+        """
+        job, begun, failure = self._job, _Begun(self), ""
+        if self.micro_batch is None or batch_size_of(batch) <= self.micro_batch:
+            try:
+                return job.step(batch, phase)
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                failure = words.first_line(error)
+            # Only here is the error gone, and with it the frames that hold the graph.
+            if job.pending > begun.pending:
+                loss = job.last_loss
+                assert loss is not None
+                self._update_again(phase, failure)
+                return loss
+        loss = self._whole(batch, begun, phase, failure)
+        job.count_batch(loss)
+        if job.pending == job.accumulate:
+            self.flush(phase)
+        return loss
+
+    def flush(self, phase: PhaseOf = as_range) -> bool:
+        """``Job.flush``; an update that runs out of memory is tried again when what is cached was freed.
+
+        Raises:
+            torch.OutOfMemoryError: again in vain. The update is left out.
+            flatout.optim.UpdateCutInHalf: as of ``step``.
+        """
+        try:
+            return self._job.flush(phase)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            failure = words.first_line(error)
+        self._update_again(phase, failure)
+        return True
+
+    def _update_again(self, phase: PhaseOf, failure: str) -> None:
+        self._free_memory()
+        try:
+            self._job.flush(phase)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            failure = words.first_line(error)
+        else:
+            if not self._told_of_update:
+                self._told_of_update = True
+                warnings.warn(
+                    "an update ran out of memory, and went well when what the allocator had cached was freed",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            return
+        self._job.abandon()
+        raise torch.OutOfMemoryError(f"the update ran out of memory, and was left out: {failure}. {self._ladder()}")
+
+    def _whole(self, batch: Any, begun: _Begun, phase: PhaseOf, failure: str) -> Tensor:
+        """Gradients of a loader's batch in parts; ``failure`` of the batch in one, where that was tried."""
+        before, height = self.micro_batch, self._height()
+        try:
+            with begun.kept_on_error():
+                if failure:
+                    if any(p._post_accumulate_grad_hooks for p in (*self._updated(), *self._others)):
+                        self._fail(failure, "hooks use the gradients of parameters while the backward runs", height)
+                    loss = self._in_smaller_parts(batch, 1.0, begun, phase, failure, height)
+                else:
+                    if not begun.pending:
+                        self._job.zero_grad()
+                    loss = self._in_parts(batch, 1.0, phase, height=height)
+        except BaseException as error:
+            self.micro_batch, tried = before, self.micro_batch
+            is_new = tried != before and isinstance(error, Exception) and not isinstance(error, MemoryError)
+            if not is_new or ran_out_of_memory(error):
+                raise
+            why = f"in parts of {tried} it fails: {words.first_line(error)}"
+            raise torch.OutOfMemoryError(self._message(failure, why, height)) from error
+        if self.micro_batch != before:
+            self._tell(batch_size_of(batch), begun)
+        return loss
+
+    def _in_smaller_parts(
+        self, batch: Any, share: float | Tensor, begun: _Begun, phase: PhaseOf, failure: str, height: int | None
+    ) -> Tensor:
+        """The same as ``_in_parts``, of a batch that has failed in one."""
+        size = batch_size_of(batch)
+        whole = begun.undo()
+        self._free_memory()
+        if size == 1 or split(batch, [1, size - 1]) is None:
+            self._fail(
+                failure, "a single sample does not fit" if size == 1 else "the batch cannot be taken apart", height
+            )
+        begun.random.restore()
+        self.micro_batch = max(part_sizes(size, -(-size // 2)))
+        with _aside(whole):
+            return self._in_parts(batch, share, phase, begun.buffers_that_moved(), height)
+
+    def _in_parts(
+        self,
+        batch: Any,
+        share: float | Tensor,
+        phase: PhaseOf,
+        moved: Sequence[bool] | None = None,
+        height: int | None = None,
+    ) -> Tensor:
+        """Gradients of a batch, part by part.
+
+        Args:
+            batch: larger than ``micro_batch``.
+            share: of the loss of the whole batch that it is a part of.
+            phase: as in ``step``.
+            moved: whether each module with buffers has updated them already; None: none has.
+            height: bytes that the whole step took.
+        """
+        assert self.micro_batch is not None
+        size = batch_size_of(batch)
+        sizes = part_sizes(size, self.micro_batch)
+        parts = split(batch, sizes)
+        if parts is None:
+            self._fail("", f"a batch of {size} samples cannot be taken apart", height)
+        buffers = _Buffers(self._buffers, moved)
+        losses = []
+        try:
+            for part, samples, weight in zip(parts, sizes, self._shares(parts, sizes), strict=True):
+                buffers.put_back()
+                losses.append(self._part(part, share * weight, phase, height))
+                buffers.add(samples / size)
+        except BaseException:
+            buffers.put_back()
+            raise
+        buffers.conclude()
+        return torch.stack(losses).sum()
+
+    def _part(self, part: Any, share: float | Tensor, phase: PhaseOf, height: int | None) -> Tensor:
+        assert self.micro_batch is not None
+        if batch_size_of(part) > self.micro_batch:  # a part before has failed
+            return self._in_parts(part, share, phase, height=height)
+        begun = _Begun(self, in_parts=True)
+        try:
+            return self._job.add_gradients(part, phase, share)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            failure = words.first_line(error)
+        return self._in_smaller_parts(part, share, begun, phase, failure, height)
+
+    def _shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
+        """What the losses of parts are to be multiplied with, to add up to that of their batch."""
+        if getattr(self._job.loss_fn, "reduction", None) == "sum":
+            return [1.0] * len(parts)
+        weights: list[Any] = list(sizes)
+        if self._loss_weight is not None:
+            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._loss_weight, parts)]
+            total = sum(found)
+            # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
+            if isinstance(total, Tensor):
+                weights = [torch.where(total == 0, n, w) for n, w in zip(sizes, found, strict=True)]
+            elif total:
+                weights = found
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def _updated(self) -> list[Tensor]:
+        """The parameters that the optimizer holds now."""
+        assert self._job.optimizer is not None
+        return list(chain.from_iterable(map(_params, self._job.optimizer.param_groups)))
+
+    def _free_memory(self) -> None:
+        """Give back all that nobody holds any more."""
+        gc.collect()  # a caught error and its frames may hold each other
+        if self._job.whole_step is not None:
+            self._job.whole_step.release()
+        if self._job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _height(self) -> int | None:
+        """Bytes that steps took at their height on top of what stays; None where nobody counts."""
+        device = self._job.device
+        if device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+    # -- what is said ----------------------------------------------------------------------------------------
+
+    def _tell(self, size: int, begun: _Begun) -> None:
+        modules = [m for root in self._job.modules for m in root.modules()]
+        differences = []
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules):
+            differences.append("BatchNorm normalises each part by itself")
+        if begun.random.moved():
+            differences.append("random numbers (Dropout's masks) are drawn for each part")
+        if any(p._backward_hooks for p in (*self._updated(), *self._others)):
+            differences.append("hooks see the gradients of each part")
+        unknown = self._loss_weight is None and not _is_mean_over_samples(self._job.loss_fn)
+        result = "with the same result"
+        result += " if the loss is a mean over samples (else give optimize() a loss_weight)" if unknown else ""
+        result += f", except that {', and '.join(differences)}" if differences else ""
+        warnings.warn(
+            f"a step of {size} samples ran out of memory: it is computed in parts of {self.micro_batch} from here on, "
+            f"{result}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _fail(self, failure: str, why: str, height: int | None) -> NoReturn:
+        raise torch.OutOfMemoryError(self._message(failure, why, height))
+
+    def _message(self, failure: str, why: str, height: int | None) -> str:
+        took = "" if height is None else f" Steps took up to {words.size_of(height)} on top of what stays."
+        found = f": {failure}" if failure else ""
+        return f"a step ran out of memory, and {why}{found}.{took} {self._ladder()}"
+
+    def _ladder(self) -> str:
+        """What would help, with the figures that are known."""
+        job = self._job
+        parameters = list({id(p): p for p in (*self._updated(), *self._others)}.values())
+        weights = sum(p.nbytes for p in parameters)
+        assert job.optimizer is not None
+        entries = [entry for entry in job.optimizer.state.values() if isinstance(entry, dict)]
+        state = sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, Tensor))
+        steps = ["smaller batches from the loader, or smaller samples (shorter sequences, smaller images)"]
+        if autocast_dtype(job.model) is None and all(p.dtype is not torch.bfloat16 for p in parameters):
+            steps.append("precision='bf16', for about half of what the forward keeps for the backward")
+        steps.append("torch.utils.checkpoint around the model's blocks, for their inputs instead of all within them")
+        if state:
+            steps.append(
+                "moments of 8 bits (flatout.optim, moment_dtype=torch.uint8), for a quarter of those in float32"
+            )
+        return (
+            f"Parameters that are trained take {words.size_of(weights)}, gradients as much, optimizer state "
+            f"{words.size_of(state)}. What would help: {'; '.join(steps)}"
+        )
+
+
+def _is_mean_over_samples(loss_fn: Any) -> bool:
+    """Whether a loss module is known to be weighed right without being told; those that leave targets out are not."""
+    leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+    return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)
+
+
+class _Random:
+    """Where the generators are that torch's operations on a device draw from.
+
+    A CUDA generator is told by two numbers; the CPU's has no position that could be told, and is copied (5 KB).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._state = torch.default_generator.get_state()
+        self._generator: torch.Generator | None = None
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generator = torch.cuda.default_generators[index]
+            self._place = self._generator.initial_seed(), self._generator.get_offset()
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self._state)
+        if self._generator is not None:
+            seed, offset = self._place
+            self._generator.manual_seed(seed)
+            self._generator.set_offset(offset)
+
+    def moved(self) -> bool:
+        """Whether anybody has drawn since."""
+        if not torch.equal(torch.default_generator.get_state(), self._state):
+            return True
+        return self._generator is not None and self._generator.get_offset() != self._place[1]
+
+
+class _Begun:
+    """What a step, or a part of one, begins with: as much of it as is cheap to keep."""
+
+    def __init__(self, recovery: Recovery, *, in_parts: bool = False) -> None:
+        self._job, self._slots = recovery._job, recovery._buffers
+        self.pending = self._job.pending
+        self.random = _Random(self._job.device)
+        self._buffers = list(chain.from_iterable(map(_values, self._slots)))
+        self._buffer_versions = _versions(self._buffers)
+        # At the beginning of an update there are none but the others'.
+        self._adds = in_parts or self.pending > 0
+        self._params = [*recovery._updated(), *recovery._others] if self._adds else recovery._others
+        self._grads = list(map(_grad, self._params))
+        self._versions = _versions(self._grads)
+
+    def undo(self) -> list[Tensor]:
+        """Drop the gradients that were begun since.
+
+        Returns:
+            Parameters whose gradients were there before, and have had the whole batch added: a backward adds to the
+            gradient of a parameter once, when all of it is known.
+        """
+        if not self._adds:
+            self._job.zero_grad()
+        whole = []
+        for p, grad, version in zip(self._params, self._grads, self._versions, strict=True):
+            if grad is None:
+                p.grad = None
+            elif p.grad is not grad or _versions([grad]) != [version]:
+                whole.append(p)
+        return whole
+
+    def buffers_that_moved(self) -> list[bool]:
+        """For each module with buffers, whether they have been updated since.
+
+        Some kernels write running statistics without a trace, so any buffer of a module tells for all of them.
+        """
+        now = list(chain.from_iterable(map(_values, self._slots)))
+        if len(now) != len(self._buffers):
+            return [True] * len(self._slots)
+        same = [
+            new is old and version == then
+            for new, old, version, then in zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
+        ]
+        which = iter(same)
+        return [not all([next(which) for _ in range(len(slots))]) for slots in self._slots]
+
+    @contextlib.contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """What an error ends has not been begun."""
+        try:
+            yield
+        except BaseException as error:
+            lost = self._job.pending if self.undo() else 0
+            self.random.restore()
+            if lost:
+                self._job.abandon()
+                if ran_out_of_memory(error):
+                    raise torch.OutOfMemoryError(
+                        f"{error}. Gradients accumulated before hold part of this batch: those of {lost} before it "
+                        "are lost, too"
+                    ) from None
+            raise
+
+
+@contextlib.contextmanager
+def _aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, these parameters get no gradients; those that they have come back."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    grads = list(map(_grad, parameters))
+    for p in parameters:
+        p.grad = None
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters]
+    try:
+        yield
+    finally:
+        for hook, p, grad in zip(hooks, parameters, grads, strict=True):
+            hook.remove()
+            p.grad = grad
+
+
+class _Buffers:
+    """Buffers that are to be updated once, while the parts of a batch update them once each.
+
+    Args:
+        slots: the buffers of each module, by name.
+        moved: modules that have been updated already; None: none.
+    """
+
+    def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._means: dict[int, Tensor] = {}
+        self._moved = set()
+        for i, own in enumerate(slots):
+            for name, buffer in own.items():
+                if buffer is None:
+                    continue
+                position, bits = len(self._kept), owned(buffer).detach().clone()
+                self._kept.append((own, name, buffer, bits))
+                if moved is not None and moved[i]:
+                    self._moved.add(position)
+                elif bits.is_floating_point() or bits.is_complex():
+                    self._means[position] = torch.zeros_like(bits)
+
+    def put_back(self) -> None:
+        """As they were."""
+        for position in range(len(self._kept)):
+            self._write_back(position)
+
+    def add(self, share: float) -> None:
+        """A part has updated them, whose share of the samples this is."""
+        with torch.no_grad():
+            for position in list(self._means):
+                now, bits = self._now(position), self._kept[position][-1]
+                if now is None or now.shape != bits.shape or now.dtype != bits.dtype:
+                    del self._means[position]
+                else:
+                    self._means[position].add_(now - bits, alpha=share)
+
+    def conclude(self) -> None:
+        """As they are after one update: what parts cannot share, counts say, is left as the last part has it."""
+        with torch.no_grad():
+            for position, mean in self._means.items():
+                slots, name, buffer, bits = self._kept[position]
+                now = self._now(position)
+                if now is None:
+                    continue
+                total = bits + mean
+                total = torch.where(total.isnan(), now, total)  # infinities, of masks, have no difference
+                if slots[name] is buffer:
+                    now.copy_(total)
+                else:  # what was put in its place may be part of anything
+                    slots[name] = total
+        for position in self._moved:
+            self._write_back(position)
+
+    def _now(self, position: int) -> Tensor | None:
+        slots, name, _, _ = self._kept[position]
+        buffer = slots.get(name)
+        return None if buffer is None else owned(buffer)
+
+    def _write_back(self, position: int) -> None:
+        slots, name, buffer, bits = self._kept[position]
+        if slots.get(name) is not buffer:
+            slots[name] = buffer
+            return
+        with torch.no_grad():
+            owned(buffer).copy_(bits)
+
+
+def _slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module, by name, where it looks them up; a ScriptModule's are never replaced."""
+    return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return list(map(getattr, values, repeat("_version"), repeat(None)))
