@@ -398,6 +398,7 @@ class Run:
             "random": self._random_state().states(),
             "plan": asdict(self.plan),
             "steps": self.steps,
+            "micro_batch": self.micro_batch,
             "fitted": vars(fitted) | {"history": [dict(row) for row in fitted.history]},
         }
 
@@ -425,7 +426,7 @@ class Run:
             fitted = Fitted(**state["fitted"])
             if fitted.loss is not None:
                 fitted.loss = fitted.loss.to(self._job.device)
-            decisions, steps = state["plan"]["decisions"], state["steps"]
+            decisions, steps, micro_batch = state["plan"]["decisions"], state["steps"], state["micro_batch"]
             if state["loader"] is not None:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._random_state().write(state["random"])
@@ -436,6 +437,8 @@ class Run:
                 self._scheduler.load_state_dict(scheduler)
             raise ValueError(f"{what} of another training: {type(error).__name__}: {error}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
+        if self._recovery is not None:
+            self._recovery.micro_batch = micro_batch
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
         if decisions != self.plan.decisions:
             warnings.warn(

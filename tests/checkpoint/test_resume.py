@@ -235,6 +235,14 @@ def test_what_the_optimizer_trains_outside_the_model_comes_back(tmp_path):
     assert torch.equal(heat, other_heat)
 
 
+def test_what_memory_has_shown_is_known_to_the_next_process(tmp_path):
+    run, other = make(), make()
+    run._recovery.micro_batch = 4
+    run.save(tmp_path / "a.pt")
+    other.load(tmp_path / "a.pt")
+    assert other.micro_batch == 4
+
+
 def test_a_watch_for_infinities_begins_anew(tmp_path):
     run = make()
     run.stop_after_bad = 3
