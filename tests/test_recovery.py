@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
+from flatout import _gradients
 from flatout.data import batch_size_of
 from flatout.mfu.signatures import Work
-from flatout.optim import UpdateCutInHalf, bucket
+from flatout.optim import UpdateCutInHalf, base, bucket
 from flatout.recovery import part_sizes
 from flatout.techniques import REGISTRY, Measured
 from flatout.techniques.cuda_graph import GraphSwitch
@@ -810,6 +811,53 @@ def test_an_update_cut_in_half_says_so(behind):
     assert run._job.pending == 0
 
 
+def test_an_update_of_ours_has_its_memory_before_the_first_write(monkeypatch):
+    model = net()
+    optimizer = flatout.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=0.1)  # a bucket for each
+    model(batches_of(16)[0][0]).sum().backward()
+    order = []
+    for name in ("empty", "zeros", "full", "ones", "zeros_like", "empty_like", "full_like"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, made=made, **k: order.append("memory") or made(*a, **k))
+    moved = _gradients.on_device  # where tensors of learning rates and factors are made, too
+    monkeypatch.setattr(_gradients, "on_device", lambda *a: order.append("memory") or moved(*a))
+    step = bucket.Bucket.step
+    monkeypatch.setattr(bucket.Bucket, "step", lambda *a, **k: order.append("write") or step(*a, **k))
+    for _ in range(2):
+        order.clear()
+        flatout.optim.update(optimizer, inv_scale=0.5, max_grad_norm=0.1)
+        assert order[-8:] == ["write"] * 8
+        assert "write" not in order[:-8]
+
+
+def test_an_update_of_ours_that_fails_between_buckets_says_so(monkeypatch):
+    model = net()
+    optimizer = flatout.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    model(batches_of(16)[0][0]).sum().backward()
+    fails = Fails(bucket.Bucket.step, 1, 3)
+    monkeypatch.setattr(bucket.Bucket, "step", lambda *a, **k: fails(*a, **k))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(UpdateCutInHalf):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("inv_scale", [None, 0.5])
+def test_torchs_step_in_the_place_of_ours(inv_scale, monkeypatch):
+    words = nn.Embedding(5, 3, sparse=True)
+    optimizer = flatout.optim.SGD(words.parameters(), lr=0.1)
+    words(torch.tensor([1, 2])).sum().backward()
+    before = bits(words.weight)
+    fails = Fails(base.unhooked_step(torch.optim.SGD), 1)
+    monkeypatch.setattr(base, "unhooked_step", lambda cls: lambda *a: fails(*a))
+    with pytest.raises(torch.OutOfMemoryError if inv_scale is None else UpdateCutInHalf):
+        flatout.optim.update(optimizer, inv_scale=inv_scale)  # gradients that were scaled would be scaled once more
+    assert bits(words.weight) == before
+    if inv_scale is None:
+        flatout.optim.update(optimizer)
+        assert bits(words.weight) != before
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 def test_an_update_that_fails_for_good_is_left_out(optimizer, monkeypatch):
     run, twin = make(optimizer=optimizer), make(optimizer=optimizer)
@@ -830,7 +878,8 @@ def test_an_update_that_fails_for_good_is_left_out(optimizer, monkeypatch):
 
 def test_a_recorded_step_goes_the_same_way():
     run, twin = make(optimizer="fused adamw"), make(optimizer="fused adamw")
-    switch = GraphSwitch(run._job, Rerun(run._job))
+    recorder = Rerun(run._job)
+    switch = GraphSwitch(run._job, recorder)
     switch.enable()
     switch.freeze()
     batches = batches_of(*[16] * 6, 8, 16)
@@ -842,6 +891,7 @@ def test_a_recorded_step_goes_the_same_way():
     for batch in batches[5:]:
         run.step(batch)
     assert switch.whole_step.replays == replays
+    assert recorder.given_back == 1  # the memory of graphs is the parts' to use
     assert run.micro_batch == 8
     train(twin, batches)
     assert_same(run, twin)
