@@ -18,10 +18,10 @@ import pytest
 from support.loops import tuned
 from support.training_jobs import JOBS
 
-EVERY = 500
+EVERY = 200
 """Steps to a save."""
 
-ROUNDS = 15
+ROUNDS = 9
 
 SAVES = {"none": None, "asynchronous": True, "waited for": False}
 
