@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.data import batch_size_of, map_tensors, tensors_of
+from flatout.data import batch_size_of, map_tensors, split, tensors_of
 
 FORMATS = ("export", "torchscript")
 TARGETS = ("labels", "label", "targets", "target")
@@ -21,14 +21,10 @@ TARGETS = ("labels", "label", "targets", "target")
 
 
 def example_of(batch: Any) -> Any:
-    """Two samples of a batch, or the one that there is, on the CPU and in memory of their own."""
+    """Two samples of a batch, on the CPU and in memory of their own; all of one that cannot be taken apart."""
     size = batch_size_of(batch) if tensors_of(batch) else 0
-
-    def first(tensor: Tensor) -> Tensor:
-        is_samples = tensor.dim() > 0 and len(tensor) == size
-        return (tensor[:2] if is_samples else tensor).detach().cpu().clone()
-
-    return map_tensors(first, batch)
+    parts = split(batch, [2, size - 2]) if size > 2 else None
+    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch if parts is None else parts[0])
 
 
 def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

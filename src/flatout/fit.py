@@ -88,17 +88,15 @@ class Keeper:
         finally:
             self._termination.__exit__(kind, error, at)
 
-    def step_done(self) -> bool:
-        """Save where it is time to; returns whether training has to end."""
+    def step_done(self) -> None:
+        """Save where it is time to."""
         if self._every is not None and self._run.steps % self._every == 0:
             self._save()
-        return self._termination.asked
 
-    def epoch_done(self) -> bool:
-        """Save where that is done behind each epoch; returns whether training has to end."""
+    def epoch_done(self) -> None:
+        """Save where that is done behind each epoch."""
         if self._every is None:
             self._save()
-        return self._termination.asked
 
     @property
     def has_to_end(self) -> bool:
@@ -134,8 +132,10 @@ def fit(
                 fitted.loss = loss.float() if fitted.loss is None else fitted.loss + loss
                 fitted.steps += 1
                 bar.advance(loss)
-                if keeper is not None and keeper.step_done():
-                    return
+                if keeper is not None:
+                    keeper.step_done()
+                    if keeper.has_to_end:
+                        return
             fitted.is_trained = True
         if fitted.loss is None:
             raise ValueError(
@@ -149,5 +149,7 @@ def fit(
         bar.end(row)
         fitted.history.append(row)
         fitted.steps, fitted.loss, fitted.is_trained = 0, None, False
-        if keeper is not None and keeper.epoch_done():
-            return
+        if keeper is not None:
+            keeper.epoch_done()
+            if keeper.has_to_end:
+                return

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
-from flatout.measure.memory import ran_out_of_memory
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
@@ -251,9 +251,7 @@ class Job:
     def _update(self, batches: int) -> None:
         assert self.optimizer is not None
         if self.scaler is not None:
-            if (
-                batches < self.accumulate and not self._averaged
-            ):  # an epoch's leftover: these few share the whole weight
+            if batches < self.accumulate and not self._averaged:  # an epoch's leftover: they share the whole weight
                 grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self.accumulate / batches)
                 self._averaged = True
@@ -333,9 +331,8 @@ class Job:
 
     def _parameters_elsewhere(self) -> list[Tensor]:
         """What the optimizer trains that is in no module known here: a temperature, say, that ``compute_loss`` uses."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        inside = self._parameters_inside()
-        return list({id(p): p for group in groups for p in group["params"] if id(p) not in inside}.values())
+        inside, held = self._parameters_inside(), [] if self.optimizer is None else parameters_of(self.optimizer)
+        return list({id(p): p for p in held if id(p) not in inside}.values())
 
     def peak_flops(self, *, measure: bool) -> tuple[float | None, str]:
         """The peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and what it is.

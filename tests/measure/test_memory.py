@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.measure.memory import ran_out_of_memory, step_memory
+from flatout._memory import ran_out_of_memory
+from flatout.measure.memory import step_memory
 from flatout.measure.trial import saves_memory
 from flatout.report import Gain, Trial
 from flatout.techniques import StepTechnique, Switch

@@ -11,13 +11,6 @@ from torch.autograd import profiler
 from flatout._kineto import quiet_kineto
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or torch's allocator on the host, had no memory left. A ``MemoryError`` is somebody else's."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
 def step_memory(step: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that a step allocates at its height, beyond what is allocated between steps.
 

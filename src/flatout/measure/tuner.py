@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from flatout import words
+from flatout._memory import ran_out_of_memory
 from flatout.data import batch_size_of, tensors_of
 from flatout.measure.bench import COSTS_SHARE, Bench, off, on
 from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
-from flatout.measure.memory import ran_out_of_memory
 from flatout.measure.statistics import paired_gain
 from flatout.measure.track import Stretch, Track, pace_of
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory, seconds, trial_of
+from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
+from flatout.measure.verdict import earns, rank, ratio, serves, spares, verdict
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -163,7 +164,7 @@ class Tuner:
             self._bench.job.failed.add(technique.name)
         if best is not None:
             self._keep(technique, best[1])
-        return _verdict(row, trials, best and best[0])
+        return verdict(row, trials, best and best[0])
 
     def _try_all(
         self, candidates: Sequence[SwitchT], *held_to: StepTechnique
@@ -176,7 +177,7 @@ class Tuner:
                 break
             trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(c, held_to))
             trials.append(trial)
-            if _serves(trial) and (best is None or _rank(trial) > _rank(best[0])):
+            if serves(trial) and (best is None or rank(trial) > rank(best[0])):
                 best = trial, candidate
         self._bench.rewind()
         for candidate in candidates:
@@ -233,7 +234,7 @@ class Tuner:
         told = f"{companion.kept_because}; tried together with {technique.title}, whose row has the gain of both"
         self._settled[companion.name] = replace(companion.row("kept", told), chosen=pair.parts[1].label)
         alone = f"it pays in the company of {companion.title} alone"
-        return _verdict(replace(row, why=f"{row.why}; {alone}"), trials, best)
+        return verdict(replace(row, why=f"{row.why}; {alone}"), trials, best)
 
     # -- one trial of the step -------------------------------------------------------------------------------
 
@@ -333,20 +334,20 @@ class Tuner:
         trials: list[Trial] = []
         best: tuple[Trial, Source, Iterable[Any]] | None = None
         candidates = self._loaders_to_try(technique)
-        earns = _spares if technique.spares(self._bench.job) else _earns
+        suffices = spares if technique.spares(self._bench.job) else earns
         for candidate in candidates:
             if self._bench.budget.left == 0:
                 break
             made: list[Iterable[Any]] = []
             trial = self._attempt(candidate.label, lambda c=candidate, m=made: self._try_loader(c, m))
             trials.append(trial)
-            if earns(trial) and (best is None or _ratio(trial) > _ratio(best[0])):
+            if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
                 best = trial, candidate, made[0]
         self._bench.rewind()
         if best is not None:
             self._bench.use(best[2])
             self._note(technique, best[1].value, None)
-        row = _verdict(row, trials, best and best[0])
+        row = verdict(row, trials, best and best[0])
         found = technique.found(best[1] if best else candidates[0])
         return replace(row, why=f"{row.why}; {found}") if found else row
 
@@ -468,55 +469,3 @@ class Tuner:
 
 def _allow(difference: Difference, much: float) -> Difference:
     return replace(difference, allowed=max(difference.allowed, much))
-
-
-def _earns(trial: Trial) -> bool:
-    return not trial.failure and trial.gain is not None and pays(trial.gain, trial.pairs)
-
-
-def _spares(trial: Trial) -> bool:
-    return not trial.failure and trial.gain is not None and keeps_pace(trial.gain, trial.pairs)
-
-
-def _ratio(trial: Trial) -> float:
-    return 0.0 if trial.gain is None else trial.gain.ratio
-
-
-def _serves(trial: Trial) -> bool:
-    return _earns(trial) or saves_memory(trial)
-
-
-def _rank(trial: Trial) -> tuple[bool, float]:
-    """Speed before memory."""
-    return (True, _ratio(trial)) if _earns(trial) else (False, -(trial.memory or 0.0))
-
-
-def _verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
-    """The row for what the trials showed."""
-    if best is not None:
-        row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
-        if saves_memory(best) and not _earns(best):
-            return replace(row, why=f"no slower, and a step takes {1 - (best.memory or 0):.0%} less memory: {row.why}")
-        return row
-    if not trials:
-        return replace(row, status="not tried", why="the budget was spent before a trial could begin")
-    closest = max(trials, key=_ratio)
-    return replace(
-        row,
-        status="rejected",
-        why=_why_rejected(closest),
-        gain=closest.gain,
-        memory=closest.memory,
-        trials=tuple(trials),
-    )
-
-
-def _why_rejected(trial: Trial) -> str:
-    if trial.failure or trial.gain is None:
-        return trial.failure
-    times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
-    if trial.gain.ratio <= 1.0:
-        return times
-    if trial.pairs < FEWEST_PAIRS:
-        return f"{times}, but the budget allowed {trial.pairs} of the {FEWEST_PAIRS} pairs that a verdict needs"
-    return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%} faster"

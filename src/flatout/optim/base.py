@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatout import _gradients
-from flatout.measure.memory import ran_out_of_memory
+from flatout._memory import ran_out_of_memory
 from flatout.optim import options
 from flatout.optim.bucket import Bucket, Kind, keep_moment
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded

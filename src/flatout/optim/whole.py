@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, is_
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from flatout.measure.memory import ran_out_of_memory
+from flatout._memory import parameters_of, ran_out_of_memory, versions
 
-_params = itemgetter("params")
 _grad = attrgetter("grad")
 _HANDED = ("grad_scale", "found_inf")
 
@@ -42,14 +41,14 @@ class AllOrNothing:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.has_rewritten_gradients = False
         self._optimizer = optimizer
-        self._params = list(chain.from_iterable(map(_params, optimizer.param_groups)))
-        self._versions = _versions(self._params)
-        self._grads = _versions(list(map(_grad, self._params)))
+        self._params = parameters_of(optimizer)
+        self._versions = versions(self._params)
+        self._grads = versions(list(map(_grad, self._params)))
         self._numbers = [dict(group) for group in optimizer.param_groups]
         self._entries = list(optimizer.state.values())
         self._sizes = list(map(_size, self._entries))
         self._values = _values(self._entries)
-        self._value_versions = _versions(self._values)
+        self._value_versions = versions(self._values)
         self._handed = {name: vars(optimizer)[name] for name in _HANDED if name in vars(optimizer)}
 
     def __enter__(self) -> AllOrNothing:
@@ -61,13 +60,13 @@ class AllOrNothing:
         self._drop_what_was_begun()
         values = _values(self._entries)
         if (
-            _versions(self._params) != self._versions
+            versions(self._params) != self._versions
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or _versions(values) != self._value_versions
+            or versions(values) != self._value_versions
         ):
             raise UpdateCutInHalf(self._optimizer) from error
-        self.has_rewritten_gradients = _versions(list(map(_grad, self._params))) != self._grads
+        self.has_rewritten_gradients = versions(list(map(_grad, self._params))) != self._grads
 
     def _drop_what_was_begun(self) -> None:
         """Dicts keep the order of their keys: what is new comes last."""
@@ -83,10 +82,6 @@ class AllOrNothing:
         for name in _HANDED:  # as torch's GradScaler leaves them behind
             vars(optimizer).pop(name, None)
         vars(optimizer).update(self._handed)
-
-
-def _versions(values: list[Any]) -> list[int | None]:
-    return list(map(getattr, values, repeat("_version"), repeat(None)))
 
 
 def _size(entry: Any) -> int:

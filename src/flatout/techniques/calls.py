@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatout import words
-from flatout.measure.memory import ran_out_of_memory
+from flatout._memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.base import Switch
 

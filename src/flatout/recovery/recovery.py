@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, itemgetter, methodcaller
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from flatout import words
+from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.data import batch_size_of, split
 from flatout.job import Job, PhaseOf, as_range
-from flatout.measure.memory import ran_out_of_memory
-from flatout.measure.state import owned
+from flatout.recovery.begun import Begun, aside
+from flatout.recovery.buffers import Buffers, buffers_of
 from flatout.techniques.autocast import autocast_dtype
 
 LossWeight = Callable[[Any], float | Tensor]
 """``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""
-
-_params = itemgetter("params")
-_grad = attrgetter("grad")
-_values = methodcaller("values")
 
 
 def part_sizes(samples: int, most: int) -> list[int]:
@@ -72,8 +66,9 @@ class Recovery:
         self.micro_batch: int | None = None
         self._job = job
         self._loss_weight = loss_weight
-        self._buffers = [_slots(m) for root in job.modules for m in root.modules() if len(m._buffers)]
-        updated = {id(p) for p in self._updated()}
+        self._buffers = [buffers_of(m) for root in job.modules for m in root.modules() if len(m._buffers)]
+        assert job.optimizer is not None
+        updated = {id(p) for p in parameters_of(job.optimizer)}
         # Gradients that no update uses grow from step to step.
         self._others = [
             p for root in job.modules for p in root.parameters() if p.requires_grad and id(p) not in updated
@@ -96,7 +91,7 @@ class Recovery:
                 before it, the error says that those are lost.
             flatout.optim.UpdateCutInHalf: somebody else's optimizer failed in the middle of its step.
         """
-        job, begun, failure = self._job, _Begun(self), ""
+        job, begun, failure = self._job, self._begin(), ""
         if self.micro_batch is None or batch_size_of(batch) <= self.micro_batch:
             try:
                 return job.step(batch, phase)
@@ -152,13 +147,13 @@ class Recovery:
         self._job.abandon()
         raise torch.OutOfMemoryError(f"the update ran out of memory, and was left out: {failure}. {self._ladder()}")
 
-    def _whole(self, batch: Any, begun: _Begun, phase: PhaseOf, failure: str) -> Tensor:
+    def _whole(self, batch: Any, begun: Begun, phase: PhaseOf, failure: str) -> Tensor:
         """Gradients of a loader's batch in parts; ``failure`` of the batch in one, where that was tried."""
         before, height = self.micro_batch, self._height()
         try:
             with begun.kept_on_error():
                 if failure:
-                    if any(p._post_accumulate_grad_hooks for p in (*self._updated(), *self._others)):
+                    if any(p._post_accumulate_grad_hooks for p in self._trained()):
                         self._fail(failure, "hooks use the gradients of parameters while the backward runs", height)
                     loss = self._in_smaller_parts(batch, 1.0, begun, phase, failure, height)
                 else:
@@ -177,7 +172,7 @@ class Recovery:
         return loss
 
     def _in_smaller_parts(
-        self, batch: Any, share: float | Tensor, begun: _Begun, phase: PhaseOf, failure: str, height: int | None
+        self, batch: Any, share: float | Tensor, begun: Begun, phase: PhaseOf, failure: str, height: int | None
     ) -> Tensor:
         """The same as ``_in_parts``, of a batch that has failed in one."""
         size = batch_size_of(batch)
@@ -189,7 +184,7 @@ class Recovery:
             )
         begun.random.restore()
         self.micro_batch = max(part_sizes(size, -(-size // 2)))
-        with _aside(whole):
+        with aside(whole):
             return self._in_parts(batch, share, phase, begun.buffers_that_moved(), height)
 
     def _in_parts(
@@ -215,7 +210,7 @@ class Recovery:
         parts = split(batch, sizes)
         if parts is None:
             self._fail("", f"a batch of {size} samples cannot be taken apart", height)
-        buffers = _Buffers(self._buffers, moved)
+        buffers = Buffers(self._buffers, moved)
         losses = []
         try:
             for part, samples, weight in zip(parts, sizes, self._shares(parts, sizes), strict=True):
@@ -232,7 +227,7 @@ class Recovery:
         assert self.micro_batch is not None
         if batch_size_of(part) > self.micro_batch:  # a part before has failed
             return self._in_parts(part, share, phase, height=height)
-        begun = _Begun(self, in_parts=True)
+        begun = self._begin(in_parts=True)
         try:
             return self._job.add_gradients(part, phase, share)
         except RuntimeError as error:
@@ -257,10 +252,16 @@ class Recovery:
         total = sum(weights)
         return [weight / total for weight in weights]
 
-    def _updated(self) -> list[Tensor]:
-        """The parameters that the optimizer holds now."""
+    def _begin(self, *, in_parts: bool = False) -> Begun:
+        """Note what a step, or a part of one, begins with."""
+        adds = in_parts or self._job.pending > 0
+        # At the beginning of an update there are no gradients but the others'.
+        return Begun(self._job, self._buffers, self._trained() if adds else self._others, adds=adds)
+
+    def _trained(self) -> list[Tensor]:
+        """Every parameter that gets gradients: those that the optimizer holds now, and the others."""
         assert self._job.optimizer is not None
-        return list(chain.from_iterable(map(_params, self._job.optimizer.param_groups)))
+        return [*parameters_of(self._job.optimizer), *self._others]
 
     def _free_memory(self) -> None:
         """Give back all that nobody holds any more."""
@@ -279,14 +280,14 @@ class Recovery:
 
     # -- what is said ----------------------------------------------------------------------------------------
 
-    def _tell(self, size: int, begun: _Begun) -> None:
+    def _tell(self, size: int, begun: Begun) -> None:
         modules = [m for root in self._job.modules for m in root.modules()]
         differences = []
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules):
             differences.append("BatchNorm normalises each part by itself")
         if begun.random.moved():
             differences.append("random numbers (Dropout's masks) are drawn for each part")
-        if any(p._backward_hooks for p in (*self._updated(), *self._others)):
+        if any(p._backward_hooks for p in self._trained()):
             differences.append("hooks see the gradients of each part")
         unknown = self._loss_weight is None and not _is_mean_over_samples(self._job.loss_fn)
         result = "with the same result"
@@ -310,7 +311,7 @@ class Recovery:
     def _ladder(self) -> str:
         """What would help, with the figures that are known."""
         job = self._job
-        parameters = list({id(p): p for p in (*self._updated(), *self._others)}.values())
+        parameters = list({id(p): p for p in self._trained()}.values())
         weights = sum(p.nbytes for p in parameters)
         assert job.optimizer is not None
         entries = [entry for entry in job.optimizer.state.values() if isinstance(entry, dict)]
@@ -333,193 +334,3 @@ def _is_mean_over_samples(loss_fn: Any) -> bool:
     """Whether a loss module is known to be weighed right without being told; those that leave targets out are not."""
     leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
     return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)
-
-
-class _Random:
-    """Where the generators are that torch's operations on a device draw from.
-
-    A CUDA generator is told by two numbers; the CPU's has no position that could be told, and is copied (5 KB).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._state = torch.default_generator.get_state()
-        self._generator: torch.Generator | None = None
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generator = torch.cuda.default_generators[index]
-            self._place = self._generator.initial_seed(), self._generator.get_offset()
-
-    def restore(self) -> None:
-        torch.default_generator.set_state(self._state)
-        if self._generator is not None:
-            seed, offset = self._place
-            self._generator.manual_seed(seed)
-            self._generator.set_offset(offset)
-
-    def moved(self) -> bool:
-        """Whether anybody has drawn since."""
-        if not torch.equal(torch.default_generator.get_state(), self._state):
-            return True
-        return self._generator is not None and self._generator.get_offset() != self._place[1]
-
-
-class _Begun:
-    """What a step, or a part of one, begins with: as much of it as is cheap to keep."""
-
-    def __init__(self, recovery: Recovery, *, in_parts: bool = False) -> None:
-        self._job, self._slots = recovery._job, recovery._buffers
-        self.pending = self._job.pending
-        self.random = _Random(self._job.device)
-        self._buffers = list(chain.from_iterable(map(_values, self._slots)))
-        self._buffer_versions = _versions(self._buffers)
-        # At the beginning of an update there are none but the others'.
-        self._adds = in_parts or self.pending > 0
-        self._params = [*recovery._updated(), *recovery._others] if self._adds else recovery._others
-        self._grads = list(map(_grad, self._params))
-        self._versions = _versions(self._grads)
-
-    def undo(self) -> list[Tensor]:
-        """Drop the gradients that were begun since.
-
-        Returns:
-            Parameters whose gradients were there before, and have had the whole batch added: a backward adds to the
-            gradient of a parameter once, when all of it is known.
-        """
-        if not self._adds:
-            self._job.zero_grad()
-        whole = []
-        for p, grad, version in zip(self._params, self._grads, self._versions, strict=True):
-            if grad is None:
-                p.grad = None
-            elif p.grad is not grad or _versions([grad]) != [version]:
-                whole.append(p)
-        return whole
-
-    def buffers_that_moved(self) -> list[bool]:
-        """For each module with buffers, whether they have been updated since.
-
-        Some kernels write running statistics without a trace, so any buffer of a module tells for all of them.
-        """
-        now = list(chain.from_iterable(map(_values, self._slots)))
-        if len(now) != len(self._buffers):
-            return [True] * len(self._slots)
-        same = [
-            new is old and version == then
-            for new, old, version, then in zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
-        ]
-        which = iter(same)
-        return [not all([next(which) for _ in range(len(slots))]) for slots in self._slots]
-
-    @contextlib.contextmanager
-    def kept_on_error(self) -> Iterator[None]:
-        """What an error ends has not been begun."""
-        try:
-            yield
-        except BaseException as error:
-            lost = self._job.pending if self.undo() else 0
-            self.random.restore()
-            if lost:
-                self._job.abandon()
-                if ran_out_of_memory(error):
-                    raise torch.OutOfMemoryError(
-                        f"{error}. Gradients accumulated before hold part of this batch: those of {lost} before it "
-                        "are lost, too"
-                    ) from None
-            raise
-
-
-@contextlib.contextmanager
-def _aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, these parameters get no gradients; those that they have come back."""
-
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    grads = list(map(_grad, parameters))
-    for p in parameters:
-        p.grad = None
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters]
-    try:
-        yield
-    finally:
-        for hook, p, grad in zip(hooks, parameters, grads, strict=True):
-            hook.remove()
-            p.grad = grad
-
-
-class _Buffers:
-    """Buffers that are to be updated once, while the parts of a batch update them once each.
-
-    Args:
-        slots: the buffers of each module, by name.
-        moved: modules that have been updated already; None: none.
-    """
-
-    def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
-        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._means: dict[int, Tensor] = {}
-        self._moved = set()
-        for i, own in enumerate(slots):
-            for name, buffer in own.items():
-                if buffer is None:
-                    continue
-                position, bits = len(self._kept), owned(buffer).detach().clone()
-                self._kept.append((own, name, buffer, bits))
-                if moved is not None and moved[i]:
-                    self._moved.add(position)
-                elif bits.is_floating_point() or bits.is_complex():
-                    self._means[position] = torch.zeros_like(bits)
-
-    def put_back(self) -> None:
-        """As they were."""
-        for position in range(len(self._kept)):
-            self._write_back(position)
-
-    def add(self, share: float) -> None:
-        """A part has updated them, whose share of the samples this is."""
-        with torch.no_grad():
-            for position in list(self._means):
-                now, bits = self._now(position), self._kept[position][-1]
-                if now is None or now.shape != bits.shape or now.dtype != bits.dtype:
-                    del self._means[position]
-                else:
-                    self._means[position].add_(now - bits, alpha=share)
-
-    def conclude(self) -> None:
-        """As they are after one update: what parts cannot share, counts say, is left as the last part has it."""
-        with torch.no_grad():
-            for position, mean in self._means.items():
-                slots, name, buffer, bits = self._kept[position]
-                now = self._now(position)
-                if now is None:
-                    continue
-                total = bits + mean
-                total = torch.where(total.isnan(), now, total)  # infinities, of masks, have no difference
-                if slots[name] is buffer:
-                    now.copy_(total)
-                else:  # what was put in its place may be part of anything
-                    slots[name] = total
-        for position in self._moved:
-            self._write_back(position)
-
-    def _now(self, position: int) -> Tensor | None:
-        slots, name, _, _ = self._kept[position]
-        buffer = slots.get(name)
-        return None if buffer is None else owned(buffer)
-
-    def _write_back(self, position: int) -> None:
-        slots, name, buffer, bits = self._kept[position]
-        if slots.get(name) is not buffer:
-            slots[name] = buffer
-            return
-        with torch.no_grad():
-            owned(buffer).copy_(bits)
-
-
-def _slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module, by name, where it looks them up; a ScriptModule's are never replaced."""
-    return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
-
-
-def _versions(values: Sequence[Any]) -> list[int | None]:
-    return list(map(getattr, values, repeat("_version"), repeat(None)))

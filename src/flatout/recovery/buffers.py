@@ -1,0 +1,84 @@
+"""Buffers that a batch is to update once, while its parts update them once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatout.measure.state import owned
+
+
+class Buffers:
+    """Buffers that are to be updated once, while the parts of a batch update them once each.
+
+    Args:
+        slots: the buffers of each module, by name.
+        moved: modules that have been updated already; None: none.
+    """
+
+    def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._means: dict[int, Tensor] = {}
+        self._moved = set()
+        for i, own in enumerate(slots):
+            for name, buffer in own.items():
+                if buffer is None:
+                    continue
+                position, bits = len(self._kept), owned(buffer).detach().clone()
+                self._kept.append((own, name, buffer, bits))
+                if moved is not None and moved[i]:
+                    self._moved.add(position)
+                elif bits.is_floating_point() or bits.is_complex():
+                    self._means[position] = torch.zeros_like(bits)
+
+    def put_back(self) -> None:
+        """As they were."""
+        for position in range(len(self._kept)):
+            self._write_back(position)
+
+    def add(self, share: float) -> None:
+        """A part has updated them, whose share of the samples this is."""
+        with torch.no_grad():
+            for position in list(self._means):
+                now, bits = self._now(position), self._kept[position][-1]
+                if now is None or now.shape != bits.shape or now.dtype != bits.dtype:
+                    del self._means[position]
+                else:
+                    self._means[position].add_(now - bits, alpha=share)
+
+    def conclude(self) -> None:
+        """As they are after one update: what parts cannot share, counts say, is left as the last part has it."""
+        with torch.no_grad():
+            for position, mean in self._means.items():
+                slots, name, buffer, bits = self._kept[position]
+                now = self._now(position)
+                if now is None:
+                    continue
+                total = bits + mean
+                total = torch.where(total.isnan(), now, total)  # infinities, of masks, have no difference
+                if slots[name] is buffer:
+                    now.copy_(total)
+                else:  # what was put in its place may be part of anything
+                    slots[name] = total
+        for position in self._moved:
+            self._write_back(position)
+
+    def _now(self, position: int) -> Tensor | None:
+        slots, name, _, _ = self._kept[position]
+        buffer = slots.get(name)
+        return None if buffer is None else owned(buffer)
+
+    def _write_back(self, position: int) -> None:
+        slots, name, buffer, bits = self._kept[position]
+        if slots.get(name) is not buffer:
+            slots[name] = buffer
+            return
+        with torch.no_grad():
+            owned(buffer).copy_(bits)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module, by name, where it looks them up; a ScriptModule's are never replaced."""
+    return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers
