@@ -16,7 +16,7 @@ import flatout
 from flatout.checkpoint import Folder, newest_in, read, write
 from flatout.reproducible import seed_all
 from tests.checkpoint.test_file import equal
-from tests.checkpoint.training import EPOCHS, KINDS, Stopped, make, train
+from tests.checkpoint.training import EPOCHS, KINDS, Stopped, before_step, make, stop, train
 
 STEPS = 18
 
@@ -100,17 +100,9 @@ def test_epochs_are_counted_anew_without_a_folder():
 
 def test_a_fit_that_was_interrupted_is_no_beginning_of_the_next():
     run = make()
-    step = run.step
-
-    def interrupted(batch):
-        if run.steps == 2:
-            raise KeyboardInterrupt
-        return step(batch)
-
-    run.step = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    before_step(run, 2, stop)
+    with pytest.raises(Stopped):
         run.fit(1, progress=False)
-    run.step = step
     (row,) = run.fit(1, progress=False)
     assert run.steps == 2 + 6
     assert 0 < row["loss"] < 5
@@ -287,14 +279,7 @@ def make_with(loader):
 
 def test_a_loader_without_a_position_begins_its_epoch_again_and_says_so(tmp_path):
     run = make_with(Endless())
-    step = run.step
-
-    def stopping(batch):
-        if run.steps == 6:
-            raise Stopped
-        return step(batch)
-
-    run.step = stopping
+    before_step(run, 6, stop)
     with pytest.warns(UserWarning, match="begins that epoch again"), pytest.raises(Stopped):
         run.fit(2, progress=False, checkpoint_dir=tmp_path, checkpoint_every=1)
     other = make_with(Endless())
@@ -356,22 +341,19 @@ def test_every_scheduler_goes_on(name, tmp_path):
     assert seen == rates
 
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 # -- signals -----------------------------------------------------------------------------------------------------
 
 
 def test_sigterm_saves_and_ends(tmp_path, uninterrupted):
     run = make()
     seed_all(5)
-    step = run.step
+    before_step(run, 7, terminate)
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(run.steps))
-
-    def asked_in_step_8(batch):
-        if run.steps == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(batch)
-
-    run.step = asked_in_step_8
     try:
         history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
     finally:
@@ -393,7 +375,7 @@ def test_sigterm_in_an_evaluation_is_saved_behind_it(tmp_path):
     class Evaluated:
         def __iter__(self):
             if not heard and run.steps == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
+                terminate()
             return iter(batches)
 
     try:
@@ -408,17 +390,8 @@ def test_sigterm_at_an_epochs_end_is_saved_before_its_evaluation(tmp_path):
     batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
     expected = make().fit(2, batches, progress=False)
     run = make()
-    run.logs.listen(lambda *_: None)
+    before_step(run, 5, terminate)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
-    step = run.step
-
-    def last(batch):
-        loss = step(batch)
-        if run.steps == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-    run.step = last
     try:
         assert run.fit(2, batches, progress=False, checkpoint_dir=tmp_path) == []
     finally:
@@ -428,14 +401,8 @@ def test_sigterm_at_an_epochs_end_is_saved_before_its_evaluation(tmp_path):
 
 def test_where_sigterm_is_ignored_it_stays_ignored(tmp_path):
     run = make()
+    before_step(run, 3, terminate)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step = run.step
-
-    def asked(batch):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step(batch)
-
-    run.step = asked
     try:
         assert len(run.fit(1, progress=False, checkpoint_dir=tmp_path)) == 1
     finally:

@@ -48,6 +48,24 @@ class Stopped(Exception):
     """Instead of a crash."""
 
 
+def stop():
+    """As a crash would."""
+    raise Stopped
+
+
+def before_step(run, steps, act):
+    """Have ``act()`` called once, when the run has done so many steps and is about to do the next."""
+    step = run.step
+
+    def acting(batch):
+        if run.steps == steps:
+            run.step = step
+            act()
+        return step(batch)
+
+    run.step = acting
+
+
 def make(kind="plain"):
     """A run of that kind, as each process makes it."""
     torch.manual_seed(0)
@@ -71,14 +89,7 @@ def train(kind, folder=None, *, stop_before=None, **options):
     run = make(kind)
     seed_all(5 if folder is None or not list(Path(folder).glob("step-*.pt")) else 99)
     if stop_before is not None:
-        step = run.step
-
-        def stopping(batch):
-            if run.steps == stop_before:
-                raise Stopped
-            return step(batch)
-
-        run.step = stopping
+        before_step(run, stop_before, stop)
     return run, run.fit(EPOCHS, progress=False, checkpoint_dir=folder, **options)
 
 
