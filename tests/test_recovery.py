@@ -20,8 +20,8 @@ import flatout
 from flatout import _gradients
 from flatout.data import batch_size_of
 from flatout.mfu.signatures import Work
+from flatout.micro_batches import part_sizes
 from flatout.optim import UpdateCutInHalf, base, bucket
-from flatout.recovery import part_sizes
 from flatout.techniques import REGISTRY, Measured
 from flatout.techniques.cuda_graph import GraphSwitch
 from tests.helpers import bits

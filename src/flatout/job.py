@@ -20,6 +20,7 @@ from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flop
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 from flatout.mfu.wrapped import is_wrapped
+from flatout.micro_batches import LossWeight, MicroBatches, Part
 from flatout.optim import update
 from flatout.optim.base import NativeStep
 from flatout.optim.whole import AllOrNothing
@@ -48,6 +49,7 @@ class Job:
         optimizer: the user's optimizer; None in the two-value form.
         loss_fn: ``(output, target) -> loss``.
         compute_loss: ``(model, batch) -> loss``, where ``loss_fn`` does not fit.
+        loss_weight: what the loss of a part of a batch is a mean over; None: its samples.
         device: where steps run.
         inference: whether a step is a forward alone.
         accumulate: batches per update.
@@ -56,6 +58,7 @@ class Job:
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
         failed: names of the techniques of which no candidate ran at all.
+        micro_batches: how batches are taken apart that are not computed in one.
         compiled_loss: takes the place of ``loss`` in the steps of a training, and may fall back on it; None: every step
             computes the loss plainly.
         whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
@@ -70,6 +73,7 @@ class Job:
     loss_fn: Callable[[Any, Any], Tensor] | None
     compute_loss: Callable[[nn.Module, Any], Tensor] | None
     device: torch.device
+    loss_weight: LossWeight | None = None
     inference: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
@@ -77,6 +81,7 @@ class Job:
     expected_steps: int = 0
     batches: Sequence[Any] = field(default=(), init=False)
     failed: set[str] = field(default_factory=set, init=False)
+    micro_batches: MicroBatches = field(init=False)
     compiled_loss: Callable[[Any], Tensor] | None = field(default=None, init=False)
     whole_step: WholeStep | None = field(default=None, init=False)
     work: CountedWork = field(init=False)
@@ -87,6 +92,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.work = CountedWork(self._count_flops)
+        self.micro_batches = MicroBatches(self)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -173,31 +179,34 @@ class Job:
         if self.inference:
             with phase("forward"):
                 return self.infer(batch)
-        return self.eager_step(batch, phase) if self.whole_step is None else self.whole_step(self, batch, phase)
+        if self.whole_step is None or self.micro_batches.takes_apart(batch):
+            return self.eager_step(batch, phase)
+        return self.whole_step(self, batch, phase)
 
     def eager_step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
         """``step`` of a training, kernel by kernel."""
         if self._pending == 0:
             self.zero_grad()
-        loss = self.add_gradients(batch, phase)
+        parts = self.micro_batches.parts(batch)
+        loss = self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
         self.count_batch(loss)
         if self._pending == self.accumulate:
             self.flush(phase)
         return loss
 
-    def add_gradients(self, batch: Any, phase: PhaseOf = as_range, share: float | Tensor = 1.0) -> Tensor:
+    def add_gradients(self, part: Part, phase: PhaseOf = as_range) -> Tensor:
         """Forward and backward of one batch, or of a part of one.
 
         Args:
-            batch: on the device.
+            part: on the device; where its share is 0, its loss may be anything.
             phase: entered for the forward and the backward.
-            share: what the loss is multiplied with; where that is 0, the loss may be anything.
 
         Returns:
-            The loss times ``share``, detached.
+            The loss times the part's share, detached.
         """
+        share = part.share
         with phase("forward"):
-            loss = self.objective(batch)
+            loss = self.objective(part.batch)
             if isinstance(share, Tensor):
                 loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
             elif share == 0:

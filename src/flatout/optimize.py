@@ -25,8 +25,8 @@ from flatout.measure.budget import Budget
 from flatout.measure.judge import judged
 from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
+from flatout.micro_batches import LossWeight
 from flatout.plan import Plan, fingerprint
-from flatout.recovery import LossWeight
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
@@ -130,6 +130,7 @@ def optimize(
         loss_fn=loss_fn,
         compute_loss=compute_loss,
         device=_device(model, device),
+        loss_weight=loss_weight,
         inference=optimizer is None and not model.training,
         accumulate=accumulate,
         max_grad_norm=max_grad_norm,
@@ -217,7 +218,6 @@ def optimize(
         switches=[*switches.values(), *bench.kept],
         example=example_of(taken[0]),
         peak_flops=peak,
-        loss_weight=loss_weight,
     )
 
 

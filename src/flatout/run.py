@@ -19,7 +19,7 @@ from flatout._garbage import LongLived
 from flatout.checkpoint.copies import mapped
 from flatout.data import Prefetcher, batch_size_of, to_device
 from flatout.data.generators import RandomState, generators_in
-from flatout.data.loaders import SEEDED_FROM
+from flatout.data.loaders import SEEDED_FROM, original_of
 from flatout.data.replay import Replayed
 from flatout.export import export, export_weights
 from flatout.finite import FiniteWatch
@@ -32,7 +32,7 @@ from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
-from flatout.recovery import LossWeight, Recovery
+from flatout.recovery import Recovery
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
@@ -87,7 +87,7 @@ class TrainingLoader:
     def original(self) -> Iterable[Any]:
         """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
         source, loader = self._job.source, self._job.loader
-        return source if isinstance(source, Replayed) else getattr(loader, SEEDED_FROM, loader)
+        return source if isinstance(source, Replayed) else original_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
         if not self._goes_on:
@@ -147,7 +147,6 @@ class Run:
         switches: Sequence[Switch],
         example: Any,
         peak_flops: float | None = None,
-        loss_weight: LossWeight | None = None,
     ) -> None:
         self.model = job.model
         self.optimizer = job.optimizer
@@ -159,7 +158,7 @@ class Run:
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
         self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
         self.logs = Logs()
-        self._recovery = None if job.optimizer is None else Recovery(job, loss_weight)
+        self._recovery = None if job.optimizer is None else Recovery(job)
         self._finite = FiniteWatch(job)
         self.steps = 0
         self.fitted = Fitted()
@@ -189,8 +188,8 @@ class Run:
 
     @property
     def micro_batch(self) -> int | None:
-        """Samples that :meth:`step` computes at once, since a step ran out of memory; None: whole batches."""
-        return None if self._recovery is None else self._recovery.micro_batch
+        """Samples that :meth:`step` computes at once, where that is faster, or memory does not hold more; None: all."""
+        return self._job.micro_batches.size
 
     @property
     def stop_after_bad(self) -> int:
@@ -437,8 +436,7 @@ class Run:
                 self._scheduler.load_state_dict(scheduler)
             raise ValueError(f"{what} of another training: {type(error).__name__}: {error}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
-        if self._recovery is not None:
-            self._recovery.micro_batch = micro_batch
+        self._job.micro_batches.size = micro_batch
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
         if decisions != self.plan.decisions:
             warnings.warn(

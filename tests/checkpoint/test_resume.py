@@ -229,7 +229,7 @@ def test_what_the_optimizer_trains_outside_the_model_comes_back(tmp_path):
 
 def test_what_memory_has_shown_is_known_to_the_next_process(tmp_path):
     run, other = make(), make()
-    run._recovery.micro_batch = 4
+    run._job.micro_batches.size = 4
     run.save(tmp_path / "a.pt")
     other.load(tmp_path / "a.pt")
     assert other.micro_batch == 4

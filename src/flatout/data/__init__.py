@@ -1,6 +1,6 @@
 """The data path: loaders that keep a training loop fed."""
 
-from flatout.data.batch import batch_size_of, map_tensors, split, tensors_of, to_device
+from flatout.data.batch import batch_size_of, map_tensors, resized, split, tensors_of, to_device
 from flatout.data.cache import CachedDataset, cache_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
@@ -28,6 +28,7 @@ __all__ = [
     "is_rewindable",
     "map_tensors",
     "movable_transforms",
+    "resized",
     "seed_samples",
     "split",
     "tensors_of",

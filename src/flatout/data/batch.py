@@ -177,7 +177,39 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
         The parts, of the batch's own types; None where it cannot be taken apart: there is a ``PackedSequence``, a
         tensor that is sparse or nested, or an object that may hold tensors (it has a ``to`` method).
     """
-    count = sum(sizes)
+    ends = list(itertools.accumulate(sizes))
+    try:
+        return [_picked(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    except _Whole:
+        return None
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of so many of a batch's samples, which come again from the first where there are not enough.
+
+    Args:
+        batch: any nesting; what is taken along the samples is what :func:`split` takes apart.
+        samples: >= 1.
+
+    Returns:
+        The new batch; None where the batch cannot be taken apart.
+    """
+    count = batch_size_of(batch)
+    try:
+        if samples <= count:
+            return _picked(batch, slice(0, samples))
+        return _picked(batch, [i % count for i in range(samples)])
+    except _Whole:
+        return None
+
+
+def _picked(batch: Any, index: slice | list[int]) -> Any:
+    """Some of a batch's samples.
+
+    Raises:
+        _Whole: it cannot be taken apart.
+    """
+    count = batch_size_of(batch)
 
     def is_along(tensor: Tensor) -> bool:
         return tensor.dim() > 0 and tensor.size(0) == count
@@ -191,28 +223,21 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
         tensors = [tensor for tensor in tensors_of(container) if tensor.dim()]
         return not tensors or not all(map(is_along, tensors))
 
-    def part(begin: int, end: int) -> Any:
-        def narrowed(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                raise _Whole
-            return tensor[begin:end] if is_along(tensor) else tensor
+    def picked(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise _Whole
+        return tensor[index] if is_along(tensor) else tensor
 
-        def other(leaf: Any) -> Any:
-            if isinstance(leaf, (tuple, list)) and not isinstance(leaf, PackedSequence):
-                return leaf[begin:end]
-            if isinstance(leaf, np.ndarray):
-                return leaf[begin:end] if leaf.shape[:1] == (count,) else leaf
-            if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
-                raise _Whole
-            return leaf
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, (tuple, list)) and not isinstance(leaf, PackedSequence):
+            return leaf[index] if isinstance(index, slice) else type(leaf)(leaf[i] for i in index)
+        if isinstance(leaf, np.ndarray):
+            return leaf[index] if leaf.shape[:1] == (count,) else leaf
+        if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+            raise _Whole
+        return leaf
 
-        return map_tensors(narrowed, batch, other, has_entries)
-
-    ends = list(itertools.accumulate(sizes))
-    try:
-        return [part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    except _Whole:
-        return None
+    return map_tensors(picked, batch, other, has_entries)
 
 
 def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -29,6 +30,8 @@ SEEDS_EVERY_EPOCH = "seeds_every_epoch"
 """Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
+RESIZED_FROM = "resized_from"
+"""Attribute of a loader with another batch size: the loader that it was made of."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
@@ -53,6 +56,43 @@ def is_rewindable(loader: Any) -> bool:
     if type(batch_sampler) is BatchSampler:
         return type(batch_sampler.sampler) in _REWINDABLE_SAMPLERS
     return batch_sampler is None and type(loader.sampler) in _REWINDABLE_SAMPLERS
+
+
+def original_of(loader: Any) -> Any:
+    """The user's own loader, of which this one was made for its batch size, or its samples' seeds."""
+    for made_from in (SEEDED_FROM, RESIZED_FROM):
+        loader = getattr(loader, made_from, loader)
+    return loader
+
+
+def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
+    """The same loader with another number of samples in a batch.
+
+    Raises:
+        ValueError: it cannot be made, and why.
+    """
+    reason = why_not_resized(loader)
+    if reason:
+        raise ValueError(reason)
+    resized = clone_loader(loader, batch_size=samples)
+    vars(resized)[RESIZED_FROM] = original_of(loader)
+    return resized
+
+
+def why_not_resized(loader: Any) -> str:
+    """Why a loader cannot be made anew with another batch size; empty where it can."""
+    if type(loader) is not DataLoader:
+        return f"the loader is a {type(loader).__name__}, not exactly a DataLoader"
+    if loader.batch_size is None:
+        return "the loader has a batch_sampler of its own, or makes no batches"
+    if not is_rewindable(loader):
+        return "the loader cannot be rewound: another in its place would lose samples"
+    return ""
+
+
+def first_batches(loader: Any, count: int) -> list[Any]:
+    """The first batches of a loader that can be rewound; it advances the generators that its order is drawn from."""
+    return list(itertools.islice(clone_loader(loader) if isinstance(loader, DataLoader) else loader, count))
 
 
 def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:

@@ -127,7 +127,7 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Ob
     if evaluation:
         outputs = _in_eval_mode(job, shown)
     if job.compute_loss is None:
-        outputs |= _outputs([job.forward(batch)[0] for batch in shown])
+        outputs |= _outputs([_forward(job, batch) for batch in shown])
     elif job.optimizer is None:
         outputs |= _outputs([job.loss(batch) for batch in shown])
     gradients = _gradients(job, batches[0])
@@ -218,6 +218,13 @@ def _outputs(outputs: Sequence[Any], where: str = "") -> dict[str, Tensor]:
     return {f"output {i + 1}{where}": torch.view_as_real(t) if t.is_complex() else t for i, t in enumerate(tensors)}
 
 
+def _forward(job: Job, batch: Any) -> list[Tensor]:
+    """The tensors of the model's output for a batch; what its parts give is put together along the samples."""
+    parts = job.micro_batches.parts(batch)
+    found = [[t if t.dim() else t * part.share for t in floats_of(job.forward(part.batch)[0])] for part in parts]
+    return [torch.cat(same) if same[0].dim() else torch.stack(same).sum() for same in zip(*found, strict=True)]
+
+
 def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
     modes = [(module, module.training) for module in job.model.modules()]
     job.model.eval()
@@ -241,7 +248,8 @@ def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     for parameter in parameters.values():
         parameter.grad = None
     scale = 1.0 if job.scaler is None else GRADIENT_SCALE
-    (job.objective(batch) * scale).backward()
+    for part in job.micro_batches.parts(batch):
+        (job.objective(part.batch) * part.share * scale).backward()
     gradients = {name: p.grad.detach().clone() / scale for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None

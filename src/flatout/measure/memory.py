@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from flatout._kineto import quiet_kineto
 
 
-def step_memory(step: Callable[[], object], device: torch.device) -> int | None:
+def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bool = False) -> int | None:
     """Bytes that a step allocates at its height, beyond what is allocated between steps.
 
     On CUDA as the caching allocator counts them, on the CPU as torch's profiler hears of them from the allocator.
@@ -19,12 +19,14 @@ def step_memory(step: Callable[[], object], device: torch.device) -> int | None:
     Args:
         step: runs twice; the second time counts, when gradients and optimizer state are there.
         device: where it runs.
+        is_warm: they are there already, and the step runs once.
 
     Returns:
         None where somebody else profiles on the CPU: there can be one profiler only.
     """
     if device.type == "cuda":
-        step()
+        if not is_warm:
+            step()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -34,7 +36,8 @@ def step_memory(step: Callable[[], object], device: torch.device) -> int | None:
     if profiler._is_profiler_enabled:
         return None
     with quiet_kineto(), profiler.profile(use_cpu=True, profile_memory=True) as profile:
-        step()
+        if not is_warm:
+            step()
         with profiler.record_function("flatout.measured"):
             step()
     events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())

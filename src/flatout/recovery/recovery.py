@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,36 +15,18 @@ from flatout import words
 from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.data import batch_size_of, split
 from flatout.job import Job, PhaseOf, as_range
+from flatout.micro_batches import Part, part_sizes
 from flatout.recovery.begun import Begun, aside
-from flatout.recovery.buffers import Buffers, buffers_of
 from flatout.techniques.autocast import autocast_dtype
-
-LossWeight = Callable[[Any], float | Tensor]
-"""``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""
-
-
-def part_sizes(samples: int, most: int) -> list[int]:
-    """Sizes of the fewest parts of at most ``most`` samples, as even as can be; in eights where the batch is.
-
-    Args:
-        samples: of the batch, >= 1.
-        most: of a part, >= 1.
-    """
-    unit = 8 if samples % 8 == 0 and most >= 8 else 1
-    units, parts = samples // unit, -(-samples // (most // unit * unit))
-    return [unit * (units // parts + (i < units % parts)) for i in range(parts)]
 
 
 class Recovery:
     """Steps a job, and goes on where a step runs out of memory.
 
-    *Forward and backward* are repeated in halves, which are halved again as often as it takes. The loss of each part
-    enters with its share, so the gradients are those of the whole batch, to rounding, where the loss is the mean over
-    samples (or what ``loss_weight`` says) and samples do not see each other, as they do in BatchNorm. Parts that are
-    done, and batches accumulated before, keep what they have contributed. The first part draws the random numbers that
-    the batch began with. A module that had run when memory ended keeps in its buffers what it made of the whole batch;
-    another's buffers become the mean of what the parts make of them, weighed by samples. From there on batches are
-    taken apart at once.
+    *Forward and backward* are repeated in halves, which are halved again as often as it takes: as ``MicroBatches`` adds
+    up gradients. Parts that are done, and batches accumulated before, keep what they have contributed. The first part
+    draws the random numbers that the batch began with. A module that had run when memory ended keeps in its buffers
+    what it made of the whole batch. From there on batches are taken apart at once.
 
     *The update* is tried again as a whole: it takes its memory before it changes anything.
 
@@ -56,17 +39,11 @@ class Recovery:
 
     Args:
         job: what to step.
-        loss_weight: the weight of a micro-batch. Default: its samples.
-
-    Attributes:
-        micro_batch: samples that are computed at once, as far as memory has shown; None: any number.
     """
 
-    def __init__(self, job: Job, loss_weight: LossWeight | None = None) -> None:
-        self.micro_batch: int | None = None
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._loss_weight = loss_weight
-        self._buffers = [buffers_of(m) for root in job.modules for m in root.modules() if len(m._buffers)]
+        self._micro = job.micro_batches
         assert job.optimizer is not None
         updated = {id(p) for p in parameters_of(job.optimizer)}
         # Gradients that no update uses grow from step to step.
@@ -92,7 +69,7 @@ class Recovery:
             flatout.optim.UpdateCutInHalf: somebody else's optimizer failed in the middle of its step.
         """
         job, begun, failure = self._job, self._begin(), ""
-        if self.micro_batch is None or batch_size_of(batch) <= self.micro_batch:
+        if not self._micro.takes_apart(batch):
             try:
                 return job.step(batch, phase)
             except RuntimeError as error:
@@ -149,114 +126,74 @@ class Recovery:
 
     def _whole(self, batch: Any, begun: Begun, phase: PhaseOf, failure: str) -> Tensor:
         """Gradients of a loader's batch in parts; ``failure`` of the batch in one, where that was tried."""
-        before, height = self.micro_batch, self._height()
+        before, height = self._micro.size, self._height()
+        whole = Part(batch, batch_size_of(batch))
         try:
             with begun.kept_on_error():
                 if failure:
                     if any(p._post_accumulate_grad_hooks for p in self._trained()):
                         self._fail(failure, "hooks use the gradients of parameters while the backward runs", height)
-                    loss = self._in_smaller_parts(batch, 1.0, begun, phase, failure, height)
+                    loss = self._in_smaller_parts(whole, begun, phase, failure, height)
                 else:
                     if not begun.pending:
                         self._job.zero_grad()
-                    loss = self._in_parts(batch, 1.0, phase, height=height)
+                    loss = self._in_parts(whole, phase, height=height)
         except BaseException as error:
-            self.micro_batch, tried = before, self.micro_batch
+            self._micro.size, tried = before, self._micro.size
             is_new = tried != before and isinstance(error, Exception) and not isinstance(error, MemoryError)
             if not is_new or ran_out_of_memory(error):
                 raise
             why = f"in parts of {tried} it fails: {words.first_line(error)}"
             raise torch.OutOfMemoryError(self._message(failure, why, height)) from error
-        if self.micro_batch != before:
-            self._tell(batch_size_of(batch), begun)
+        if self._micro.size != before:
+            self._tell(whole.samples, begun)
         return loss
 
-    def _in_smaller_parts(
-        self, batch: Any, share: float | Tensor, begun: Begun, phase: PhaseOf, failure: str, height: int | None
-    ) -> Tensor:
-        """The same as ``_in_parts``, of a batch that has failed in one."""
-        size = batch_size_of(batch)
+    def _in_smaller_parts(self, part: Part, begun: Begun, phase: PhaseOf, failure: str, height: int | None) -> Tensor:
+        """The same as ``_in_parts``, of what has failed in one."""
+        size = part.samples
         whole = begun.undo()
         self._free_memory()
-        if size == 1 or split(batch, [1, size - 1]) is None:
+        if size == 1 or split(part.batch, [1, size - 1]) is None:
             self._fail(
                 failure, "a single sample does not fit" if size == 1 else "the batch cannot be taken apart", height
             )
         begun.random.restore()
-        self.micro_batch = max(part_sizes(size, -(-size // 2)))
+        self._micro.size = max(part_sizes(size, -(-size // 2)))
         with aside(whole):
-            return self._in_parts(batch, share, phase, begun.buffers_that_moved(), height)
+            return self._in_parts(part, phase, begun.buffers_that_moved(), height)
 
     def _in_parts(
-        self,
-        batch: Any,
-        share: float | Tensor,
-        phase: PhaseOf,
-        moved: Sequence[bool] | None = None,
-        height: int | None = None,
+        self, part: Part, phase: PhaseOf, moved: Sequence[bool] | None = None, height: int | None = None
     ) -> Tensor:
-        """Gradients of a batch, part by part.
+        """Gradients of a batch, or of a part of one, in the parts that it is to be computed in.
 
         Args:
-            batch: larger than ``micro_batch``.
-            share: of the loss of the whole batch that it is a part of.
+            part: what is larger than a micro-batch.
             phase: as in ``step``.
             moved: whether each module with buffers has updated them already; None: none has.
             height: bytes that the whole step took.
         """
-        assert self.micro_batch is not None
-        size = batch_size_of(batch)
-        sizes = part_sizes(size, self.micro_batch)
-        parts = split(batch, sizes)
-        if parts is None:
-            self._fail("", f"a batch of {size} samples cannot be taken apart", height)
-        buffers = Buffers(self._buffers, moved)
-        losses = []
-        try:
-            for part, samples, weight in zip(parts, sizes, self._shares(parts, sizes), strict=True):
-                buffers.put_back()
-                losses.append(self._part(part, share * weight, phase, height))
-                buffers.add(samples / size)
-        except BaseException:
-            buffers.put_back()
-            raise
-        buffers.conclude()
-        return torch.stack(losses).sum()
+        parts = [replace(p, share=part.share * p.share) for p in self._micro.parts(part.batch)]
+        return self._micro.add_gradients(parts, lambda p: self._part(p, phase, height), moved)
 
-    def _part(self, part: Any, share: float | Tensor, phase: PhaseOf, height: int | None) -> Tensor:
-        assert self.micro_batch is not None
-        if batch_size_of(part) > self.micro_batch:  # a part before has failed
-            return self._in_parts(part, share, phase, height=height)
+    def _part(self, part: Part, phase: PhaseOf, height: int | None) -> Tensor:
+        if self._micro.takes_apart(part.batch):  # a part before has failed
+            return self._in_parts(part, phase, height=height)
         begun = self._begin(in_parts=True)
         try:
-            return self._job.add_gradients(part, phase, share)
+            return self._job.add_gradients(part, phase)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
             failure = words.first_line(error)
-        return self._in_smaller_parts(part, share, begun, phase, failure, height)
-
-    def _shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
-        """What the losses of parts are to be multiplied with, to add up to that of their batch."""
-        if getattr(self._job.loss_fn, "reduction", None) == "sum":
-            return [1.0] * len(parts)
-        weights: list[Any] = list(sizes)
-        if self._loss_weight is not None:
-            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._loss_weight, parts)]
-            total = sum(found)
-            # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
-            if isinstance(total, Tensor):
-                weights = [torch.where(total == 0, n, w) for n, w in zip(sizes, found, strict=True)]
-            elif total:
-                weights = found
-        total = sum(weights)
-        return [weight / total for weight in weights]
+        return self._in_smaller_parts(part, begun, phase, failure, height)
 
     def _begin(self, *, in_parts: bool = False) -> Begun:
         """Note what a step, or a part of one, begins with."""
         adds = in_parts or self._job.pending > 0
         # At the beginning of an update there are no gradients but the others'.
-        return Begun(self._job, self._buffers, self._trained() if adds else self._others, adds=adds)
+        return Begun(self._job, self._micro.slots, self._trained() if adds else self._others, adds=adds)
 
     def _trained(self) -> list[Tensor]:
         """Every parameter that gets gradients: those that the optimizer holds now, and the others."""
@@ -289,12 +226,12 @@ class Recovery:
             differences.append("random numbers (Dropout's masks) are drawn for each part")
         if any(p._backward_hooks for p in self._trained()):
             differences.append("hooks see the gradients of each part")
-        unknown = self._loss_weight is None and not _is_mean_over_samples(self._job.loss_fn)
+        unknown = self._job.loss_weight is None and not _is_mean_over_samples(self._job.loss_fn)
         result = "with the same result"
         result += " if the loss is a mean over samples (else give optimize() a loss_weight)" if unknown else ""
         result += f", except that {', and '.join(differences)}" if differences else ""
         warnings.warn(
-            f"a step of {size} samples ran out of memory: it is computed in parts of {self.micro_batch} from here on, "
+            f"a step of {size} samples ran out of memory: it is computed in parts of {self._micro.size} from here on, "
             f"{result}",
             RuntimeWarning,
             stacklevel=5,

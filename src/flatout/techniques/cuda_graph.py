@@ -117,6 +117,8 @@ def why_not_captured(job: Job) -> str:
     reason = _why_not_this_optimizer(job.optimizer)
     if reason:
         return reason
+    if any(map(job.micro_batches.takes_apart, job.batches)):
+        return "batches are computed in parts, one by one: together in a graph they would take more memory"
     modules = [m for root in job.modules for m in root.modules()]
     if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
         return "the model comes as a ScriptModule, of which nobody can tell when its parts are replaced"

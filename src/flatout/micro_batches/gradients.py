@@ -1,0 +1,132 @@
+"""The gradients of a batch, as the sum of what its parts have of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flatout.data import batch_size_of, split
+from flatout.micro_batches.buffers import Buffers, buffers_of
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+LossWeight = Callable[[Any], float | Tensor]
+"""``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""
+
+
+def part_sizes(samples: int, most: int) -> list[int]:
+    """Sizes of the fewest parts of at most ``most`` samples, as even as can be; in eights where the batch is.
+
+    Args:
+        samples: of the batch, >= 1.
+        most: of a part, >= 1.
+    """
+    unit = 8 if samples % 8 == 0 and most >= 8 else 1
+    units, parts = samples // unit, -(-samples // (most // unit * unit))
+    return [unit * (units // parts + (i < units % parts)) for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch, or all of it.
+
+    Attributes:
+        batch: its samples.
+        samples: how many.
+        share: what its loss is to be multiplied with, to add up to that of the batch.
+    """
+
+    batch: Any
+    samples: int
+    share: float | Tensor = 1.0
+
+
+class MicroBatches:
+    """How a job's batches are taken apart.
+
+    The loss of each part enters with its share, so the gradients are those of the whole batch, to rounding, where the
+    loss is the mean over samples (or what ``Job.loss_weight`` says) and samples do not see each other, as they do in
+    BatchNorm. Buffers become the mean of what the parts make of them, weighed by samples: updated once.
+
+    Attributes:
+        size: samples that are computed at once; None: any number.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.size: int | None = None
+        self._job = job
+
+    @cached_property
+    def slots(self) -> list[dict[str, Tensor | None]]:
+        """The buffers of each module that has any, by name."""
+        return [buffers_of(m) for root in self._job.modules for m in root.modules() if len(m._buffers)]
+
+    def takes_apart(self, batch: Any) -> bool:
+        """Whether a batch is larger than what is computed at once, and can be taken apart."""
+        return self.size is not None and len(self._split(batch)[0]) > 1
+
+    def parts(self, batch: Any) -> list[Part]:
+        """The parts of a batch; the batch alone where it is small enough, or cannot be taken apart."""
+        batches, sizes = self._split(batch)
+        shares = [1.0] if len(batches) == 1 else self._shares(batches, sizes)
+        return list(map(Part, batches, sizes, shares))
+
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        samples = batch_size_of(batch)
+        if self.size is not None and samples > self.size:
+            sizes = part_sizes(samples, self.size)
+            batches = split(batch, sizes)
+            if batches is not None:
+                return batches, sizes
+        return [batch], [samples]
+
+    def add_gradients(
+        self, parts: Sequence[Part], add: Callable[[Part], Tensor], moved: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Gradients of a batch, part by part.
+
+        Args:
+            parts: of the batch.
+            add: adds the gradients of one, and returns its loss times its share, detached.
+            moved: whether each module with buffers has updated them for the whole batch already; None: none has.
+
+        Returns:
+            The loss of the batch.
+        """
+        if len(parts) == 1:
+            return add(parts[0])
+        samples = sum(part.samples for part in parts)
+        buffers = Buffers(self.slots, moved)
+        losses = []
+        try:
+            for part in parts:
+                buffers.put_back()
+                losses.append(add(part))
+                buffers.add(part.samples / samples)
+        except BaseException:
+            buffers.put_back()
+            raise
+        buffers.conclude()
+        return torch.stack(losses).sum()
+
+    def _shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
+        """What the losses of parts are to be multiplied with, to add up to that of their batch."""
+        if getattr(self._job.loss_fn, "reduction", None) == "sum":
+            return [1.0] * len(batches)
+        weights: list[Any] = list(sizes)
+        if self._job.loss_weight is not None:
+            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._job.loss_weight, batches)]
+            total = sum(found)
+            # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
+            if isinstance(total, Tensor):
+                weights = [torch.where(total == 0, n, w) for n, w in zip(sizes, found, strict=True)]
+            elif total:
+                weights = found
+        total = sum(weights)
+        return [weight / total for weight in weights]
