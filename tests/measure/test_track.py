@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
+from flatout.data import InMemoryLoader
 from flatout.job import Job
 from flatout.measure.bench import Bench, off
 from flatout.measure.budget import Budget
@@ -217,3 +218,22 @@ def test_nothing_beyond_the_budget_is_looked_at(monkeypatch):
     summary = optimized(DataLoader(Slow(), batch_size=8), in_memory=False, fused_optimizer=False)
     assert summary.before.loader_per_second is None
     assert summary.before.phases == {}
+
+
+def test_training_is_the_first_to_run_what_was_gathered_in_a_trial():
+    def loader():
+        data = TensorDataset(torch.randn(32, 8), torch.arange(32) % 3)
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(
+            data, 8, shuffle=True, generator=generator, num_workers=1, persistent_workers=True
+        )  # workers that stay are given their seed once
+
+    expected = InMemoryLoader(loader())
+    order = [batch[1].tolist() for _ in range(2) for batch in expected]
+    tried = InMemoryLoader(loader())
+    before = tried.loader.generator.get_state()
+    one = track(tried)
+    one.stretch(6, settle=1)
+    one.close()
+    tried.loader.generator.set_state(before)
+    assert [batch[1].tolist() for _ in range(2) for batch in tried] == order

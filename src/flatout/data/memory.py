@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections import deque
@@ -152,6 +153,12 @@ class InMemoryLoader:
         made = cls.__new__(cls)
         made._set_up(loader, lambda: ((column,) for column in columns), assemble, None, depth, threads, device)
         return made
+
+    def clone(self) -> InMemoryLoader:
+        """A loader of the same memory that no epoch has been taken of."""
+        clone = copy.copy(self)
+        clone.progress = Progress(self.loader)
+        return clone
 
     def _set_up(
         self,

@@ -47,7 +47,7 @@ class Track:
     Args:
         job: stepped with the batches.
         loader: iterated again when it ends, as training does. A DataLoader is cloned, so that the user's own
-            starts no workers.
+            starts no workers; an InMemoryLoader, so that training is the first to run it.
     """
 
     def __init__(self, job: Job, loader: Iterable[Any]) -> None:
@@ -59,6 +59,8 @@ class Track:
             loader = clone_loader(loader)
             self._workers = max(1, loader.num_workers)
             self.queue = loader.num_workers * (loader.prefetch_factor or 0)
+        if isinstance(loader, InMemoryLoader):
+            loader = loader.clone()
         if isinstance(loader, InMemoryLoader) or job.device.type == "cuda":
             self.queue += PREFETCHED
         self.refill_seconds = 0.0
