@@ -53,6 +53,8 @@ class Job:
         device: where steps run.
         inference: whether a step is a forward alone.
         accumulate: batches per update.
+        resizes: whether the loader may be made anew with a batch size that is faster.
+        memory_limit: bytes that training may take; None: what the device has.
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
         expected_steps: steps that the training is going to take, for break-even decisions.
@@ -76,6 +78,8 @@ class Job:
     loss_weight: LossWeight | None = None
     inference: bool = False
     accumulate: int = 1
+    resizes: bool = False
+    memory_limit: int | None = None
     max_grad_norm: float | None = None
     deterministic: bool = False
     expected_steps: int = 0

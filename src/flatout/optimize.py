@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from flatout import mfu, words
-from flatout.data import clone_loader, is_rewindable, map_tensors, tensors_of, to_device
+from flatout._memory import ran_out_of_memory
+from flatout.batch_size.change import Change
+from flatout.batch_size.learning_rate import lr_factor
+from flatout.data import is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data.loaders import TRIAL_BATCHES, first_batches
 from flatout.data.replay import Replayed
 from flatout.export import example_of
 from flatout.job import Job
@@ -32,11 +35,12 @@ from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
 from flatout.reproducible import check_seed, seed_all
 from flatout.run import Run, TrainingLoader, attach, detach
-from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
+from flatout.techniques import PLANNED, REGISTRY, Advice, BatchSize, Measured, NotApplicable, Rule, Switch
+from flatout.techniques.batch_size import size_of
 from flatout.techniques.determinism import seeded_where_random
 
-TRIAL_BATCHES = 4
-"""Batches that trials go round in; they stay on the device while measuring."""
+BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
+"""The technique that all others depend on: as far as it can be, it is decided before them."""
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take, whatever trials have left: it is cheap, and they take all there is."""
@@ -56,6 +60,9 @@ def optimize(
     scheduler: Any = None,
     device: torch.device | str | None = None,
     precision: str = "auto",
+    batch_size: str | int = "keep",
+    lr_rule: str = "linear",
+    memory_limit: int | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     deterministic: bool = False,
@@ -85,6 +92,15 @@ def optimize(
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if there is one, else cpu.
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
+        batch_size: samples per update: ``"keep"`` leaves them as they are; ``"auto"`` is the fastest that memory holds;
+            a number is that many. The last two make the loader anew with another batch size (its sampler stays), and
+            scale the learning rate by ``lr_rule``. What is faster in parts, or too large for memory, is computed in
+            parts in any case: ``run.micro_batch``.
+        lr_rule: ``"linear"`` (with the samples of an update; SGD), ``"sqrt"`` (with their square root; Adam and its
+            kin) or ``"none"``, for every group. A larger rate is warmed up over five epochs, or a tenth of the
+            training where that is less. The scheduler counts on in its own steps: those of as many samples.
+        memory_limit: bytes that parameters, gradients, optimizer state and a step at its height may take; default: what
+            the device has, less a tenth.
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
         deterministic: bit-reproducible training, as :func:`flatout.reproducible` has it; then only bit-identical
@@ -107,8 +123,9 @@ def optimize(
     """
     choices = _choices(techniques, precision)
     _check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
-    _check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight)
-    _check_numbers(accumulate, max_grad_norm, expected_steps, budget)
+    _check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight, batch_size, memory_limit)
+    _check_numbers(accumulate, max_grad_norm, expected_steps, budget, memory_limit)
+    _check_batch_size(batch_size, lr_rule, accumulate, choices)
     if seed is not None:
         check_seed(seed)
     if plan is not None:
@@ -117,6 +134,7 @@ def optimize(
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check_techniques([t.name for t in REGISTRY])
         choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
+        choices |= _planned_batch_size(choices[BATCH_SIZE.name], batch_size, accumulate)
 
     if isinstance(loader, TrainingLoader):
         loader = loader.original
@@ -133,10 +151,13 @@ def optimize(
         loss_weight=loss_weight,
         inference=optimizer is None and not model.training,
         accumulate=accumulate,
+        resizes=batch_size == "auto" and plan is None,
+        memory_limit=memory_limit,
         max_grad_norm=max_grad_norm,
         deterministic=deterministic,
         expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
+    own_size = size_of(job)
     earlier = detach(model)
     switches: dict[str, Switch] = {}
     bench: Bench | None = None
@@ -156,17 +177,23 @@ def optimize(
             # Their order was drawn for good: going back would draw the same order for the next epoch again.
             bench.state = State.capture(job.modules, optimizer, loader)
         job.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
-        _check_step(job, job.batches[0])
-        with _saying("counting FLOPs"):
-            job.work(job.batches[0])
-        peak_before, _ = job.peak_flops(measure=budget > 0)
-        measures = budget > 0 and plan is None
-        costs_before = bench.costs() if measures else {}
         here = fingerprint(model, optimizer, job.device, job.batches[0])
         if plan is not None:
             plan.check(here)
-
+        measures = budget > 0 and plan is None
+        fits = _check_step(job, job.batches[0])
+        with _saying("counting FLOPs"):
+            job.work(job.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
+        if plan is None:
+            looks = not fits or memory_limit is not None or (measures and job.device.type == "cuda")
+            rows |= _impose_batch_size(tuner, bench, batch_size, looks=looks)
+        peak_before, _ = job.peak_flops(measure=budget > 0)
+        costs_before = bench.costs() if measures else {}
+        if job.resizes:
+            with _saying(f"trying {BATCH_SIZE.title}"):
+                rows[BATCH_SIZE.name] = tuner.decide(BATCH_SIZE)  # all that follows is decided at its size
+
         for technique in REGISTRY:
             if isinstance(technique, Rule) and technique.costs_speed and technique.name in switches and measures:
                 with _saying(f"timing {technique.title}"):
@@ -174,7 +201,9 @@ def optimize(
         for technique in REGISTRY:
             if isinstance(technique, Measured):
                 with _saying(f"trying {technique.title}"):
-                    rows[technique.name] = tuner.decide(technique)
+                    row = tuner.decide(technique)
+                if row.status == "kept" or rows.get(technique.name, row).status != "kept":
+                    rows[technique.name] = row
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         peak, _ = job.peak_flops(measure=budget > 0)
@@ -186,6 +215,8 @@ def optimize(
                 with _saying(f"looking at {technique.title}"):
                     rows[technique.name] = _advise(technique, job, choices, budget if measures else 0)
         job.batches = ()
+        for switch in bench.kept:
+            switch.trials_over()
         bench.rewind(to_train=False)
     except BaseException:
         if bench is not None:
@@ -199,6 +230,18 @@ def optimize(
         raise
     if seed is not None:
         seed_all(seed)
+    kept = [*switches.values(), *bench.kept]
+    if optimizer is not None and size_of(job) != own_size:
+        change = Change(
+            rule=lr_rule,
+            samples=(own_size * accumulate, size_of(job) * accumulate),
+            updates=(math.ceil(_length(loader) / accumulate), math.ceil(_length(job.loader) / accumulate)),
+            training=math.ceil(job.expected_steps / accumulate),
+        )
+        row = rows[BATCH_SIZE.name]
+        rows[BATCH_SIZE.name] = replace(row, why="; ".join([row.why, *change.told(optimizer)]))
+        scheduler = change.schedule(optimizer, scheduler)
+        kept.append(scheduler)
 
     summary = Summary(
         rows=_in_order(rows),
@@ -207,7 +250,7 @@ def optimize(
         after=after,
         verdict=verdict,
         tuning_seconds=bench.budget.spent,
-        notes=_notes(job, measures and not bench.rewindable),
+        notes=_notes(job, own_size, measures and not bench.rewindable),
         won=tuner.won,
     )
     return Run(
@@ -215,7 +258,7 @@ def optimize(
         scheduler=scheduler,
         plan=Plan(decisions=tuner.decisions, fingerprint=here),
         report=Report(summary),
-        switches=[*switches.values(), *bench.kept],
+        switches=kept,
         example=example_of(taken[0]),
         peak_flops=peak,
     )
@@ -300,7 +343,13 @@ def _check_arguments(
 
 
 def _check_schedule(
-    optimizer: Any, scheduler: Any, accumulate: int, max_grad_norm: float | None, loss_weight: Any
+    optimizer: Any,
+    scheduler: Any,
+    accumulate: int,
+    max_grad_norm: float | None,
+    loss_weight: Any,
+    batch_size: str | int,
+    memory_limit: int | None,
 ) -> None:
     """What only an update uses needs an optimizer, of a kind that one backward pass suffices for."""
     asked = {
@@ -308,6 +357,8 @@ def _check_schedule(
         "max_grad_norm": max_grad_norm,
         "accumulate": accumulate if accumulate > 1 else None,
         "loss_weight": loss_weight,
+        "batch_size": None if batch_size == "keep" else batch_size,
+        "memory_limit": memory_limit,
     }
     for name, value in asked.items():
         if optimizer is None and value is not None:
@@ -320,24 +371,52 @@ def _check_schedule(
         )
 
 
-def _check_numbers(accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float) -> None:
+def _check_numbers(
+    accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float, memory_limit: int | None
+) -> None:
     if accumulate < 1:
         raise ValueError(f"accumulate must be >= 1, got {accumulate}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
     if expected_steps is not None and expected_steps < 1:
         raise ValueError(f"expected_steps must be >= 1, got {expected_steps}")
+    if memory_limit is not None and memory_limit < 1:
+        raise ValueError(f"memory_limit must be >= 1 byte, got {memory_limit}")
     if not budget >= 0:
         raise ValueError(f"budget must be >= 0 seconds, got {budget}")
+
+
+def _check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Mapping[str, Any]) -> None:
+    lr_factor(lr_rule, 1, 1)
+    if batch_size == "keep":
+        return
+    if batch_size != "auto" and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size must be 'keep', 'auto' or a number of samples, got {batch_size!r}")
+    if batch_size != "auto" and batch_size % accumulate:
+        raise ValueError(f"batch_size must be a multiple of accumulate={accumulate}, got {batch_size}")
+    if BATCH_SIZE.name in choices:
+        raise ValueError(
+            f"techniques[{BATCH_SIZE.name!r}] and batch_size={batch_size!r} decide about the same: give one"
+        )
+
+
+def _planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> dict[str, Any]:
+    """The batch size of a plan as a choice; that which was asked for, where the plan has none."""
+    if not isinstance(batch_size, int):
+        return {}
+    samples = batch_size // accumulate
+    if not planned:
+        return {BATCH_SIZE.name: {"samples": samples}}
+    if planned["samples"] != samples:
+        raise ValueError(f"this plan was made for batch_size={planned['samples'] * accumulate}, got {batch_size}")
+    return {}
 
 
 def _take(job: Job, rewindable: bool) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
     loader = job.loader
     if rewindable:
-        taken = list(
-            itertools.islice(clone_loader(loader) if isinstance(loader, DataLoader) else loader, TRIAL_BATCHES)
-        )
+        taken = first_batches(loader, TRIAL_BATCHES)
     else:
         job.source = Replayed(loader, TRIAL_BATCHES)
         taken = job.source.read
@@ -346,6 +425,30 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
     if not tensors_of(taken[0]):
         raise ValueError(f"the loader's batches hold no tensor: got {type(taken[0]).__name__}")
     return taken
+
+
+def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, looks: bool) -> dict[str, Row]:
+    """What was asked for; and parts of batches that do not fit into memory.
+
+    Args:
+        tuner: of ``bench``.
+        bench: is rewound.
+        batch_size: of ``optimize``.
+        looks: whether to look if they fit.
+
+    Returns:
+        The row, by the technique's name; none where there is nothing to say.
+    """
+    job, rows = bench.job, {}
+    if isinstance(batch_size, int):
+        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.accumulate})
+        rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
+    parts = BATCH_SIZE.fit(job) if looks and job.optimizer is not None else None
+    bench.rewind()
+    if parts is not None:
+        why = "whole batches do not fit into memory, so they are computed in parts"
+        rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, parts, why)
+    return rows
 
 
 def _apply_rules(job: Job, switches: dict[str, Switch]) -> Iterator[Row]:
@@ -382,13 +485,22 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
         return replace(row, status="not applicable", why=f"looking failed with {words.first_line(error)}")
 
 
-def _check_step(job: Job, batch: Any) -> None:
-    """Run a forward once and see that there is something to minimise; in inference, to compare."""
+def _check_step(job: Job, batch: Any) -> bool:
+    """Run a forward once and see that there is something to minimise; in inference, to compare.
+
+    Returns:
+        Whether there was memory for it.
+    """
     if job.inference:
         if not tensors_of(job.infer(batch)):
             raise TypeError("the model's output holds no tensor: nothing shows whether a technique changes it")
-        return
-    loss = job.loss(batch)
+        return True
+    try:
+        loss = job.loss(batch)
+    except RuntimeError as error:
+        if job.optimizer is None or not ran_out_of_memory(error):
+            raise
+        return False
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
     if loss.dim() != 0:
@@ -397,6 +509,7 @@ def _check_step(job: Job, batch: Any) -> None:
         )
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
+    return True
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
@@ -408,7 +521,7 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
     return replace(pace, mfu=mfu, **costs)
 
 
-def _notes(job: Job, waits_unseen: bool) -> tuple[str, ...]:
+def _notes(job: Job, own_size: int, waits_unseen: bool) -> tuple[str, ...]:
     """What was tuned, where that is not the training of ``run.step``, and what the figures leave out."""
     notes = []
     if job.inference:
@@ -417,6 +530,10 @@ def _notes(job: Job, waits_unseen: bool) -> tuple[str, ...]:
         )
     elif job.optimizer is None:
         notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
+    if job.resizes and size_of(job) != own_size:
+        notes.append(
+            f"batches have {size_of(job):,} samples instead of {own_size:,}: all times are those of {size_of(job):,}"
+        )
     if waits_unseen:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
     return tuple(notes)

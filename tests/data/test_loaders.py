@@ -21,9 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable
+from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples
 from flatout.data.generators import generators_in
-from flatout.data.loaders import why_random
+from flatout.data.loaders import first_batches, original_of, why_not_resized, why_random, with_batch_size
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -226,3 +226,50 @@ def test_orders_of_later_epochs(road):
     else:
         assert epochs(Prefetcher(clone_loader(made(False), persistent_workers=True), "cpu")) == epochs(made(False))
         assert epochs(Prefetcher(made(True), "cpu")) == epochs(made(True))
+
+
+# -- another batch size ----------------------------------------------------------------------------------------
+
+
+def test_a_loader_with_another_batch_size_has_the_same_samples_in_the_same_order():
+    def loader():
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(range(50), batch_size=4, shuffle=True, drop_last=True, generator=generator)
+
+    ordered = torch.cat(list(loader()))
+    resized = with_batch_size(loader(), 16)
+    batches = list(resized)
+    assert [len(batch) for batch in batches] == [16] * 3
+    assert torch.cat(batches).equal(ordered[:48])
+    assert is_rewindable(resized)
+
+
+def test_the_users_loader_is_found_behind_all_that_was_made_of_it():
+    loader = DataLoader(range(50), batch_size=4)
+    assert original_of(loader) is loader
+    assert original_of(with_batch_size(loader, 8)) is loader
+    assert original_of(with_batch_size(with_batch_size(loader, 8), 16)) is loader
+    assert original_of(seed_samples(with_batch_size(loader, 8))) is loader
+    assert original_of([1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([torch.ones(4)], "is a list, not exactly a DataLoader"),
+        (DataLoader(range(8), batch_sampler=[[0, 1]]), "has a batch_sampler of its own"),
+        (DataLoader(range(8), batch_size=None), "makes no batches"),
+        (DataLoader(Stream(), batch_size=4), "cannot be rewound"),
+    ],
+)
+def test_why_a_loader_has_the_batch_size_that_it_has(loader, reason):
+    assert reason in why_not_resized(loader)
+    with pytest.raises(ValueError, match=reason):
+        with_batch_size(loader, 8)
+
+
+def test_first_batches_start_no_workers_of_the_users():
+    loader = DataLoader(range(50), batch_size=4, num_workers=1, persistent_workers=True)
+    assert [batch.tolist() for batch in first_batches(loader, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader._iterator is None
+    assert first_batches([1, 2, 3], 2) == [1, 2]

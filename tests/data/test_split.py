@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from flatout.data import batch_size_of, split
+from flatout.data import batch_size_of, resized, split
 
 
 class Pair(NamedTuple):
@@ -111,3 +111,28 @@ def test_two_samples_of_two_tensors_are_not_mistaken_for_entries():
 def test_what_cannot_be_taken_apart_is_told(batch):
     size = batch_size_of(batch)
     assert split(batch, [1, size - 1]) is None
+
+
+# -- other sizes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6, 7, 12, 20])
+def test_a_resized_batch_has_the_samples_again_from_the_first(samples):
+    names = [f"{i}.png" for i in range(6)]
+    batch = {"pair": Pair(X, Y), "names": names, "array": np.arange(6), "weights": torch.ones(3), "size": (2, 3)}
+    found = resized(batch, samples)
+    expected = [i % 6 for i in range(samples)]
+    assert batch_size_of(found) == samples
+    assert type(found["pair"]) is Pair
+    assert found["pair"].x.equal(X[expected])
+    assert found["pair"].y.tolist() == expected
+    assert found["names"] == [names[i] for i in expected]
+    assert found["array"].tolist() == expected
+    assert found["weights"].equal(torch.ones(3))
+    assert found["size"] == (2, 3)
+
+
+@pytest.mark.parametrize("samples", [3, 6, 9])
+def test_what_cannot_be_taken_apart_cannot_be_resized(samples):
+    assert resized((X, OnADevice()), samples) is None
+    assert resized((X, pack_sequence([torch.ones(2)] * 6)), samples) is None

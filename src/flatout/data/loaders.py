@@ -30,6 +30,8 @@ SEEDS_EVERY_EPOCH = "seeds_every_epoch"
 """Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
+TRIAL_BATCHES = 4
+"""Batches that trials go round in; they stay on the device while measuring."""
 RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader that it was made of."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

@@ -221,9 +221,11 @@ class Bench:
         return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
 
     def alternate(
-        self, old: Track, new: Track, to_old: Switches = (), to_new: Switches = ()
+        self, old: Track, new: Track, to_old: Switches = (), to_new: Switches = (), scale: float = 1.0
     ) -> tuple[list[float], list[float]]:
         """Train from two loaders in turns; ``to_old`` is off and ``to_new`` on exactly while ``new`` runs.
+
+        Batches of ``new`` have ``scale`` times the samples of the others, whose times become those of as many.
 
         Each first drains what it had ready, and goes on until the other's workers have filled their queue and come to
         rest.
@@ -235,7 +237,7 @@ class Bench:
                 switch.disable()
             for switch in to_old:
                 switch.enable()
-            return old.stretch(steps, old.queue, rest=new.refill_seconds)
+            return scale * old.stretch(steps, old.queue, rest=new.refill_seconds)
 
         def stretch_new(_: int) -> float:
             for switch in reversed(to_old):

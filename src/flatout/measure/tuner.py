@@ -107,6 +107,12 @@ class Tuner:
         times = f"a step takes {priced.candidate_ms:.2f} ms with it and {priced.baseline_ms:.2f} ms without"
         return replace(row, why=f"{row.why}; {times}")
 
+    def impose(self, technique: StepTechnique, switch: Switch, why: str) -> Row:
+        """Keep what nobody has to be convinced of; on both sides of the race."""
+        self._bench.keep(switch)
+        self.decisions[technique.name] = switch.value
+        return technique.row("kept", why, switch.label)
+
     def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
         candidate = technique.forced(self._bench.job, choice)
         if isinstance(technique, LoaderTechnique):
@@ -164,7 +170,9 @@ class Tuner:
             self._bench.job.failed.add(technique.name)
         if best is not None:
             self._keep(technique, best[1])
-        return verdict(row, trials, best and best[0])
+        row = verdict(row, trials, best and best[0])
+        found = technique.found(best[1]) if best else ""
+        return replace(row, why=f"{row.why}; {found}") if found else row
 
     def _try_all(
         self, candidates: Sequence[SwitchT], *held_to: StepTechnique
@@ -254,11 +262,14 @@ class Tuner:
         differences = self._verify(candidate, held_to)
         by = {d.what: d.by for d in differences}
 
-        old = bench.turns()
+        turn = bench.turns()
+
+        def old(i: int) -> float:
+            return turn(i) * candidate.scale
 
         def new(i: int) -> float:
             with on(candidate):
-                return old(i)
+                return turn(i)
 
         bench.rewind()
         for i in range(candidate.settling * len(job.batches)):
@@ -266,14 +277,15 @@ class Tuner:
         times = bench.interleave(old, new)
         trial = replace(
             trial_of(candidate.label, *times, job.accumulate),
-            baseline_bytes=bench.memory,
-            candidate_bytes=bench.memory_with(candidate),
             setup_seconds=setup,
             loss_difference=by.get("losses"),
             output_difference=by.get("outputs"),
             gradient_difference=by.get("gradients"),
             failure="; ".join(str(d) for d in differences if d.fails) or candidate.why_off,
         )
+        if candidate.scale != 1.0:  # more memory is no waste then, and a longer first step no setup
+            return trial
+        trial = replace(trial, baseline_bytes=bench.memory, candidate_bytes=bench.memory_with(candidate))
         saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
         if self._setup_estimate(held_to) and saved > 0:
             trial = replace(trial, break_even_steps=setup / saved)
@@ -297,8 +309,9 @@ class Tuner:
         job = self._bench.job
         batch = job.batches[0]
         self._bench.rewind()
-        old = seconds(lambda: job.step(batch), job.device)
+        old = seconds(lambda: job.step(batch), job.device) * candidate.scale
         with on(candidate):
+            batch = job.batches[0]
             for _ in range(candidate.settling):
                 job.step(batch)
             new = seconds(lambda: job.step(batch), job.device)
@@ -306,7 +319,7 @@ class Tuner:
 
     def _verify(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> list[Difference]:
         """How far the candidate's outputs, gradients and losses are from the baseline's."""
-        if not any(t.is_verified for t in held_to):
+        if not any(t.is_verified for t in held_to) or candidate.scale != 1.0:  # other samples have other outputs
             return []
         job, evaluation = self._bench.job, any(t.checks_evaluation for t in held_to)
         batches = job.batches
@@ -433,9 +446,12 @@ class Tuner:
 
     def _race_loops(self, switches: Sequence[Switch], loader_won: bool) -> tuple[list[float], list[float]]:
         job = self._bench.job
-        old, new = Track(job, job.loader if loader_won else job.source), Track(job, job.source)
-        times = self._bench.alternate(old, new, to_new=switches)
-        self.before, self.after = old.pace, new.pace
+        new = Track(job, job.source)
+        with off(*switches):
+            old = Track(job, job.loader if loader_won else job.source)
+        scale = math.prod(switch.scale for switch in switches)
+        times = self._bench.alternate(old, new, to_new=switches, scale=scale)
+        self.before, self.after = old.pace.scaled(scale), new.pace
         return times
 
     def _race_steps(self, switches: Sequence[Switch]) -> tuple[list[float], list[float]]:

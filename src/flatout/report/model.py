@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "not built yet"]
@@ -131,6 +131,10 @@ class Pace:
     step_bytes: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     loader_per_second: float | None = None
+
+    def scaled(self, times: float) -> Pace:
+        """The same pace, with the milliseconds of so many times the samples."""
+        return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms)
 
     @property
     def total_ms(self) -> float:

@@ -14,6 +14,7 @@ from flatout.techniques.base import (
     Switch,
     Technique,
 )
+from flatout.techniques.batch_size import BatchSize
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.cpu_threads import CpuThreads
@@ -58,6 +59,7 @@ REGISTRY: tuple[Technique, ...] = (
     SdpaBackend(),
     CpuThreads(),
     FusedOptimizer(),
+    BatchSize(),
     Compile(),
     TorchScript(),
     CudaGraph(),
@@ -69,14 +71,15 @@ REGISTRY: tuple[Technique, ...] = (
     Allocator(),
 )
 """Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
-optimizer, compile or TorchScript, the graph of it all, then the loader, because the rate that it must reach is the
-tuned step's; last the advice, about what is left.
+optimizer, batch size, compile or TorchScript, the graph of it all, then the loader, because the rate that it must reach
+is the tuned step's; last the advice, about what is left.
+
+The batch size comes before what is compiled or captured for the shapes of a batch.
 
 Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
 cores they leave."""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
-    (3, "batch_size", "batch size", "finds the micro-batch that trains fastest, without running out of memory"),
     (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )
 """Rows of the checklist that have no technique yet: (number, name, title, what it is going to do)."""
@@ -85,6 +88,7 @@ __all__ = [
     "PLANNED",
     "REGISTRY",
     "Advice",
+    "BatchSize",
     "LoaderTechnique",
     "Measured",
     "NotApplicable",

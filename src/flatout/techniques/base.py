@@ -26,6 +26,7 @@ class Switch(ABC):
         why_off: why the change has stopped working while it was on; empty while it does.
         settling: steps of each batch that it takes to work again after training state was put back.
         hides_memory: whether steps take memory that is not allocated step by step, so that it cannot be measured.
+        scale: samples of a step, relative to one without it.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Switch(ABC):
     why_off: str = ""
     settling: int = 0
     hides_memory: bool = False
+    scale: float = 1.0
     _is_on = False
 
     def enable(self) -> None:
@@ -59,6 +61,9 @@ class Switch(ABC):
 
     def release(self) -> None:
         """Called when it is not going to be turned on again soon: free what is only kept for that."""
+
+    def trials_over(self) -> None:
+        """Called when it is on for good: free what was only kept for going back and forth."""
 
     def saw(self, batch: Any) -> None:
         """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""
@@ -153,9 +158,11 @@ class Technique(ABC):
     def check(self, job: Job) -> None:
         """Raise ``NotApplicable`` when this job cannot use the technique."""
 
-    def row(self, status: Status, why: str) -> Row:
+    def row(self, status: Status, why: str, chosen: str = "") -> Row:
         """Its line in the report."""
-        return Row(self.name, self.number, self.title, status, why, expected=self.expected, purpose=self.purpose)
+        return Row(
+            self.name, self.number, self.title, status, why, chosen, expected=self.expected, purpose=self.purpose
+        )
 
 
 class Rule(Technique):
@@ -182,6 +189,10 @@ class Measured(Technique):
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Seconds that a candidate takes before its first timed step, for example a cold compilation."""
         return 0.0
+
+    def found(self, candidate: Any) -> str:
+        """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
+        return ""
 
     @abstractmethod
     def forced(self, job: Job, value: Any) -> Any:
@@ -241,10 +252,6 @@ class LoaderTechnique(Measured):
             NotApplicable: there is none that serves this job.
             NothingBetter: finding out showed that none can do better than the loader.
         """
-
-    def found(self, candidate: Any) -> str:
-        """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
-        return ""
 
 
 class Advice(Technique):

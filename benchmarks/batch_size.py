@@ -1,0 +1,88 @@
+"""Claim: the batch size that flatout finds trains within 5 % of the best that an exhaustive scan of all sizes finds.
+
+    python -m pytest benchmarks/batch_size.py -s --benchmark-json=benchmarks/results/batch_size.json
+
+Three models, each started from a small batch and from a large one, with memory for a few times the larger, as
+``optimize(memory_limit=...)`` has it. The finder takes its trial steps; then every size on a grid of a quarter of an
+octave that fits takes turns with the chosen one. Goals: 0.95 of the best, in fewer than 20 steps, with memory running
+out once at the most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from support.loops import tuned
+from support.training_jobs import JOBS
+from support.turns import Lane, fastest, ratio, take_turns
+
+from flatout.batch_size.trials import SizeTrials
+from flatout.data import resized
+from flatout.job import Job
+
+SMALLEST = 8
+LARGEST = 4096
+HOLDS = 6
+"""Times the job's own batch that memory holds."""
+
+STARTS = {"small": 0.125, "own": 1.0}
+"""Batches to start from, relative to the job's own."""
+
+ROUNDS = 12
+TURN = 0.4
+
+
+def stepped(job: Job, samples: int) -> Iterator[int]:
+    """Steps of so many samples, one update each."""
+    batch = resized(job.batches[0], samples)
+    while True:
+        job.step(batch)
+        yield samples
+
+
+def grid(largest: int) -> list[int]:
+    """Sizes to scan, in eights."""
+    sizes = (8 * round(SMALLEST * 2 ** (i / 4) / 8) for i in itertools.count())
+    return list(dict.fromkeys(itertools.takewhile(lambda size: size <= largest, sizes)))
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("name", ["seed_mlp", "digits_cnn", "byte_gpt"])
+def test_choice(name: str, start: str, benchmark) -> None:
+    """Times a step of the chosen size; what a scan shows is in ``extra_info``."""
+    run, _ = tuned(JOBS[name](), budget=0)
+    job = run._job
+    job.batches = [next(iter(run.loader))]
+    own = run.loader.batch_size
+    job.memory_limit = SizeTrials(job).height(HOLDS * own)
+    begin = max(SMALLEST, 8 * round(STARTS[start] * own / 8))
+
+    trials = SizeTrials(job)
+    found = trials.find(begin, smallest=SMALLEST, largest=LARGEST)
+    assert found.samples is not None
+
+    fitting = list(itertools.takewhile(SizeTrials(job).fits, grid(LARGEST)))
+    assert SizeTrials(job).fits(found.samples)
+    lanes = {size: Lane(str(size), stepped(job, size)) for size in dict.fromkeys([*fitting, found.samples])}
+    rates = take_turns(list(lanes.values()), ROUNDS, TURN)
+    best = fastest(rates)
+    share = ratio(rates, str(found.samples), best)
+    benchmark.pedantic(partial(lanes[found.samples].turn, TURN), rounds=1)
+    table = {size: round(sorted(each)[len(each) // 2]) for size, each in rates.items()}
+    print(f"\n{name} from {begin}: {found.samples} in {trials.steps} steps, {share:.3f} of the best ({best} samples)")
+    print(f"  {found.reason}\n  samples/s by size: {table}")
+    benchmark.extra_info |= {
+        "start": begin,
+        "chosen": found.samples,
+        "best": int(best),
+        "share of the best": round(share, 3),
+        "steps": trials.steps,
+        "ran out of memory at": found.too_large,
+        "memory limit": job.memory_limit,
+        "samples per second by size": table,
+        "threads": torch.get_num_threads(),
+    }

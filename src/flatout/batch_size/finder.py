@@ -1,0 +1,400 @@
+"""The fastest number of samples to compute at once, found in few trial steps and (almost) without an out-of-memory."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from flatout import words
+
+WITHIN = 0.02
+"""Sizes whose rates differ by less are equally fast."""
+NOISE = 0.03
+"""How far the time of a probe may be off."""
+_FURTHEST = 8
+"""The largest factor from a size that was tried to the next one up or down."""
+_CLIFF = 0.75
+"""What a sample may cost before a cliff that nobody has seen yet, as a share of what it is known to cost."""
+_KNEE = 0.85
+"""Share of the best rate that a look further down may cost by launching alone."""
+_SPARE = 0.9
+"""Share of the room below a size that was too large that is used."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What trial steps with so many samples showed."""
+
+    samples: int
+    seconds: float
+    """Of one step."""
+    bytes: int | None
+    """Memory of all of training at the step's height; None where nobody counts."""
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`find` found."""
+
+    samples: int | None
+    """The choice; None where no size that was tried fits."""
+    probes: tuple[Probe, ...]
+    """In the order taken; with one that was over the limit."""
+    too_large: int | None
+    """The smallest size that ran out of memory or was over the limit when tried, if one did."""
+    fits: int
+    """The largest size that memory is expected to hold, up to ``largest``; 0 where nothing fitted."""
+    reason: str
+    """Why this and no other, in one sentence."""
+
+
+def find(
+    probe: Callable[[int], Probe | None],
+    *,
+    start: int,
+    smallest: int = 1,
+    largest: int,
+    limit: float | None,
+    resident: int = 0,
+    most_probes: int = 6,
+) -> Found:
+    """Find the fastest number of samples to compute at once.
+
+    *Speed.* A step of ``n`` samples takes about ``overhead + cost * n`` seconds: its rate rises with ``n`` until the
+    overhead no longer shows. Where samples outgrow a cache they begin to cost more, so smaller sizes may be faster.
+    From ``start`` the search goes up to twice the size, then as far as the line through the times promises a gain,
+    eight times at most; where none is left, down, in case that such a cliff lies below; and into the gap in which
+    times leave the line. Of the sizes within ``WITHIN`` of the best rate the one nearest in ratio to ``start`` is
+    chosen, by the rates of the line where it passes within ``NOISE`` of every time, else by those measured.
+
+    *Memory.* No size is tried that is expected above ``limit``: by the line through ``resident`` and the largest size
+    that fitted, by the line through the two largest, and by the parabola through all three. After a failure, sizes
+    between the largest that fitted and the one that did not are tried only where they are surely below.
+
+    *What is promised,* with six probes and times without noise: a rate within 5 % of the best of all sizes that fit
+    where time is a line, and where it has one cliff besides: one at which the cost of a sample rises by a quarter or
+    more, at ``start / 8`` to ``16 * start``, with an overhead below a twentieth of the time there. Noise adds its own
+    size. *What is not:* cliffs that are lower, further away, lost in the overhead, or several; rates that go up and
+    down with the size, as where a GPU's last wave of blocks is nearly empty. There the choice is the best of what was
+    tried, and no slower than ``start``, if that fits. Of memory: no failure where it grows as a line or, from the
+    third probe on, as a parabola; one where ``start`` fits and memory grows in any steady way; more where ``start``
+    fails without a figure, or memory jumps.
+
+    Args:
+        probe: takes trial steps with so many samples and returns what they showed; None where memory ended, and was
+            recovered. It is called at most ``most_probes`` times, never twice with one size: with ``start``,
+            ``largest``, sizes below 8 and multiples of 8.
+        start: the user's own size; tried first.
+        smallest: the smallest size allowed, >= 1.
+        largest: the largest size allowed.
+        limit: bytes that training may take, what is kept for fragmentation deducted; None: nobody knows.
+        resident: bytes that stay whatever the size: parameters, gradients, optimizer state.
+        most_probes: >= 1.
+
+    Raises:
+        ValueError: ``smallest <= start <= largest`` does not hold, or ``smallest`` or ``most_probes`` is below 1.
+    """
+    if not 1 <= smallest <= start <= largest:
+        raise ValueError(f"1 <= smallest <= start <= largest must hold, got {smallest}, {start} and {largest}")
+    if most_probes < 1:
+        raise ValueError(f"most_probes must be >= 1, got {most_probes}")
+    return _Search(probe, start, smallest, largest, limit, resident, most_probes).run()
+
+
+class _Search:
+    """Which sizes to try, and what follows from them."""
+
+    def __init__(
+        self,
+        probe: Callable[[int], Probe | None],
+        start: int,
+        smallest: int,
+        largest: int,
+        limit: float | None,
+        resident: int,
+        most_probes: int,
+    ) -> None:
+        self._probe = probe
+        self._start = start
+        self._lowest = min(largest, smallest if smallest < 8 else _eights(smallest, up=True))
+        self._largest = largest
+        self._limit = limit
+        self._resident = resident
+        self._left = most_probes
+        self._taken: list[Probe] = []
+        self._fitting: list[Probe] = []  # the smallest first
+        self._failed: dict[int, int | None] = {}  # sizes and their bytes, where they are known
+
+    def run(self) -> Found:
+        while self._left and (samples := self._next()) is not None and samples not in self._failed:
+            self._try(samples)
+        chosen = self._choice()
+        return Found(
+            samples=chosen,
+            probes=tuple(self._taken),
+            too_large=min(self._failed, default=None),
+            fits=self._most() if self._fitting else 0,
+            reason=self._reason(chosen),
+        )
+
+    def _next(self) -> int | None:
+        if self._fitting:
+            return self._faster()
+        return self._smaller() if self._failed else self._start
+
+    def _try(self, samples: int) -> None:
+        self._left -= 1
+        probe = self._probe(samples)
+        if probe is None:
+            self._failed[samples] = None
+            return
+        self._taken.append(probe)
+        if self._limit is not None and probe.bytes is not None and probe.bytes > self._limit:
+            self._failed[samples] = probe.bytes
+        else:
+            self._fitting = sorted([*self._fitting, probe], key=lambda probe: probe.samples)
+
+    def _size(self, wanted: float, *, up: bool = False) -> int:
+        """The size next to the one wanted that may be tried, below it unless ``up``."""
+        if wanted >= self._largest:
+            return self._largest
+        size = max(self._lowest, math.ceil(wanted) if up else math.floor(wanted))
+        return size if size < 8 else min(self._largest, _eights(size, up=up))
+
+    # -- what fits -------------------------------------------------------------------------------------------
+
+    def _smaller(self) -> int | None:
+        """A size that surely fits where none has yet."""
+        failed, limit = min(self._failed), self._limit
+        taken = self._failed[failed]
+        if self._left == 1:
+            size = self._lowest
+        elif taken is not None and limit is not None and taken > self._resident:
+            size = self._size(_SPARE * failed * (limit - self._resident) / (taken - self._resident))
+        else:
+            size = self._size(failed / _FURTHEST ** len(self._failed))
+        return size if size < failed else None
+
+    def _most(self) -> int:
+        """The largest size that memory is expected to hold."""
+        top, limit, failed = self._fitting[-1].samples, self._limit, min(self._failed, default=None)
+        counted = [(probe.samples, probe.bytes) for probe in self._fitting if probe.bytes is not None]
+        if limit is None or not counted:
+            return self._largest if failed is None else top
+        expected = _memory([(0, self._resident), *counted], steep=failed is not None)
+        sizes = range(top + 1, self._largest + 1)
+        if failed is not None:
+            taken = self._failed[failed]
+            if taken is not None:
+                expected = _memory([counted[-1], (failed, taken)])
+            elif expected(failed) <= limit:
+                return top  # memory grows otherwise than it seems
+            sizes = range(top + 1, failed)
+            limit = counted[-1][1] + _SPARE * (limit - counted[-1][1])
+        return top + bisect_left(sizes, True, key=lambda samples: expected(samples) > limit)
+
+    # -- what is faster --------------------------------------------------------------------------------------
+
+    def _faster(self) -> int | None:
+        """Another size that may be faster; None where none can be expected to be."""
+        if len(self._fitting) == 1:
+            return self._second()
+        curve = _Curve.through(self._fitting)
+        gains = [*self._above(curve), *self._between(curve)]
+        return max(gains)[1] if gains else self._below(curve)
+
+    def _second(self) -> int | None:
+        """What tells overhead from cost: twice the first size, or half of it."""
+        first, most = self._fitting[0].samples, self._size(self._most())
+        if 2 * first <= most:
+            return self._size(2 * first)
+        half = self._size(first / 2, up=True)
+        if half < first:
+            return half
+        return most if most > first else None
+
+    def _above(self, curve: _Curve) -> list[tuple[float, int]]:
+        """What the largest size promises, and one that comes close to that."""
+        top, most, line = self._fitting[-1].samples, self._size(self._most()), curve.lines[-1]
+        gain = line.rate(most) / self._best
+        if most <= top or gain < 1 + WITHIN:
+            return []
+        wanted = max(line.samples(line.rate(most) / (1 + WITHIN)), 2 * top)
+        return [(gain, min(most, self._size(min(wanted, _FURTHEST * top), up=True)))]
+
+    def _between(self, curve: _Curve) -> list[tuple[float, int]]:
+        """What sizes between those tried promise where times leave the line: samples may be cheap up to there."""
+        if curve.is_line:
+            return []
+        gains = []
+        for i, (low, high) in enumerate(zip(self._fitting, self._fitting[1:], strict=False), 1):
+            middle = math.sqrt(low.samples * high.samples)
+            size = self._size(middle, up=self._size(middle) <= low.samples)
+            if i != curve.cliff and curve.error <= NOISE and len(self._fitting) > 3:
+                continue
+            cost = curve.lines[i - 1].cost * (1 if i == curve.cliff else _CLIFF)
+            gain = size / (low.seconds + cost * (size - low.samples)) / self._best
+            if low.samples < size < high.samples and gain >= 1 + WITHIN:
+                gains.append((gain, size))
+        return gains
+
+    def _below(self, curve: _Curve) -> int | None:
+        """As far down as the overhead allows, where samples that are cheaper there would make up for it."""
+        low, line = self._fitting[0].samples, curve.lines[0]
+        wanted = max(line.samples(_KNEE * self._best), low / _FURTHEST)
+        size = self._size(min(wanted, low / 2), up=True)
+        rate = _Line(line.overhead, _CLIFF * line.cost).rate(size)
+        return size if size < low and rate >= (1 + WITHIN) * self._best else None
+
+    @property
+    def _best(self) -> float:
+        return max(probe.rate for probe in self._fitting)
+
+    # -- what comes out --------------------------------------------------------------------------------------
+
+    def _rates(self) -> dict[int, float]:
+        """Samples per second of each size that fits, without the noise where a curve explains them."""
+        if len(self._fitting) > 1:
+            curve = _Curve.through(self._fitting)
+            if curve.error <= NOISE:
+                return {p.samples: line.rate(p.samples) for p, line in zip(self._fitting, curve.lines, strict=True)}
+        return {probe.samples: probe.rate for probe in self._fitting}
+
+    def _choice(self) -> int | None:
+        """Of the fastest sizes the one nearest to the user's own."""
+        rates = self._rates()
+        fastest = [samples for samples, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values())]
+        return min(fastest, key=lambda samples: abs(math.log(samples / self._start)), default=None)
+
+    def _reason(self, chosen: int | None) -> str:
+        failed = ", ".join(f"{samples:,}" for samples in sorted(self._failed))
+        if chosen is None:
+            return f"of the sizes tried memory holds none: {failed}"
+        told = ", ".join(f"{words.count(probe.rate)} at {probe.samples:,}" for probe in self._fitting)
+        return f"{told} samples/s: {self._bound(chosen)}" + (f"; memory does not hold {failed}" if failed else "")
+
+    def _bound(self, chosen: int) -> str:
+        """Why it is not more samples."""
+        rates = self._rates()
+        if any(rate < (1 - WITHIN) * rates[chosen] for samples, rate in rates.items() if samples > chosen):
+            return "more at once are slower"
+        if chosen == self._largest:
+            return "as many at once as are allowed"
+        if self._size(self._most()) <= chosen:
+            return "as many at once as memory holds"
+        if len(rates) == 1 or self._above(_Curve.through(self._fitting)):
+            return "the fastest of what could be tried"
+        return f"more at once gain less than {WITHIN:.0%}"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Seconds of a step: ``overhead + cost * samples``."""
+
+    overhead: float
+    cost: float
+
+    def rate(self, samples: int) -> float:
+        """Samples per second."""
+        return samples / (self.overhead + self.cost * samples)
+
+    def samples(self, rate: float) -> float:
+        """How many samples reach that rate; infinite where none do."""
+        rest = 1 - rate * self.cost
+        return rate * self.overhead / rest if rest > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What explains the times of two or more probes: a line, or one up to a cliff and one from there on."""
+
+    lines: tuple[_Line, ...]
+    """The line at each probe, the smallest first; all have the same overhead."""
+    cliff: int
+    """How many probes are before the cliff; 0: there is none."""
+    error: float
+    """The largest by which it misses a time, relative."""
+
+    @property
+    def is_line(self) -> bool:
+        """Whether nothing tells of a cliff."""
+        return not self.cliff and self.error <= NOISE
+
+    @classmethod
+    def through(cls, probes: Sequence[Probe]) -> _Curve:
+        """A line where that explains the probes (the smallest first), else what comes closest."""
+        line = cls._fitted(probes, 0)
+        if line.is_line:
+            return line
+        curves = (cls._fitted(probes, cliff) for cliff in range(1, len(probes)))
+        return min([line, *(c for c in curves if 0 < c.lines[0].cost <= c.lines[-1].cost)], key=lambda c: c.error)
+
+    @classmethod
+    def _fitted(cls, probes: Sequence[Probe], cliff: int) -> _Curve:
+        """The curve with its cliff there that misses times by least squares of relative errors."""
+        samples = np.array([probe.samples for probe in probes], dtype=np.float64)
+        before = np.arange(len(probes)) < cliff
+        terms = [samples * before, samples * ~before] if cliff else [samples]
+        known = len(probes) > len(terms)  # else all of the time is put down to the samples
+        matrix = np.stack([np.ones(len(probes)), *terms] if known else terms, 1)
+        weights = _weights(matrix / np.array([[probe.seconds] for probe in probes]))
+        overhead, *costs = weights if known else [0.0, *weights]
+        lines = tuple(_Line(overhead, costs[0] if i < cliff else costs[-1]) for i in range(len(probes)))
+        errors = [abs(probe.rate / line.rate(probe.samples) - 1) for probe, line in zip(probes, lines, strict=True)]
+        return cls(lines, cliff, max(errors))
+
+
+def _weights(terms: np.ndarray) -> list[float]:
+    """Weights >= 0 of the columns whose sum comes closest to 1 in every row.
+
+    Args:
+        terms: [rows, columns], at least as many rows as columns.
+    """
+    used = list(range(terms.shape[1]))
+    while True:
+        found = np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]
+        if found.min() >= 0:
+            break
+        del used[found.argmin()]
+    weights = np.zeros(terms.shape[1])
+    weights[used] = found
+    return [float(weight) for weight in weights]
+
+
+def _memory(points: Sequence[tuple[int, int]], *, steep: bool = False) -> Callable[[int], Fraction]:
+    """Bytes to expect of sizes above the largest of two or more points ``(samples, bytes)``, rather too many.
+
+    By the line through the last two points or through the first and the last, or by the parabola through all three,
+    whichever is the steepest there.
+
+    Args:
+        points: the smallest first.
+        steep: take all growth between just two points for quadratic.
+    """
+    first, (samples, _), (largest, largest_bytes) = points[0], *points[-2:]
+    slope = max(Fraction(0), _slope(points[-2], points[-1]), _slope(first, points[-1]))
+    bend = Fraction(0)
+    if len(points) > 2:
+        bend = max(bend, (_slope(points[-2], points[-1]) - _slope(first, points[-2])) / (largest - first[0]))
+    elif steep:
+        bend = slope / largest
+    return lambda n: largest_bytes + (n - largest) * (slope + bend * (n - samples))
+
+
+def _slope(one: tuple[int, int], other: tuple[int, int]) -> Fraction:
+    return Fraction(other[1] - one[1], other[0] - one[0])
+
+
+def _eights(samples: int, *, up: bool) -> int:
+    """The next multiple of 8 down, or up."""
+    return (samples + 7 * up) // 8 * 8

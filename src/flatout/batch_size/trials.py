@@ -1,0 +1,168 @@
+"""Trial steps with other numbers of samples than the loader's batches have, and the memory that they may take."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flatout._memory import ran_out_of_memory
+from flatout.batch_size.finder import Found, Probe, find
+from flatout.data import resized, tensors_of
+from flatout.data.machine import available_memory
+from flatout.measure.memory import step_memory
+from flatout.measure.trial import seconds
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+
+T = TypeVar("T")
+
+MARGIN = 0.1
+"""Share of a device's memory that is left alone: torch's caching allocator cannot use fragments, libraries take
+workspaces of their own, and batches to come may be longer."""
+
+TIMED = 2
+"""Steps that are timed of each size; the faster one counts, because what disturbs the machine is not the step's."""
+
+
+class SizeTrials:
+    """Steps a job with batches made of its own samples, one update each, computed in one.
+
+    What the job trains moves on, and has to be put back afterwards.
+
+    Args:
+        job: with an optimizer, and a batch to take samples from.
+
+    Attributes:
+        steps: taken so far.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.steps = 0
+        self._job = job
+        self._too_large: dict[int, Probe | None] = {}
+
+    def find(self, start: int, *, smallest: int, largest: int) -> Found:
+        """The fastest number of samples within memory, in fewer than 20 steps; see :func:`find`."""
+        with self._one_by_one():
+            self._stepping(smallest)()  # gradients and optimizer state are there from the first step on
+        return find(
+            self.probe,
+            start=start,
+            smallest=smallest,
+            largest=largest,
+            limit=memory_limit(self._job),
+            resident=resident_bytes(self._job),
+        )
+
+    def probe(self, samples: int) -> Probe | None:
+        """What a few steps of so many samples show; None where memory ended."""
+        if samples in self._too_large:
+            return self._too_large[samples]
+
+        def probed() -> Probe:
+            allocated, step = self._height(samples), self._stepping(samples)
+            return Probe(samples, min(seconds(step, self._job.device) for _ in range(TIMED)), allocated)
+
+        return self._within_memory(probed)
+
+    def height(self, samples: int) -> int | None:
+        """Bytes that training takes at the height of a step of so many samples; None where nobody counts.
+
+        Raises:
+            torch.OutOfMemoryError: as all that runs out of memory.
+        """
+        with self._one_by_one():
+            return self._height_when_warm(samples)
+
+    def fits(self, samples: int) -> bool:
+        """Whether memory holds a step of so many samples; a search will not try it again where it does not."""
+        height = self._within_memory(lambda: self._height_when_warm(samples) or 0)
+        if height is not None and height <= memory_limit(self._job):
+            return True
+        self._too_large[samples] = None if height is None else Probe(samples, math.inf, height)
+        return False
+
+    def _height_when_warm(self, samples: int) -> int | None:
+        self._stepping(samples)()
+        return self._height(samples)
+
+    def _height(self, samples: int) -> int | None:
+        """Bytes at the height of a step; optimizer state is there, and gradients count as the step's."""
+        self._job.zero_grad()
+        allocated = step_memory(self._stepping(samples), self._job.device, is_warm=True)
+        batch = sum(t.nbytes for t in tensors_of(self._batch(samples)))
+        return None if allocated is None else allocated + batch + resident_bytes(self._job)
+
+    def _stepping(self, samples: int) -> Callable[[], None]:
+        batch = self._batch(samples)
+
+        def step() -> None:
+            self.steps += 1
+            self._job.step(batch)
+
+        return step
+
+    def _batch(self, samples: int) -> Any:
+        return resized(self._job.batches[0], samples)
+
+    def _within_memory(self, work: Callable[[], T]) -> T | None:
+        """What the work returns; None where memory ended."""
+        try:
+            with self._one_by_one():
+                return work()
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+        # Only here is the error gone, and with it the frames that hold the graph.
+        gc.collect()
+        if self._job.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    @contextlib.contextmanager
+    def _one_by_one(self) -> Iterator[None]:
+        """Every step is an update, of a batch in one."""
+        job = self._job
+        before = job.accumulate, job.micro_batches.size, job.whole_step
+        job.accumulate, job.micro_batches.size, job.whole_step = 1, None, None
+        job.abandon()
+        try:
+            yield
+        finally:
+            job.abandon()
+            job.accumulate, job.micro_batches.size, job.whole_step = before
+
+
+def resident_bytes(job: Job) -> int:
+    """What training keeps from step to step: parameters, buffers and optimizer state. A step makes its gradients."""
+    assert job.optimizer is not None
+    held = [p for group in job.optimizer.param_groups for p in group["params"]]
+    owned = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
+    tensors = {id(t): t for t in (*held, *owned)}
+    entries = [entry for entry in job.optimizer.state.values() if isinstance(entry, dict)]
+    states = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+    return sum(t.nbytes for t in chain(tensors.values(), states))
+
+
+def memory_limit(job: Job) -> float:
+    """Bytes that training may take: ``job.memory_limit`` at most, and what the device has left, with a margin.
+
+    On a GPU what trials keep beside training, a copy of model and optimizer state, is left out.
+    """
+    if job.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(job.device)
+        held = torch.cuda.memory_reserved(job.device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(job.device) * total)
+        unused = min(free + held, allowed) - torch.cuda.memory_allocated(job.device)
+    else:
+        unused = available_memory()
+    left = (1 - MARGIN) * (unused + resident_bytes(job))
+    return left if job.memory_limit is None else min(left, job.memory_limit)

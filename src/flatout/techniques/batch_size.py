@@ -1,0 +1,226 @@
+"""3: batch size."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatout import words
+from flatout.batch_size.trials import SizeTrials, memory_limit
+from flatout.data import batch_size_of, resized, seed_samples, to_device
+from flatout.data.loaders import SEEDED_FROM, TRIAL_BATCHES, first_batches, why_not_resized, with_batch_size
+from flatout.data.seeding import is_seeded
+from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
+
+if TYPE_CHECKING:
+    from flatout.job import Job
+    from flatout.report.model import Pace
+
+FEWEST_UPDATES = 8
+"""Updates of an epoch that ``batch_size="auto"`` leaves a training at the least, where it had so many."""
+
+SMALLEST = 8
+"""Samples below which no size is tried, unless batches are smaller: a BatchNorm cannot train on one."""
+
+TRIAL_STEPS = 20
+"""Most steps that finding a size takes."""
+
+
+class BatchSwitch(Switch):
+    """Another loader with batches of another size, or batches that are computed in parts, or both.
+
+    Args:
+        job: whose loader and trial batches are exchanged.
+        samples: of a batch of the loader; None: as it is.
+        micro_batch: samples that are computed at once; None: whole batches.
+        reason: what the search for them saw.
+    """
+
+    def __init__(self, job: Job, samples: int | None = None, micro_batch: int | None = None, reason: str = "") -> None:
+        self.reason = reason
+        self._job = weakref.ref(job)
+        self._micro_batch = micro_batch
+        self._others: tuple[Any, ...] | None = None
+        before = size_of(job)
+        self.value = {"samples": samples or before, "micro_batch": micro_batch}
+        self.scale = 1.0 if samples is None else samples / before
+        self.label = f"batches of {samples:,}" if samples else "whole batches"
+        if micro_batch is not None:
+            self.label = f"{self.label}, in parts of {micro_batch:,}" if samples else f"parts of {micro_batch:,}"
+
+    def _turn_on(self) -> None:
+        job = self._job()
+        if job is None:
+            return
+        if self.scale != 1.0 and self._others is None:
+            loader: Any = with_batch_size(_unseeded(job.loader), self.value["samples"])
+            loader = seed_samples(loader) if is_seeded(job.loader) else loader
+            batches = [to_device(batch, job.device) for batch in first_batches(loader, TRIAL_BATCHES)]
+            self._others = loader, loader, batches, math.ceil(job.expected_steps / self.scale)
+        self._exchange(job)
+
+    def _turn_off(self) -> None:
+        job = self._job()
+        if job is not None:
+            self._exchange(job)
+
+    def _exchange(self, job: Job) -> None:
+        self._micro_batch, job.micro_batches.size = job.micro_batches.size, self._micro_batch
+        if self._others is not None:
+            here = job.loader, job.source, job.batches, job.expected_steps
+            job.loader, job.source, job.batches, job.expected_steps = self._others
+            self._others = here
+
+    def trials_over(self) -> None:
+        """Let go of the trial's batches."""
+        if self._others is not None:
+            loader, source, _, expected_steps = self._others
+            self._others = loader, source, (), expected_steps
+
+
+class BatchSize(StepTechnique):
+    """Finds the micro-batch that trains fastest, without running out of memory.
+
+    Steps of a few sizes are timed, and their memory measured, which shows what larger ones would take. What is found
+    is then tried as any technique is. The samples of an update stay what they are: a loader's batch is computed in
+    parts where those are faster. With ``optimize(batch_size="auto")`` the loader is made anew with the fastest batch
+    size that memory holds, and the learning rate scaled.
+
+    When it helps: batches that leave the device idle (``"auto"``), batches whose activations do not fit into a CPU's
+    cache, and those that do not fit into memory at all. When it hurts: large batches generalise worse (Keskar et al.,
+    2017, arXiv:1609.04836) and need another learning rate, so they are only made on request. Parts are not tried where
+    a BatchNorm trains: it would normalise each by itself. Source: Goyal et al., 2017 (arXiv:1706.02677) for the
+    learning rate; for the knee McCandlish et al., 2018 (arXiv:1812.06162).
+    """
+
+    name = "batch_size"
+    number = 3
+    title = "batch size"
+    kept_because = "so many samples at once are the fastest that memory holds"
+    is_verified = True
+    draws_other_numbers = True
+
+    def check(self, job: Job) -> None:
+        """Steps that ``run.step`` takes, of batches that can be taken apart."""
+        if job.optimizer is None:
+            raise NotApplicable("no optimizer was given to optimize(): in a loop of one's own batches are as they come")
+        if any(resized(batch, 1) is None for batch in job.batches[:1]):
+            raise NotApplicable("the batches hold what cannot be taken apart along the samples")
+        reason = why_not_resized(_unseeded(job.loader)) if job.resizes else ""
+        if reason:
+            raise NotApplicable(reason)
+
+    def setup_estimate(self, job: Job, pace: Pace) -> float:
+        """The steps of the search; where they may grow, those of larger sizes count for more."""
+        return (4 if job.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """The fastest size that is found."""
+        reason = self._why_not_search(job)
+        if reason:
+            raise NotApplicable(reason)
+        own, largest = size_of(job), self._largest(job)
+        now = job.micro_batches.size or (own if job.resizes else largest)
+        try:
+            found = SizeTrials(job).find(now, smallest=min(SMALLEST, now), largest=max(now, largest))
+        except Exception as error:  # of the user's code, which may know one size only
+            raise NothingBetter(f"other sizes fail: {words.first_line(error)}") from error
+        if found.samples is None or found.samples == now:
+            raise NothingBetter(found.reason)
+        if job.resizes:
+            return [BatchSwitch(job, samples=found.samples, reason=found.reason)]
+        micro_batch = None if found.samples >= largest else found.samples
+        return [BatchSwitch(job, micro_batch=micro_batch, reason=found.reason)]
+
+    def found(self, candidate: BatchSwitch) -> str:
+        """What the search saw."""
+        return candidate.reason
+
+    def forced(self, job: Job, value: Any) -> Switch:
+        """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
+        known = {"samples", "micro_batch"}
+        if (
+            not isinstance(value, Mapping)
+            or not value
+            or value.keys() - known
+            or not all(map(_is_size, value.values()))
+        ):
+            raise ValueError(
+                f"techniques['{self.name}'] must be {{'micro_batch': SAMPLES}} or False, got {value!r}: "
+                "optimize(batch_size=...) changes the samples of an update"
+            )
+        samples = value.get("samples")
+        if samples is not None and samples != size_of(job):
+            reason = why_not_resized(_unseeded(job.loader))
+            if reason:
+                raise ValueError(f"batches of {samples} are asked for: {reason}")
+        return BatchSwitch(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
+
+    def fit(self, job: Job) -> Switch | None:
+        """Parts that fit into memory, where whole batches do not; None where they do.
+
+        Raises:
+            torch.OutOfMemoryError: the smallest do not fit either.
+        """
+        largest, trials = max(map(batch_size_of, job.batches)), SizeTrials(job)
+        if _is_one_of_several() or trials.fits(largest):
+            return None
+        smallest, limit = min(SMALLEST, largest), words.size_of(int(memory_limit(job)))
+        too_large = f"batches of {largest} do not fit into {limit}"
+        if resized(job.batches[0], 1) is None:
+            raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
+        found = trials.find(largest, smallest=smallest, largest=largest)
+        if found.samples is None:
+            raise torch.OutOfMemoryError(f"{too_large}, nor do {smallest} samples of one")
+        return BatchSwitch(job, micro_batch=found.samples)
+
+    def _why_not_search(self, job: Job) -> str:
+        if _is_one_of_several():
+            return "several processes train together: each would find a size of its own"
+        if job.resizes:
+            return ""
+        if trains_batch_norm(job):
+            return "BatchNorm would normalise each part of a batch by itself"
+        largest = self._largest(job)
+        return f"batches of {largest} are not worth being taken apart" if largest <= SMALLEST else ""
+
+    @staticmethod
+    def _largest(job: Job) -> int:
+        """The most samples to compute at once."""
+        if not job.resizes:
+            return max(map(batch_size_of, job.batches), default=0)
+        samples = len(_unseeded(job.loader).sampler)
+        return max(size_of(job), samples // (FEWEST_UPDATES * job.accumulate))
+
+
+def size_of(job: Job) -> int:
+    """Samples of a batch of the job's loader, as it is set; of its first batch where that is not known."""
+    size = getattr(_unseeded(job.loader), "batch_size", None)
+    if isinstance(size, int):
+        return size
+    return batch_size_of(job.batches[0]) if job.batches else 1
+
+
+def _unseeded(loader: Any) -> Any:
+    """The loader that one with a seed for each sample was made of."""
+    return getattr(loader, SEEDED_FROM, loader)
+
+
+def trains_batch_norm(job: Job) -> bool:
+    """Whether a BatchNorm normalises what is computed at once."""
+    modules = (m for root in job.modules for m in root.modules())
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
+
+
+def _is_one_of_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)

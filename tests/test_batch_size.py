@@ -1,0 +1,439 @@
+"""Another number of samples per update, or at once: what is trained stays what was asked for."""
+
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout import Plan
+from flatout.batch_size.trials import resident_bytes
+from flatout.data import batch_size_of
+from flatout.measure.memory import step_memory
+from flatout.techniques import REGISTRY, Measured
+from flatout.techniques.batch_size import BatchSwitch
+from tests.helpers import snapshot
+from tests.test_recovery import Trap
+
+OTHERS = {t.name: False for t in REGISTRY if isinstance(t, Measured) and t.name != "batch_size"}
+
+
+def data(samples=64):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 3, (samples,), generator=generator), torch.arange(samples))
+
+
+def pairs(samples=64):
+    return TensorDataset(*data(samples).tensors[:2])
+
+
+def net(*extra):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *extra, nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def loader_of(dataset=None, batch_size=4, **settings):
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(dataset or pairs(), batch_size=batch_size, generator=generator, **settings)
+
+
+def optimize(loader, model=None, optimizer=None, loss_fn=functional.cross_entropy, **settings):
+    model = model or net()
+    settings.setdefault("techniques", OTHERS)
+    settings.setdefault("budget", 0)
+    return flatout.optimize(model, loader, optimizer or sgd(model), loss_fn, **settings)
+
+
+def row_of(run):
+    return next(row for row in run.report.summary.rows if row.technique == "batch_size")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two would wait for each other wherever a machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Slow(nn.Module):
+    """Takes as long for one sample as for many: the more at once, the faster."""
+
+    def forward(self, x):
+        time.sleep(0.002)
+        return x
+
+
+# -- another number of samples per update ----------------------------------------------------------------------
+
+
+def test_a_number_of_samples_makes_the_loader_anew_with_the_same_order():
+    ordered = [batch[2] for batch in loader_of(data(), shuffle=True)]
+    model = net()
+    run = flatout.optimize(
+        model,
+        loader_of(data(), shuffle=True),
+        sgd(model),
+        compute_loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        batch_size=16,
+        techniques=OTHERS,
+        budget=0,
+    )
+    batches = [batch[2] for batch in run.loader]
+    assert [len(batch) for batch in batches] == [16] * 4
+    assert len(run.loader) == 4
+    assert run.loader.batch_size == 16
+    assert torch.cat(batches).tolist() == torch.cat(ordered).tolist()
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
+def test_learning_rates_follow_the_rule_behind_the_warm_up(rule, factor):
+    model = net()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.02}]
+    )
+    run = optimize(loader_of(), model, optimizer, batch_size=16, lr_rule=rule)
+    rates = [[group["lr"] for group in optimizer.param_groups]]
+    for _ in range(3):
+        for batch in run.loader:
+            run.step(batch)
+            rates.append([group["lr"] for group in optimizer.param_groups])
+    # 10 epochs of 4 updates are expected: 4 of them warm up.
+    weights = [1 + (factor - 1) * min(1, u / 4) for u in range(13)]
+    assert rates == [[pytest.approx(0.1 * w, rel=1e-12), pytest.approx(0.02 * w, rel=1e-12)] for w in weights]
+
+
+def test_a_smaller_batch_has_its_smaller_rate_at_once():
+    run = optimize(loader_of(batch_size=16), batch_size=4)
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+
+
+def test_the_users_schedule_ends_where_it_would_have():
+    model = net()
+    optimizer = sgd(model)
+    # OneCycleLR raises when it is stepped further than its own loop would have stepped it.
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3 * 17)
+    bare_optimizer = sgd(net())
+    bare = torch.optim.lr_scheduler.OneCycleLR(bare_optimizer, max_lr=0.1, total_steps=3 * 17)
+    run = optimize(loader_of(pairs(66)), model, optimizer, scheduler=scheduler, batch_size=16)
+    assert len(run.loader) == 5
+    for epoch in range(3):
+        for batch in run.loader:
+            run.step(batch)
+        while bare.last_epoch < min(17 * (epoch + 1), 50):
+            bare_optimizer.step()
+            bare.step()
+        if epoch < 2:
+            assert scheduler.last_epoch == bare.last_epoch
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(4 * bare_optimizer.param_groups[0]["lr"])
+            assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+
+
+def test_accumulated_batches_share_the_samples():
+    run = optimize(loader_of(), batch_size=16, accumulate=2)
+    assert [batch_size_of(batch) for batch in run.loader] == [8] * 8
+    assert "an update has 16 samples instead of 8" in row_of(run).why
+
+
+def test_undo_gives_loader_and_rates_back():
+    model, loader = net(), loader_of()
+    optimizer = sgd(model)
+    run = optimize(loader, model, optimizer, batch_size=16)
+    for batch in run.loader:
+        run.step(batch)
+    assert optimizer.param_groups[0]["lr"] != 0.1
+    run.undo()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert run.loader is loader
+    assert loader.batch_size == 4
+
+
+def test_optimizing_again_begins_with_what_the_user_has():
+    model, loader = net(), loader_of()
+    optimizer = sgd(model)
+    first = optimize(loader, model, optimizer, batch_size=16)
+    for batch in first.loader:
+        first.step(batch)
+    again = optimize(first.loader, model, optimizer)
+    assert [batch_size_of(batch) for batch in again.loader] == [4] * 16
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert again.loader.original is loader
+
+
+def test_the_report_tells_old_and_new_rate_and_warns_of_large_batches():
+    told = row_of(optimize(loader_of(pairs(4096), batch_size=64), batch_size=1024)).why
+    assert "an update has 1,024 samples instead of 64" in told
+    assert "learning rate 0.1 → 1.6 (linear rule), warmed up over 4 updates" in told
+    assert "Keskar" in told
+    assert "Keskar" not in row_of(optimize(loader_of(pairs(4096), batch_size=64), batch_size=512)).why
+    model = net()
+    adam = torch.optim.Adam(model.parameters())
+    assert "lr_rule='sqrt'" in row_of(optimize(loader_of(), model, adam, batch_size=16)).why
+
+
+def test_a_plan_has_the_batch_size_and_says_no_to_another(tmp_path):
+    run = optimize(loader_of(), batch_size=16)
+    run.plan.save(tmp_path / "plan.json")
+    again = optimize(loader_of(), techniques=None, plan=tmp_path / "plan.json", batch_size="auto")
+    assert [batch_size_of(batch) for batch in again.loader] == [16] * 4
+    assert "learning rate 0.1 → 0.4" in row_of(again).why
+    with pytest.raises(ValueError, match="made for batch_size=16, got 32"):
+        optimize(loader_of(), techniques=None, plan=tmp_path / "plan.json", batch_size=32)
+    kept = optimize(loader_of())
+    assert "batch_size" not in kept.plan.decisions
+    asked = optimize(loader_of(), techniques=None, plan=kept.plan, batch_size=32)
+    assert [batch_size_of(batch) for batch in asked.loader] == [32] * 2
+
+
+def test_training_goes_on_from_a_checkpoint_with_its_rates(tmp_path):
+    def training(plan=None):
+        model = net()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        techniques = OTHERS if plan is None else None
+        settings = {"scheduler": scheduler, "batch_size": 16, "techniques": techniques, "plan": plan}
+        return optimize(loader_of(shuffle=True), model, optimizer, **settings)
+
+    whole = training()
+    whole.fit(4, progress=False)
+    first = training()
+    first.fit(2, progress=False, checkpoint_dir=tmp_path)
+    second = training(Plan.from_checkpoints(tmp_path))
+    second.fit(4, progress=False, checkpoint_dir=tmp_path)
+    assert snapshot(second.model, second.optimizer)["parameters"] == snapshot(whole.model)["parameters"]
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "settings", "message"),
+    [
+        (loader_of(), {"batch_size": 0}, "batch_size must be 'keep', 'auto' or a number of samples, got 0"),
+        (loader_of(), {"batch_size": True}, "got True"),
+        (loader_of(), {"batch_size": "large"}, "got 'large'"),
+        (loader_of(), {"batch_size": 10, "accumulate": 4}, "multiple of accumulate=4, got 10"),
+        (loader_of(), {"lr_rule": "cubic"}, "must be 'linear', 'sqrt' or 'none', got 'cubic'"),
+        (loader_of(), {"memory_limit": 0}, "memory_limit must be >= 1 byte, got 0"),
+        (loader_of(), {"batch_size": 8, "techniques": {"batch_size": False}}, "decide about the same"),
+        (list(loader_of()), {"batch_size": 8}, "the loader is a list, not exactly a DataLoader"),
+        (
+            DataLoader(pairs(), batch_sampler=[[0, 1], [2, 3]]),
+            {"batch_size": 8},
+            "the loader has a batch_sampler of its own",
+        ),
+        (loader_of(), {"techniques": {"batch_size": 64}}, r"must be {'micro_batch': SAMPLES} or False, got 64"),
+        (loader_of(), {"techniques": {"batch_size": {"micro": 1}}}, "SAMPLES"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_has_changed(loader, settings, message):
+    model = net()
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimize(loader, model, optimizer, **settings)
+    assert snapshot(model, optimizer) == before
+
+
+def test_without_an_optimizer_there_is_no_rate_to_scale():
+    with pytest.raises(ValueError, match=r"batch_size is used by run\.step, which needs an optimizer"):
+        flatout.optimize(net(), loader_of(), batch_size=8)
+
+
+# -- the fastest -----------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_larger_batches_where_they_are_faster_and_leaves_no_other_trace():
+    model, loader = net(Slow()), loader_of(pairs(1024), shuffle=True)
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    run = optimize(loader, model, optimizer, batch_size="auto", budget=60, expected_steps=10**6)
+    after = snapshot(model, optimizer)
+    assert {k: v for k, v in after.items() if k != "groups"} == {k: v for k, v in before.items() if k != "groups"}
+    row = row_of(run)
+    assert row.status == "kept"
+    assert row.gain.ratio > 1.5
+    samples = run.loader.batch_size
+    # An epoch keeps at least 8 updates.
+    assert 16 <= samples <= 128
+    assert run.plan.decisions["batch_size"] == {"samples": samples, "micro_batch": None}
+    assert f"an update has {samples} samples instead of 4" in row.why
+    for batch in run.loader:
+        run.step(batch)
+
+
+def test_auto_keeps_to_the_memory_limit():
+    def wide():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 512), Slow(), nn.Tanh(), nn.Linear(512, 3)).double()
+
+    model = wide()
+    limit = 600_000
+    run = optimize(
+        loader_of(pairs(4096)), model, batch_size="auto", memory_limit=limit, budget=60, expected_steps=10**6
+    )
+    samples = run.loader.batch_size
+    batch = next(iter(run.loader))
+    took = step_memory(lambda: run.step(batch), torch.device("cpu"))
+    assert took + resident_bytes(run._job) <= limit
+    assert samples > 4
+
+
+def test_auto_is_not_tried_where_no_timing_may_decide():
+    run = optimize(loader_of(), batch_size="auto", deterministic=True, budget=60)
+    assert row_of(run).status == "not tried"
+    assert run.loader.batch_size == 4
+    run.undo()
+
+
+@pytest.mark.parametrize("loader", [list(loader_of()), DataLoader(pairs(), batch_sampler=[[0, 1], [2, 3]])])
+def test_auto_says_which_loader_cannot_be_made_anew(loader):
+    row = row_of(optimize(loader, batch_size="auto", expected_steps=10**6, budget=60))
+    assert row.status == "not applicable"
+    assert "the loader" in row.why
+
+
+def test_a_model_that_knows_one_size_keeps_it():
+    class Rigid(nn.Module):
+        def forward(self, x):
+            return x.view(4, 6)
+
+    model = net()
+    model.insert(0, Rigid())
+    row = row_of(optimize(loader_of(), model, batch_size="auto", expected_steps=10**6, budget=60))
+    assert row.status == "rejected"
+    assert "other sizes fail" in row.why
+
+
+# -- the same samples in parts ---------------------------------------------------------------------------------
+
+
+def in_parts(size):
+    return OTHERS | {"batch_size": {"micro_batch": size}}
+
+
+def trained(batches, techniques, **settings):
+    run = optimize(batches, techniques=techniques, **settings)
+    losses = [float(run.step(batch)) for batch in batches]
+    run._flush()
+    return run, losses
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"max_grad_norm": 0.1}, {"accumulate": 3}])
+def test_parts_have_the_gradients_of_the_whole(settings):
+    # The last batch is uneven, and with accumulate=3 it waits alone for its update at the end.
+    batches = list(loader_of(pairs(70), batch_size=16))
+    whole, expected = trained(batches, OTHERS, **settings)
+    parts, losses = trained(batches, in_parts(6), **settings)
+    assert parts.micro_batch == 6
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_of_token_means_weigh_as_much_as_they_have_tokens():
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+
+    batches = list(loader_of(batch_size=16))
+    settings = {"loss_fn": None, "compute_loss": loss, "loss_weight": lambda batch: (batch[1] != 0).sum()}
+    whole, expected = trained(batches, OTHERS, **settings)
+    parts, losses = trained(batches, in_parts(5), **settings)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_update_the_buffers_of_a_batch_norm_once():
+    batches = list(loader_of(batch_size=16))
+    model = net(nn.BatchNorm1d(8))
+    run = optimize(batches, model, techniques=in_parts(8))
+    before = model[1].running_mean.clone()
+    with torch.no_grad():
+        activations = model[0](batches[0][0])
+    run.step(batches[0])
+    assert model[1].num_batches_tracked == 1
+    torch.testing.assert_close(model[1].running_mean, 0.9 * before + 0.1 * activations.mean(0))
+
+
+def test_parts_that_a_batch_norm_would_see_are_not_tried():
+    row = row_of(optimize(list(loader_of(batch_size=16)), net(nn.BatchNorm1d(8)), budget=60))
+    assert row.status == "not applicable"
+    assert "BatchNorm" in row.why
+
+
+def test_a_batch_that_cannot_be_taken_apart_is_computed_as_a_whole():
+    batch = {"x": pairs()[:8][0], "words": nn.utils.rnn.pack_sequence([torch.ones(2)] * 8)}
+    run = optimize([batch], loss_fn=None, compute_loss=lambda model, b: model(b["x"]).square().mean())
+    run._job.micro_batches.size = 2
+    seen = []
+    run.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    run.step(batch)
+    assert seen[-1] == 8
+
+
+def test_parts_are_for_memory_where_whole_batches_do_not_fit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 3)).double()
+    batches = list(loader_of(pairs(1024), batch_size=256))
+    free = optimize(batches, model)
+    whole = step_memory(lambda: free.step(batches[0]), torch.device("cpu"))
+    assert free.micro_batch is None
+    limit = whole // 2 + resident_bytes(free._job)
+    before = snapshot(model, free.optimizer)
+    run = optimize(batches, model, free.optimizer, memory_limit=limit)
+    assert snapshot(model, run.optimizer) == before
+    assert run.micro_batch < 256
+    assert "do not fit into memory" in row_of(run).why
+    assert step_memory(lambda: run.step(batches[0]), torch.device("cpu")) + resident_bytes(run._job) <= limit
+    with pytest.raises(torch.OutOfMemoryError, match="batches of 256 do not fit"):
+        optimize(batches, model, free.optimizer, memory_limit=1000)
+
+
+def test_a_step_that_runs_out_of_memory_while_tuning_is_taken_apart():
+    model = net(Trap())
+    model[1].arm("forward", 8)
+    batches = list(loader_of(batch_size=32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its FLOPs cannot be counted
+        run = optimize(batches, model, budget=60)
+    assert run.micro_batch == 8
+    run.step(batches[0])
+    assert model[1].seen[-4:] == [8] * 4
+
+
+def test_parts_that_are_faster_are_found():
+    class Cliff(nn.Module):
+        def forward(self, x):
+            time.sleep(len(x) * (0.0001 if len(x) <= 16 else 0.0005))
+            return x
+
+    run = optimize(list(loader_of(pairs(256), batch_size=64)), net(Cliff()), budget=60)
+    row = row_of(run)
+    assert row.status == "kept"
+    assert run.micro_batch in (8, 16)
+    assert row.gain.ratio > 1.5
+    run.undo()
+    assert run.micro_batch is None
+
+
+def test_whole_batches_stay_where_parts_are_slower():
+    run = optimize(list(loader_of(pairs(256), batch_size=64)), net(Slow()), budget=60)
+    assert row_of(run).status == "rejected"
+    assert run.micro_batch is None
+
+
+def test_a_switch_does_not_keep_the_job_alive():
+    run = optimize(loader_of())
+    switch = BatchSwitch(run._job, samples=16)
+    del run
+    switch.enable()
+    switch.disable()
