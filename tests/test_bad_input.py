@@ -50,7 +50,6 @@ def bad_jobs():
     yield "plateau", job, {"scheduler": plateau}, ValueError, "ReduceLROnPlateau"
     lbfgs = torch.optim.LBFGS(net.parameters())
     yield "lbfgs", (net, loader, lbfgs, ce), {}, ValueError, "LBFGS"
-    yield "plan and techniques", job, {"plan": flatout.Plan({}, {}), "precision": "fp32"}, ValueError, "a plan decides"
     yield "no loss", (net, loader, opt(net.parameters())), {}, ValueError, "loss_fn or compute_loss"
     yield "two losses", job, {"compute_loss": ce}, ValueError, "not both"
     yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"

@@ -52,6 +52,64 @@ def test_a_plan_comes_back_from_its_file_and_decides_the_same(tmp_path: Path) ->
         assert kept == plan.decisions.keys()
 
 
+WHAT_WAS_ASKED_FOR = {
+    "techniques": {"techniques": FORCED},
+    "precision": {"precision": "bf16", "techniques": {"compile": False, "workers": False}},
+    "fp32": {"precision": "fp32", "techniques": {"fused_optimizer": True}},
+    "a number": {"techniques": {"workers": 1, "cpu_threads": 1}},
+    "advice": {"techniques": {"transforms": False}},
+    "implied": {"techniques": {"torchscript": True}},
+    "not to be had": {"techniques": {"channels_last": True}},  # nothing convolves
+}
+
+
+@pytest.mark.parametrize("asked", WHAT_WAS_ASKED_FOR.values(), ids=WHAT_WAS_ASKED_FOR)
+def test_what_a_plan_was_made_with_may_be_asked_for_again(tmp_path: Path, asked: Any) -> None:
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=0, **asked)
+    run.plan.save(tmp_path / "plan.json")
+    run.undo()
+    again = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=tmp_path / "plan.json", **asked)
+    again.undo()
+    assert again.plan == run.plan
+
+
+@pytest.mark.parametrize(
+    ("decided", "asked", "words"),
+    [
+        ({"precision": "bf16"}, {"precision": "fp32"}, "precision = 'bf16', .* comes to False"),
+        ({"precision": "bf16"}, {"precision": "fp16"}, "precision = 'bf16', .* comes to 'fp16'"),
+        ({}, {"precision": "bf16"}, "precision = False, .* comes to 'bf16'"),
+        ({"fused_optimizer": True}, {"techniques": {"fused_optimizer": False}}, "fused_optimizer = True, .* to False"),
+        ({"cpu_threads": 1}, {"techniques": {"cpu_threads": 2}}, "cpu_threads = 1, .* comes to 2"),
+    ],
+)
+def test_what_a_plan_has_decided_otherwise_is_refused_by_both_values(decided: Any, asked: Any, words: str) -> None:
+    model, loader, opt = make_job()
+    before = snapshot(model, opt)
+    with pytest.raises(ValueError, match=f"the plan has decided {words}"):
+        flatout.optimize(
+            model, loader, opt, functional.cross_entropy, plan=flatout.Plan(decided, planned().fingerprint), **asked
+        )
+    assert snapshot(model, opt) == before
+
+
+def test_what_cannot_serve_any_more_is_no_disagreement() -> None:
+    plan = flatout.Plan({"channels_last": True}, planned().fingerprint)
+    model, loader, opt = make_job()
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, techniques={"channels_last": True})
+    assert run.plan.decisions == {}
+
+
+def test_a_plan_decides_about_what_nobody_asked_for() -> None:
+    plan = planned()
+    model, loader, opt = make_job()
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, plan=plan, precision="bf16", techniques={"compile": False}
+    )
+    assert run.plan == plan
+
+
 def test_a_plan_of_settings_in_a_dict_comes_back(tmp_path: Path) -> None:
     model, loader, opt = make_job()
     techniques = FORCED | {"in_memory": False, "workers": {"num_workers": 1, "prefetch_factor": 3}}

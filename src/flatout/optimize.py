@@ -110,18 +110,20 @@ def optimize(
         techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
         expected_steps: batches that the training will take, for break-even decisions; default: 10 epochs.
         budget: seconds to spend on measuring; 0 means rules only. Advice takes a twentieth of it on top at most.
-        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured.
+        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured. ``techniques`` and ``precision``
+            may be given, too, as when it was made: they have to come to what it has decided.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
 
     Raises:
         TypeError: an argument or a batch is not of a kind that is understood.
-        ValueError: an argument has a value that cannot work, or the loader is empty, the model has nothing to
-            train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing has changed then.
+        ValueError: an argument has a value that cannot work, or one that is not the plan's, or the loader is empty, the
+            model has nothing to train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing
+            has changed then.
         RuntimeError: too late for ``deterministic``: cuBLAS has started already. Nothing has changed either.
     """
-    choices = _choices(techniques, precision)
+    choices = asked = _choices(techniques, precision)
     _check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
     _check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight, batch_size, memory_limit)
     _check_numbers(accumulate, max_grad_norm, expected_steps, budget, memory_limit)
@@ -129,11 +131,9 @@ def optimize(
     if seed is not None:
         check_seed(seed)
     if plan is not None:
-        if choices:
-            raise ValueError("a plan decides about every technique: give plan, or techniques and precision")
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check_techniques([t.name for t in REGISTRY])
-        choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
+        choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)} | asked
         choices |= _planned_batch_size(choices[BATCH_SIZE.name], batch_size, accumulate)
 
     if isinstance(loader, TrainingLoader):
@@ -204,6 +204,9 @@ def optimize(
                     row = tuner.decide(technique)
                 if row.status == "kept" or rows.get(technique.name, row).status != "kept":
                     rows[technique.name] = row
+                # What cannot serve is not there, whoever asks for it.
+                if plan is not None and technique.name in asked and row.status != "not applicable":
+                    plan.check_choice(technique.name, tuner.decisions.get(technique.name, False))
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
         peak, _ = job.peak_flops(measure=budget > 0)

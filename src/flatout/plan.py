@@ -56,7 +56,8 @@ class Plan:
         """The plan of the newest checkpoint in a folder of ``Run.fit``; None where there is none yet.
 
         A script that starts with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and goes
-        on with the same decisions each time that it is started again.
+        on with the same decisions each time that it is started again. ``techniques=`` and ``precision=`` may be in it,
+        too: those that the plan was made with agree with it.
         """
         state = newest_in(folder)
         return None if state is None else cls(**state["plan"])
@@ -70,6 +71,23 @@ class Plan:
         for name in self.decisions:
             if name not in known:
                 raise ValueError(f"this plan decides about {name!r}, a technique that this flatout does not have")
+
+    def check_choice(self, technique: str, value: Any) -> None:
+        """Refuse to be given together with a choice that comes to something else.
+
+        Args:
+            technique: its name.
+            value: what ``techniques=`` or ``precision=`` comes to, as in ``decisions``; False: to do without.
+
+        Raises:
+            ValueError: names the technique, and both values.
+        """
+        decided = self.decisions.get(technique, False)
+        if value != decided:
+            raise ValueError(
+                f"the plan has decided {technique} = {decided!r}, techniques= or precision= comes to {value!r}: "
+                "leave one of them out, or make them agree"
+            )
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
         """Refuse to be applied in other circumstances.

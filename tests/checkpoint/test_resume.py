@@ -262,6 +262,16 @@ def test_the_plan_comes_from_the_newest_checkpoint(tmp_path):
     assert flatout.Plan.from_checkpoints(tmp_path) == run.plan
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fused"])
+def test_a_script_that_asks_for_techniques_is_started_as_often_as_it_takes(kind, tmp_path, uninterrupted):
+    for stop_before in (3, 9):
+        with pytest.raises(Stopped):
+            train(kind, tmp_path, stop_before=stop_before, checkpoint_every=1, plan=True)
+    run, history = train(kind, tmp_path, checkpoint_every=1, plan=True)
+    assert_same(run, history, uninterrupted(kind))
+    assert run.plan.decisions.items() >= KINDS[kind]["techniques"].items()
+
+
 class Endless:
     """Batches of a loader that cannot tell where it is."""
 

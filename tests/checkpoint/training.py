@@ -66,7 +66,7 @@ def before_step(run, steps, act):
     run.step = acting
 
 
-def make(kind="plain"):
+def make(kind="plain", plan=None):
     """A run of that kind, as each process makes it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -80,13 +80,14 @@ def make(kind="plain"):
     samples = Noisy() if kind != "fused" else torch.utils.data.TensorDataset(Noisy().x, torch.arange(SAMPLES) % 3)
     loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
     return flatout.optimize(
-        model, loader, optimizer, functional.cross_entropy, scheduler=scheduler, **{"budget": 0} | KINDS[kind]
-    )
+        model, loader, optimizer, functional.cross_entropy, scheduler=scheduler, plan=plan,
+        **{"budget": 0} | KINDS[kind],
+    )  # fmt: skip
 
 
-def train(kind, folder=None, *, stop_before=None, **options):
-    """Train to the end, or until a step raises; returns the run and its history."""
-    run = make(kind)
+def train(kind, folder=None, *, stop_before=None, plan=False, **options):
+    """Train to the end, or until a step raises, with the decisions of before if so asked; the run and its history."""
+    run = make(kind, flatout.Plan.from_checkpoints(folder) if plan else None)
     seed_all(5 if folder is None or not list(Path(folder).glob("step-*.pt")) else 99)
     if stop_before is not None:
         before_step(run, stop_before, stop)
