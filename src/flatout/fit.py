@@ -36,7 +36,7 @@ class Fitted:
 
 
 class Keeper:
-    """Keeps a training in a folder: brings it back from there, and saves it when it is time to, and when SIGTERM comes.
+    """Keeps a training in a folder: brings it back from there, and saves it when it is time to and when it has to end.
 
     Args:
         run: is trained inside the block.
@@ -81,8 +81,10 @@ class Keeper:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: Any) -> None:
         try:
-            # Who ends a job signals its loader's workers, too: the step before the batch that did not come is complete.
-            if error is None or (self._termination.asked and isinstance(error, WorkerError)):
+            # Who ends a job signals its loaders' workers, too. What fails then is no step: the one before the batch
+            # that did not come is complete, and so is an epoch that is being evaluated.
+            is_evaluated = self._run.fitted.is_trained and isinstance(error, Exception)
+            if error is None or (self._termination.asked and (is_evaluated or isinstance(error, WorkerError))):
                 self._save()
             self._run.flush_saves()
         finally:
@@ -100,7 +102,7 @@ class Keeper:
 
     @property
     def has_to_end(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Whether a signal to end has come."""
         return self._termination.asked
 
     @property
@@ -136,11 +138,12 @@ def fit(
                     keeper.step_done()
                     if keeper.has_to_end:
                         return
+            if fitted.loss is None:
+                raise ValueError(
+                    f"the loader yielded no batch in epoch {len(fitted.history) + 1}: can it be iterated again?"
+                )
             fitted.is_trained = True
-        if fitted.loss is None:
-            raise ValueError(
-                f"the loader yielded no batch in epoch {len(fitted.history) + 1}: can it be iterated again?"
-            )
+        assert fitted.loss is not None
         if keeper is not None and keeper.has_to_end:
             return
         row = {"loss": float(fitted.loss) / fitted.steps}

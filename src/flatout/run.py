@@ -297,8 +297,9 @@ class Run:
         """Train for a number of epochs, and go on where an earlier process was stopped or killed.
 
         With ``checkpoint_dir``, training goes on from the newest checkpoint in that folder that can be read, so that a
-        script is written once, and started as often as it takes. SIGTERM saves, and then ends the process as ever;
-        where it was handled before, that handler is called behind the save, and ``fit`` returns what there is.
+        script is written once, and started as often as it takes. SIGTERM and Ctrl-C have the step finished and saved,
+        and then do what they ever do: end the process, raise ``KeyboardInterrupt``. A second Ctrl-C does that at once,
+        and saves nothing. A handler of one's own is called behind the save, and ``fit`` returns what there is.
 
         It ends bit for bit where it would have ended uninterrupted where a step repeats its results (on a GPU:
         ``deterministic=True``) and takes the same decisions: ``optimize(plan=Plan.from_checkpoints(folder))``. What is

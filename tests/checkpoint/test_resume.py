@@ -5,12 +5,14 @@ import copy
 import os
 import signal
 import threading
+import time
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import flatout
 from flatout.checkpoint import Folder, newest_in, read, write
@@ -351,11 +353,24 @@ def test_every_scheduler_goes_on(name, tmp_path):
     assert seen == rates
 
 
+# -- signals -----------------------------------------------------------------------------------------------------
+
+
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# -- signals -----------------------------------------------------------------------------------------------------
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def interruptible():
+    """Where a shell started the tests in the background, SIGINT was ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 def test_sigterm_saves_and_ends(tmp_path, uninterrupted):
@@ -434,6 +449,142 @@ def test_the_handler_of_sigterm_is_put_back(tmp_path):
     with pytest.raises(Stopped):
         train("plain", tmp_path / "b", stop_before=3)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("kind", ["plain", "accumulating", "fused"])
+def test_an_interrupt_is_one_behind_the_save(kind, tmp_path, uninterrupted, capsys):
+    run = make(kind)
+    seed_all(5)
+    before_step(run, 7, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
+    assert run.steps == 8  # the step was finished
+    assert newest_in(tmp_path)["steps"] == 8
+    assert "saving behind this step; interrupt again" in capsys.readouterr().err
+    assert_same(*train(kind, tmp_path), uninterrupted(kind))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_is_one_at_once_and_saves_nothing(tmp_path, uninterrupted):
+    run = make()
+    seed_all(5)
+    before_step(run, 7, lambda: (interrupt(), interrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
+    assert run.steps == 7
+    assert newest_in(tmp_path)["steps"] == 6
+    assert_same(*train("plain", tmp_path), uninterrupted("plain"))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_may_come_while_it_is_saved(tmp_path, monkeypatch):
+    run = make()
+    before_step(run, 2, interrupt)
+    flush = run.flush_saves
+
+    def interrupted():
+        interrupt()
+        flush()
+
+    monkeypatch.setattr(run, "flush_saves", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
+    flush()
+    assert newest_in(tmp_path)["steps"] == 3
+
+
+def test_who_handles_interrupts_hears_of_it_behind_the_save_and_of_a_second_at_once(tmp_path):
+    run = make()
+    heard = []
+    before_step(run, 2, interrupt)
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(os.listdir(tmp_path))))
+    try:
+        assert run.fit(1, progress=False, checkpoint_dir=tmp_path) == []
+        assert heard == [1]
+        before_step(run, 3, lambda: (interrupt(), interrupt()))
+        assert run.fit(1, progress=False, checkpoint_dir=tmp_path) == []
+        assert heard == [1, 1]
+        assert run.steps == 4
+        assert newest_in(tmp_path)["steps"] == 4
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_both_signals_are_obeyed(tmp_path):
+    run = make()
+    heard = []
+    before_step(run, 2, lambda: (interrupt(), terminate()))
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(run.steps))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(1, progress=False, checkpoint_dir=tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [3]
+
+
+class InterruptedInWorker(torch.utils.data.Dataset):
+    """Presses Ctrl-C in a terminal, which interrupts the main process and its workers alike, at one of its samples."""
+
+    def __init__(self):
+        self.main = os.getpid()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 20:
+            time.sleep(1)  # by now the main process waits for it
+            for process in (self.main, os.getpid()):
+                os.kill(process, signal.SIGINT)
+        return torch.full((6,), float(index)), index % 3
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_interrupt_of_the_workers_costs_no_step(method, tmp_path):
+    """Forked ones go on; others end, and the batch that does not come is no step."""
+    loader = DataLoader(InterruptedInWorker(), 4, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
+    run = make_with(loader)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run.fit(1, progress=False, checkpoint_dir=tmp_path)
+    if method == "fork":
+        assert caught.value.__context__ is None
+    assert run.steps in range(1, 7)
+    assert newest_in(tmp_path)["steps"] == run.steps
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_in_an_evaluation_is_one_at_once(tmp_path):
+    class Evaluated:
+        def __iter__(self):
+            interrupt()
+            interrupt()
+            return iter(())
+
+    with pytest.raises(KeyboardInterrupt):
+        make().fit(1, Evaluated(), progress=False, checkpoint_dir=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_evaluation_that_fails_behind_an_interrupt_costs_no_epoch(tmp_path):
+    class Broken:
+        def __iter__(self):
+            interrupt()
+            raise RuntimeError("a worker was interrupted, say")
+
+    run = make()
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(1, Broken(), progress=False, checkpoint_dir=tmp_path)
+    assert newest_in(tmp_path)["fitted"]["is_trained"]
+    batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
+    again = make()
+    (row,) = again.fit(1, batches, progress=False, checkpoint_dir=tmp_path)
+    assert again.steps == 6
+    assert "eval_loss" in row
 
 
 def test_a_state_is_of_plain_things_alone():

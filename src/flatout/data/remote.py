@@ -125,8 +125,10 @@ def death_of_a_worker(batches: Any, error: Exception) -> str | None:
         for worker in workers:
             if worker.sentinel in ended:
                 worker.join()  # it has closed its files; its exit code follows
+    # Of one that exits with 0, as after Ctrl-C, torch alone can tell that it had not come to its end.
+    missed = str(error) if str(error).startswith("DataLoader worker (pid(s)") else ""
     for number, worker in enumerate(workers):
-        if worker.exitcode:
+        if worker.exitcode or (worker.exitcode == 0 and str(worker.pid) in missed):
             batches._shutdown_workers()
             return f"DataLoader worker {number} (pid {worker.pid}) {_end(worker.exitcode)}"
     return None
@@ -139,7 +141,7 @@ def _is_remote(error: BaseException) -> bool:
 
 
 def _end(exitcode: int) -> str:
-    if exitcode > 0:
+    if exitcode >= 0:
         return f"exited with code {exitcode}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (f", {_HINTS[name]}" if name in _HINTS else "")
