@@ -53,6 +53,21 @@ def test_a_damaged_one_does_not_count_among_those_to_keep(tmp_path):
     assert folder.path_of(2).exists()
 
 
+def test_of_the_damaged_ones_the_last_two_are_left_to_be_looked_into(tmp_path):
+    folder = filled(tmp_path, [1, 2, 3, 4], keep=4)
+    for step in (2, 3, 4):
+        damage(folder.path_of(step))
+    with pytest.warns(RuntimeWarning):
+        folder.newest()
+    assert len(list(tmp_path.glob("*.damaged"))) == 3
+    filled(tmp_path, [5], keep=1)
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-0000000003.pt.damaged",
+        "step-0000000004.pt.damaged",
+        "step-0000000005.pt",
+    ]
+
+
 def test_where_all_are_damaged_nothing_begins_anew_and_nothing_is_set_aside(tmp_path):
     folder = filled(tmp_path, [1, 2])
     damage(folder.path_of(1))

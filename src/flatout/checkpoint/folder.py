@@ -10,6 +10,8 @@ from typing import Any
 from flatout.checkpoint import file
 
 _NAME = re.compile(r"step-(\d+)\.pt")
+_DAMAGED = re.compile(r"step-(\d+)\.pt\.damaged")
+_KEEP_DAMAGED = 2
 
 
 class Folder:
@@ -51,8 +53,8 @@ class Folder:
         return state
 
     def prune(self) -> None:
-        """Remove all but the newest."""
-        for path in newest_first(self._path)[self._keep :]:
+        """Remove all but the newest, and all but the newest two of those that were set aside to be looked into."""
+        for path in newest_first(self._path)[self._keep :] + newest_first(self._path, _DAMAGED)[_KEEP_DAMAGED:]:
             path.unlink(missing_ok=True)
 
 
@@ -75,8 +77,8 @@ def _newest_that_is_whole(folder: Path) -> tuple[Path | None, Any, dict[Path, Ex
     return None, None, damaged
 
 
-def newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path, name: re.Pattern[str] = _NAME) -> list[Path]:
     """The checkpoints in a folder, that need not be there, from the last step to the first."""
     there = folder.iterdir() if folder.is_dir() else ()
-    found = [(int(match[1]), path) for path in there if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in there if (match := name.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
