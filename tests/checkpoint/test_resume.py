@@ -54,6 +54,15 @@ def test_it_goes_on_bit_for_bit(kind, stop_before, tmp_path, uninterrupted):
     assert_same(*train(kind, tmp_path, checkpoint_every=1), uninterrupted(kind))
 
 
+@pytest.mark.parametrize("stop_before", [8, 14])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_bit_for_bit_from_between_epochs(kind, stop_before, tmp_path, uninterrupted):
+    with pytest.raises(Stopped):
+        train(kind, tmp_path, stop_before=stop_before)
+    assert newest_in(tmp_path)["steps"] == 6 * (stop_before // 6)
+    assert_same(*train(kind, tmp_path), uninterrupted(kind))
+
+
 @pytest.mark.parametrize("kind", ["plain", "accumulating"])
 def test_steps_since_the_last_checkpoint_are_trained_again(kind, tmp_path, uninterrupted):
     with pytest.raises(Stopped):

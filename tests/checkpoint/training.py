@@ -25,9 +25,11 @@ KINDS = {
     "scaled": {"techniques": {"fused_optimizer": True, "precision": "fp16"}, "accumulate": 2},
     "clipped": {"max_grad_norm": 0.1, "accumulate": 2},
     "averaged": {},
+    "workers": {},
     "measured": {"budget": 0.2, "techniques": {t.name: False for t in REGISTRY if isinstance(t, Measured)}},
 }
-"""By what is asked of ``optimize``. An averaged one has flatout's own optimizer, with all that it may keep."""
+"""By what is asked of ``optimize``. An averaged one has flatout's own optimizer, with all that it may keep; workers are
+persistent."""
 
 
 class Noisy(Dataset):
@@ -77,8 +79,10 @@ def make(kind="plain", plan=None):
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-    samples = Noisy() if kind != "fused" else torch.utils.data.TensorDataset(Noisy().x, torch.arange(SAMPLES) % 3)
-    loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
+    fixed = torch.utils.data.TensorDataset(Noisy().x, torch.arange(SAMPLES) % 3)
+    samples = fixed if kind in ("fused", "workers") else Noisy()
+    workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
+    loader = DataLoader(samples, batch_size=BATCH, shuffle=True, **workers)
     return flatout.optimize(
         model, loader, optimizer, functional.cross_entropy, scheduler=scheduler, plan=plan,
         **{"budget": 0} | KINDS[kind],

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory
+from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory, clone_loader
 from flatout.data.generators import RandomState
 
 SAMPLES = 22
@@ -366,6 +366,68 @@ def test_between_epochs():
     resumed = Prefetcher(LOADERS["shuffled, generator"](dataset()), "cpu")
     resumed.load_state_dict(state)
     assert plain(list(resumed)) == theirs
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "persistent"),
+    [
+        (kind, persistent)
+        for kind in ("shuffled", "shuffled, generator", "global generators")
+        for persistent in ("no", "the user's", "flatout's")
+        if (kind, persistent) != ("global generators", "flatout's")  # a sampler that is never given persistent ones
+    ],
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_between_epochs_of_workers(wrapper, kind, persistent, before):
+    """Persistent ones are given their seed in the first epoch, whichever process that was in."""
+
+    def make():
+        loader = LOADERS[kind](dataset(), num_workers=1, persistent_workers=persistent == "the user's")
+        return clone_loader(loader, persistent_workers=True) if persistent == "flatout's" else loader
+
+    scramble()
+    whole, loader = Log(), make()
+    whole.run(WRAPPERS[wrapper](loader), held_by(loader), 4)
+
+    scramble()
+    state = None
+    for epochs in (before, 1, 3 - before):  # the second process saves again
+        part, loader = Log(), make()
+        wrapped = WRAPPERS[wrapper](loader)
+        if state is not None:
+            scramble()
+            RandomState.capture().write(state[1])
+            wrapped.load_state_dict(state[0])
+            state = part._saved(wrapped)  # a state that was loaded, and not gone on from
+            wrapped.load_state_dict(state[0])
+        part.run(wrapped, held_by(loader), epochs)
+        state = part._saved(wrapped)
+        assert part.epochs == whole.epochs[:epochs]
+        assert part.generators == whole.generators[:epochs]
+        del whole.epochs[:epochs], whole.generators[:epochs]
+
+
+def test_workers_that_are_started_again_between_epochs_draw_other_numbers():
+    class Random(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    def make():
+        return Prefetcher(DataLoader(Random(), num_workers=1, persistent_workers=True), "cpu")
+
+    first = make()
+    seen = [plain(list(first))]
+    state = first.state_dict()
+    for _ in range(2):
+        resumed = make()
+        resumed.load_state_dict(state)
+        seen.append(plain(list(resumed)))
+        state = resumed.state_dict()
+    assert len({number for epoch in seen for (number,) in epoch}) == 6
 
 
 def test_a_loaded_state_can_be_saved_again():

@@ -32,7 +32,7 @@ class Progress:
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
         self.has_run = False
-        """Whether an epoch has begun."""
+        """Whether an epoch has begun, in this process or before a state that was loaded."""
         self._order: Order | None = None
         self._position: Position | None = None
         self._reached: tuple[Span | Foreign, int] | None = None
@@ -106,7 +106,13 @@ class Progress:
             is_ahead = self._order.has_drawn_since(position)
             position = self._order.completed(position)
         generators = self._held_generators(without_samplers=is_ahead).states()
-        return {"version": _VERSION, "loader": self._traits(), "position": position, "generators": generators}
+        return {
+            "version": _VERSION,
+            "loader": self._traits(),
+            "position": position,
+            "generators": generators,
+            "has_run": self.has_run,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch go on from ``state``.
@@ -122,6 +128,7 @@ class Progress:
                     f"the state was saved with {name} = {state['loader'].get(name)!r}, here it is {here!r}"
                 )
         self._order, self._position, self._reached, self._loaded = None, state["position"], None, None
+        self.has_run = state.get("has_run", False)
         if state["position"] is None:
             self._held_generators().write(state["generators"])
         else:

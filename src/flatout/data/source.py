@@ -310,18 +310,25 @@ class _MapStyle(_FromDataLoader):
             _noted(self._persistent).draws_seed = True
         twin, batches = self._iterate()
         self.progress.has_begun()
+        _noted(twin).has_order = False
         return _MapStyleEpoch(batches, self, _noted(twin))
 
     def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
-        if self.progress.goes_on:
-            # The same worker seeds as before would draw the same augmentation as the first batches had.
-            position = self.progress.position or {}
-            worker_seed = position.get("worker_seed", 0) + position["taken"]
         noted = _Noted(self._dataloader, self.progress)
-        if self.progress.goes_on:
+        if self.progress.goes_on or self._had_workers:
+            # The same worker seeds as before would draw the same augmentation as the first batches had.
+            position = self.progress.position or {"taken": 0}
+            worker_seed = position.get("worker_seed", self.worker_seed) + position["taken"]
             noted.begin()  # before there are workers: a sampler that draws other batches is an error
+            noted.has_order = True
         role = "sampler" if self._dataloader.batch_sampler is None else "batch_sampler"
         return super()._make_twin(worker_seed, **{role: noted})
+
+    @property
+    def _had_workers(self) -> bool:
+        """Whether persistent workers were there before, in another process: what their begin draws was drawn then."""
+        loader = self._dataloader
+        return self.progress.has_run and loader.persistent_workers and not hasattr(loader, SEEDS_EVERY_EPOCH)
 
     def mark(self) -> Any:
         position = self.progress.position
@@ -330,10 +337,11 @@ class _MapStyle(_FromDataLoader):
     def state_dict(self, mark: Any) -> dict[str, Any]:
         if self._dataloader.num_workers and not self._dataloader.in_order:
             raise TypeError("a DataLoader with in_order=False cannot go on in mid-epoch: any batch may be missing")
-        return self.progress.state_dict(mark)
+        return self.progress.state_dict(mark) | {"worker_seed": self.worker_seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.progress.load_state_dict(state)
+        self.worker_seed = state.get("worker_seed", 0)
         self._persistent = None
 
 
@@ -347,14 +355,17 @@ class _Noted:
         self.given: deque[tuple[Span | Foreign, int]] = deque()
         self.draws_seed = False
         """Whether an epoch's begin draws the seed of workers, which persistent ones have already."""
+        self.has_order = False
+        """Whether the order of the epoch that is about to begin is there."""
 
     def begin(self) -> None:
         self.order = self._progress.begin(None, reads_ahead=self._loader.num_workers > 0)
         self.given = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        # DataLoader iterates its sampler twice before workers load; the rest of an epoch is there once.
-        if not self._progress.goes_on:
+        # DataLoader iterates its sampler twice before its first workers load; the rest of an epoch is there once, and
+        # so is an epoch that workers would have been there for.
+        if not self.has_order:
             self.begin()
             if self.draws_seed:
                 torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
