@@ -414,7 +414,8 @@ class Run:
         """Load a state whose tensors are nobody else's."""
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise ValueError(f"{what} not of run.state_dict(), version {STATE_VERSION}")
-        before = State.capture(self._job.modules, self.optimizer, self._job.loader)
+        # On the host: the device may have no room for a second model.
+        before = State.capture(self._job.modules, self.optimizer, self._job.loader, on=torch.device("cpu"))
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         progress = self._job.progress
         try:

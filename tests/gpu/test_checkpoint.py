@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.checkpoint import read
+from flatout.checkpoint import read, write
 from flatout.checkpoint.copies import HostCopies
 from tests.checkpoint.test_file import equal
 
@@ -52,6 +52,33 @@ def test_it_goes_on_bit_for_bit(precision, asynchronous, tmp_path):
         other.undo()
     finally:
         run.undo()
+
+
+def test_loading_takes_no_second_model_on_the_device_and_what_does_not_fit_changes_nothing(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(4096, 4096, bias=False).cuda()  # 64 MiB
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [(torch.randn(2, 4096), torch.zeros(2, dtype=torch.int64)) for _ in range(2)]
+        return flatout.optimize(model, batches, optimizer, functional.cross_entropy, budget=0)
+
+    run = made()
+    run.save(tmp_path / "a.pt")
+    state = read(tmp_path / "a.pt")
+    write(tmp_path / "wrong.pt", {name: value for name, value in state.items() if name != "plan"})
+    for batch in run.loader:
+        run.step(batch)
+    trained = run.model.weight.detach().cpu()
+    run.optimizer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(ValueError, match="of another training"):
+        run.load(tmp_path / "wrong.pt")
+    assert torch.equal(run.model.weight.cpu(), trained)
+    run.load(tmp_path / "a.pt")
+    assert torch.equal(run.model.weight.cpu(), state["job"]["modules"][0]["weight"])
+    assert torch.cuda.max_memory_allocated() - before < 32 << 20
+    run.undo()
 
 
 def test_a_graphed_step_goes_on_from_what_was_loaded(tmp_path):

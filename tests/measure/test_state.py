@@ -47,15 +47,16 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("on", [None, torch.device("cpu")])
 @pytest.mark.parametrize("stepped_before", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_restore_is_bit_exact(name, stepped_before):
+def test_restore_is_bit_exact(name, stepped_before, on):
     model = Net()
     optimizer = OPTIMIZERS[name](model.parameters())
     if stepped_before:
         train(model, optimizer)
     before = snapshot(model, optimizer)
-    state = State.capture([model], optimizer)
+    state = State.capture([model], optimizer, on=on)
 
     for _ in range(2):
         train(model, optimizer)

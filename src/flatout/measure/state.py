@@ -21,12 +21,12 @@ from flatout.data.generators import RandomState
 class _SavedTensor:
     """A tensor object and the bits it held, gradient included: both the object and the bits come back."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, on: torch.device | None) -> None:
         self._tensor = tensor
-        self._bits = owned(tensor).detach().clone()
+        self._bits = _copied(tensor, on)
         self._requires_grad = tensor.requires_grad
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._grad_bits = None if self._grad is None else owned(self._grad).detach().clone()
+        self._grad_bits = None if self._grad is None else _copied(self._grad, on)
 
     def restore(self) -> Tensor:
         with torch.no_grad():
@@ -50,9 +50,14 @@ def owned(tensor: Tensor) -> Tensor:
     return view
 
 
-def _save(value: Any) -> Any:
+def _copied(tensor: Tensor, on: torch.device | None) -> Tensor:
+    bits = owned(tensor).detach()
+    return bits.clone() if on is None else bits.to(on, copy=True)
+
+
+def _save(value: Any, on: torch.device | None) -> Any:
     """Copy one piece of optimizer state; tensors keep their identity."""
-    return _SavedTensor(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+    return _SavedTensor(value, on) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _load(saved: Any) -> Any:
@@ -78,17 +83,17 @@ class ModuleSlots:
 class _Tensors:
     """The bits and gradients of every distinct tensor."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._saved = [_SavedTensor(t) for t in {id(t): t for t in tensors}.values()]
+    def __init__(self, tensors: Iterable[Tensor], on: torch.device | None) -> None:
+        self._saved = [_SavedTensor(t, on) for t in {id(t): t for t in tensors}.values()]
 
     def restore(self) -> None:
         for saved in self._saved:
             saved.restore()
 
 
-def _save_entry(entry: Any) -> Any:
+def _save_entry(entry: Any, on: torch.device | None) -> Any:
     """State of one parameter: a dict of values, or whatever else an optimizer keeps under a key of its own."""
-    return {k: _save(v) for k, v in entry.items()} if isinstance(entry, dict) else _save(entry)
+    return {k: _save(v, on) for k, v in entry.items()} if isinstance(entry, dict) else _save(entry, on)
 
 
 def _load_entry(saved: Any) -> Any:
@@ -104,11 +109,11 @@ class _OptimizerState:
     Restoring an optimizer that had not stepped removes the state that steps have created since.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, on: torch.device | None) -> None:
         self._optimizer = optimizer
-        self._state = {key: _save_entry(entry) for key, entry in optimizer.state.items()}
+        self._state = {key: _save_entry(entry, on) for key, entry in optimizer.state.items()}
         self._groups = [
-            (list(group["params"]), {k: _save(v) for k, v in group.items() if k != "params"})
+            (list(group["params"]), {k: _save(v, on) for k, v in group.items() if k != "params"})
             for group in optimizer.param_groups
         ]
         self._attributes = {k: v for k, v in vars(optimizer).items() if k not in _OPTIMIZER_PARTS}
@@ -160,7 +165,7 @@ class State:
 
     Restoring is bit-exact and in place: parameters, buffers and optimizer state keep their storage, so views,
     tied weights and references held elsewhere stay valid. It costs one copy of the model, its gradients and the
-    optimizer's state, on the device where they live.
+    optimizer's state.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -168,7 +173,12 @@ class State:
 
     @classmethod
     def capture(
-        cls, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None, loader: Any = None
+        cls,
+        modules: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        loader: Any = None,
+        *,
+        on: torch.device | None = None,
     ) -> State:
         """Copy everything that a training step changes.
 
@@ -176,14 +186,15 @@ class State:
             modules: model and loss modules: parameters, buffers, gradients and train/eval modes.
             optimizer: its state, hyper-parameters and bookkeeping, and the parameters it holds from elsewhere.
             loader: the random generators that it, its samplers and its dataset keep.
+            on: the device for the copies; default: where the originals are.
         """
         modules = list(modules)
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         parts: list[Any] = [_BackendFlags(), RandomState.capture(loader)]
         if optimizer is not None:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
-            parts.append(_OptimizerState(optimizer))
-        parts.append(_Tensors(tensors))
+            parts.append(_OptimizerState(optimizer, on))
+        parts.append(_Tensors(tensors, on))
         parts += [ModuleSlots(module) for module in modules]
         return cls(parts)
 
