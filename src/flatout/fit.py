@@ -50,7 +50,10 @@ class Keeper:
 
     def __init__(self, run: Run, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("checkpoint_dir is for one process: several would write the same files")
+            raise RuntimeError(
+                "checkpoint_dir is for one process: several would write the same files, and stop at different steps; "
+                "run.save and run.load go on with a file for each rank"
+            )
         self._run = run
         self._folder = folder
         self._every = every
