@@ -127,7 +127,7 @@ def test_what_is_slower_together_is_taken_back_and_the_rows_say_so(monkeypatch):
     monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
     monkeypatch.setattr(Track, "pace", Pace(step_ms=1.0, load_ms=1.0, samples_per_second=1.0))
     monkeypatch.setattr(Bench, "interleave", lambda self, old, new: ([2.0] * 10, [1.0] * 10))
-    monkeypatch.setattr(Bench, "alternate", lambda self, old, new, to_new: ([1.0] * 10, [2.0] * 10))
+    monkeypatch.setattr(Bench, "alternate", lambda *_, **__: ([1.0] * 10, [2.0] * 10))
     run = flatout.optimize(
         model, loader, opt, functional.cross_entropy, techniques=QUICK | {"in_memory": False}, budget=30
     )

@@ -139,7 +139,7 @@ def everything_pays(monkeypatch):
     monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
     monkeypatch.setattr(Bench, "interleave", lambda self, old, new: ([2.0] * 10, [1.0] * 10))
 
-    def alternate(self, old, new, to_new=()):
+    def alternate(self, old, new, to_new=(), scale=1.0):
         for one in (old, new):
             one.stretch(2, settle=0)
             one.close()
