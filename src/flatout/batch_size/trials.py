@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from flatout._memory import ran_out_of_memory
 from flatout.batch_size.finder import Found, Probe, find
-from flatout.data import resized, tensors_of
+from flatout.data import batch_size_of, resized, tensors_of
 from flatout.data.machine import available_memory
 from flatout.measure.memory import step_memory
 from flatout.measure.trial import seconds
@@ -47,7 +46,6 @@ class SizeTrials:
     def __init__(self, job: Job) -> None:
         self.steps = 0
         self._job = job
-        self._too_large: dict[int, Probe | None] = {}
 
     def find(self, start: int, *, smallest: int, largest: int) -> Found:
         """The fastest number of samples within memory, in fewer than 20 steps; see :func:`find`."""
@@ -64,8 +62,6 @@ class SizeTrials:
 
     def probe(self, samples: int) -> Probe | None:
         """What a few steps of so many samples show; None where memory ended."""
-        if samples in self._too_large:
-            return self._too_large[samples]
 
         def probed() -> Probe:
             allocated, step = self._height(samples), self._stepping(samples)
@@ -80,19 +76,29 @@ class SizeTrials:
             torch.OutOfMemoryError: as all that runs out of memory.
         """
         with self._one_by_one():
-            return self._height_when_warm(samples)
+            self._stepping(samples)()
+            return self._height(samples)
 
     def fits(self, samples: int) -> bool:
-        """Whether memory holds a step of so many samples; a search will not try it again where it does not."""
-        height = self._within_memory(lambda: self._height_when_warm(samples) or 0)
-        if height is not None and height <= memory_limit(self._job):
-            return True
-        self._too_large[samples] = None if height is None else Probe(samples, math.inf, height)
-        return False
+        """Whether memory holds a step of so many samples."""
+        height = self._within_memory(lambda: self.height(samples) or 0)
+        return height is not None and height <= memory_limit(self._job)
 
-    def _height_when_warm(self, samples: int) -> int | None:
-        self._stepping(samples)()
-        return self._height(samples)
+    def most_that_fit(self, most: int) -> int | None:
+        """The most samples that memory holds, as far as a small step foretells it; None where it holds none.
+
+        No time decides about it.
+        """
+        samples = most
+        while not self.fits(samples := max(1, samples // 8)):
+            if samples == 1:
+                return None
+        height, resident = self.height(samples), resident_bytes(self._job)
+        if height is None:
+            return samples
+        foretold = int(samples * (memory_limit(self._job) - resident) / max(1, height - resident))
+        foretold = min(most, foretold // 8 * 8 or foretold)
+        return foretold if foretold > samples and self.fits(foretold) else samples
 
     def _height(self, samples: int) -> int | None:
         """Bytes at the height of a step; optimizer state is there, and gradients count as the step's."""
@@ -111,7 +117,8 @@ class SizeTrials:
         return step
 
     def _batch(self, samples: int) -> Any:
-        return resized(self._job.batches[0], samples)
+        batch = max(self._job.batches, key=batch_size_of)
+        return batch if batch_size_of(batch) == samples else resized(batch, samples)
 
     def _within_memory(self, work: Callable[[], T]) -> T | None:
         """What the work returns; None where memory ended."""

@@ -16,6 +16,7 @@ from flatout.batch_size.trials import SizeTrials, memory_limit
 from flatout.data import batch_size_of, resized, seed_samples, to_device
 from flatout.data.loaders import SEEDED_FROM, TRIAL_BATCHES, first_batches, why_not_resized, with_batch_size
 from flatout.data.seeding import is_seeded
+from flatout.micro_batches import part_sizes
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
 
 if TYPE_CHECKING:
@@ -166,19 +167,20 @@ class BatchSize(StepTechnique):
         """Parts that fit into memory, where whole batches do not; None where they do.
 
         Raises:
-            torch.OutOfMemoryError: the smallest do not fit either.
+            torch.OutOfMemoryError: a single sample does not fit either, or batches cannot be taken apart.
         """
-        largest, trials = max(map(batch_size_of, job.batches)), SizeTrials(job)
-        if _is_one_of_several() or trials.fits(largest):
+        if _is_one_of_several():
             return None
-        smallest, limit = min(SMALLEST, largest), words.size_of(int(memory_limit(job)))
-        too_large = f"batches of {largest} do not fit into {limit}"
+        largest, trials = max(map(batch_size_of, job.batches)), SizeTrials(job)
+        if trials.fits(largest):
+            return None
+        too_large = f"batches of {largest} do not fit into {words.size_of(int(memory_limit(job)))}"
         if resized(job.batches[0], 1) is None:
             raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
-        found = trials.find(largest, smallest=smallest, largest=largest)
-        if found.samples is None:
-            raise torch.OutOfMemoryError(f"{too_large}, nor do {smallest} samples of one")
-        return BatchSwitch(job, micro_batch=found.samples)
+        samples = trials.most_that_fit(largest - 1)
+        if samples is None:
+            raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
+        return BatchSwitch(job, micro_batch=max(part_sizes(largest, samples)))
 
     def _why_not_search(self, job: Job) -> str:
         if _is_one_of_several():
