@@ -32,8 +32,8 @@ HOLDS = 6
 STARTS = {"small": 0.125, "own": 1.0}
 """Batches to start from, relative to the job's own."""
 
-ROUNDS = 12
-TURN = 0.4
+ROUNDS = 8
+TURN = 0.3
 
 
 def stepped(job: Job, samples: int) -> Iterator[int]:

@@ -7,23 +7,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
 from flatout import words
 
 WITHIN = 0.02
-"""Sizes whose rates differ by less are equally fast."""
+"""Rates that differ by less are as good as each other."""
 NOISE = 0.03
-"""How far the time of a probe may be off."""
+"""How far a line may miss the times that it explains."""
 _FURTHEST = 8
 """The largest factor from a size that was tried to the next one up or down."""
-_CLIFF = 0.75
-"""What a sample may cost before a cliff that nobody has seen yet, as a share of what it is known to cost."""
-_KNEE = 0.85
-"""Share of the best rate that a look further down may cost by launching alone."""
+_CHEAPER = 0.75
+"""What a sample may cost below a cliff that has not shown yet, as a share of what it costs above."""
+_SLOWEST = 0.85
+"""Share of the best rate down to which the overhead may pull a size that is tried in search of such a cliff."""
 _SPARE = 0.9
-"""Share of the room below a size that was too large that is used."""
+"""Share that is used of the room which a size that was too large leaves."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,34 @@ def find(
 ) -> Found:
     """Find the fastest number of samples to compute at once.
 
-    *Speed.* A step of ``n`` samples takes about ``overhead + cost * n`` seconds: its rate rises with ``n`` until the
-    overhead no longer shows. Where samples outgrow a cache they begin to cost more, so smaller sizes may be faster.
-    From ``start`` the search goes up to twice the size, then as far as the line through the times promises a gain,
-    eight times at most; where none is left, down, in case that such a cliff lies below; and into the gap in which
-    times leave the line. Of the sizes within ``WITHIN`` of the best rate the one nearest in ratio to ``start`` is
-    chosen, by the rates of the line where it passes within ``NOISE`` of every time, else by those measured.
+    *Speed.* A step takes about ``overhead + cost * samples`` seconds, so its rate rises with the samples until the
+    overhead hardly counts. Where samples outgrow a cache, each costs more from there on: a cliff, below which is
+    fastest. The search goes from ``start`` to twice as many samples; up, as far as the line through the times promises
+    a gain, but at most eightfold at once (twofold where nothing is known of memory); into the gap between two sizes
+    where times leave the line; and where neither promises anything, down, because a cliff may lie below ``start``. Of
+    the sizes within ``WITHIN`` of the best rate it chooses the nearest to ``start``, in ratio. The rates are those of
+    the line, or of the lines on both sides of one cliff, where these miss no time by more than ``NOISE``, else those
+    measured.
 
-    *Memory.* No size is tried that is expected above ``limit``: by the line through ``resident`` and the largest size
-    that fitted, by the line through the two largest, and by the parabola through all three. After a failure, sizes
-    between the largest that fitted and the one that did not are tried only where they are surely below.
+    *Memory.* No size is tried that is expected to take more than ``limit``: by the line from ``resident`` to the
+    largest size that fitted, by the line through the two largest, or by the parabola through all three. When a size
+    was too large, those between it and the largest that fitted are tried only with room to spare: by the line between
+    the two where both were counted, else by that parabola, and as if all growth were quadratic before there is one.
 
-    *What is promised,* with six probes and times without noise: a rate within 5 % of the best of all sizes that fit
-    where time is a line, and where it has one cliff besides: one at which the cost of a sample rises by a quarter or
-    more, at ``start / 8`` to ``16 * start``, with an overhead below a twentieth of the time there. Noise adds its own
-    size. *What is not:* cliffs that are lower, further away, lost in the overhead, or several; rates that go up and
-    down with the size, as where a GPU's last wave of blocks is nearly empty. There the choice is the best of what was
-    tried, and no slower than ``start``, if that fits. Of memory: no failure where it grows as a line or, from the
-    third probe on, as a parabola; one where ``start`` fits and memory grows in any steady way; more where ``start``
-    fails without a figure, or memory jumps.
+    What is promised, with six probes, times without noise and bytes that are counted, is at least 95 % of the best
+    rate of all sizes that fit:
+
+    * where times are on a line;
+    * where a sample costs at least half as much again from one size on, which is between ``start / 4`` and
+      ``16 * start``, and the overhead is at most a twentieth of the time there.
+
+    Noise may cost its own size, and may hide a cliff. Not promised, though mostly reached: cliffs that are lower,
+    gradual, further away, several, or near the knee, and rates that go up and down, as where the last blocks leave
+    most of a GPU idle. The choice is then the best of what was tried, ``start`` included.
+
+    Where ``start`` fits and memory grows steadily, at most as the square of the samples, at most one size is too
+    large; none where it grows in proportion. Memory that jumps from one size to the next may end more often, and so
+    may sizes below a ``start`` that does not fit, where nobody counts bytes or more than ``resident`` stays.
 
     Args:
         probe: takes trial steps with so many samples and returns what they showed; None where memory ended, and was
@@ -168,8 +178,8 @@ class _Search:
         """The size next to the one wanted that may be tried, below it unless ``up``."""
         if wanted >= self._largest:
             return self._largest
-        size = max(self._lowest, math.ceil(wanted) if up else math.floor(wanted))
-        return size if size < 8 else min(self._largest, _eights(size, up=up))
+        size = math.ceil(wanted) if up else math.floor(wanted)
+        return min(max(size if size < 8 else _eights(size, up=up), self._lowest), self._largest)
 
     # -- what fits -------------------------------------------------------------------------------------------
 
@@ -211,7 +221,7 @@ class _Search:
             return self._second()
         curve = _Curve.through(self._fitting)
         gains = [*self._above(curve), *self._between(curve)]
-        return max(gains)[1] if gains else self._below(curve)
+        return max(gains)[1] if gains else self._below(curve) or self._third()
 
     def _second(self) -> int | None:
         """What tells overhead from cost: twice the first size, or half of it."""
@@ -223,6 +233,11 @@ class _Search:
             return half
         return most if most > first else None
 
+    def _third(self) -> int | None:
+        """A size far above the first two, where none below them has told overhead from noise."""
+        top, most = self._fitting[-1].samples, self._size(self._most())
+        return min(most, self._size(self._up * top)) if len(self._fitting) == 2 and most > top else None
+
     def _above(self, curve: _Curve) -> list[tuple[float, int]]:
         """What the largest size promises, and one that comes close to that."""
         top, most, line = self._fitting[-1].samples, self._size(self._most()), curve.lines[-1]
@@ -230,20 +245,23 @@ class _Search:
         if most <= top or gain < 1 + WITHIN:
             return []
         wanted = max(line.samples(line.rate(most) / (1 + WITHIN)), 2 * top)
-        return [(gain, min(most, self._size(min(wanted, _FURTHEST * top), up=True)))]
+        return [(gain, min(most, self._size(min(wanted, self._up * top), up=True)))]
 
     def _between(self, curve: _Curve) -> list[tuple[float, int]]:
-        """What sizes between those tried promise where times leave the line: samples may be cheap up to there."""
+        """What sizes between those tried promise, if samples stay cheap up to the larger one, where a cliff shows."""
         if curve.is_line:
             return []
+        located = curve.error <= NOISE and len(self._fitting) > 3  # three times fit more than one curve
         gains = []
-        for i, (low, high) in enumerate(zip(self._fitting, self._fitting[1:], strict=False), 1):
+        for i, (low, high) in enumerate(pairwise(self._fitting), 1):
+            if located and i != curve.cliff:
+                continue
             middle = math.sqrt(low.samples * high.samples)
             size = self._size(middle, up=self._size(middle) <= low.samples)
-            if i != curve.cliff and curve.error <= NOISE and len(self._fitting) > 3:
-                continue
-            cost = curve.lines[i - 1].cost * (1 if i == curve.cliff else _CLIFF)
-            gain = size / (low.seconds + cost * (size - low.samples)) / self._best
+            cost, at = curve.lines[i - 1].cost, high.samples
+            if i != curve.cliff:
+                cost, at = _CHEAPER * cost, size
+            gain = at / (low.seconds + cost * (at - low.samples)) / self._best
             if low.samples < size < high.samples and gain >= 1 + WITHIN:
                 gains.append((gain, size))
         return gains
@@ -251,10 +269,15 @@ class _Search:
     def _below(self, curve: _Curve) -> int | None:
         """As far down as the overhead allows, where samples that are cheaper there would make up for it."""
         low, line = self._fitting[0].samples, curve.lines[0]
-        wanted = max(line.samples(_KNEE * self._best), low / _FURTHEST)
+        wanted = max(line.samples(_SLOWEST * self._best), low / _FURTHEST)
         size = self._size(min(wanted, low / 2), up=True)
-        rate = _Line(line.overhead, _CLIFF * line.cost).rate(size)
+        rate = _Line(line.overhead, _CHEAPER * line.cost).rate(size)
         return size if size < low and rate >= (1 + WITHIN) * self._best else None
+
+    @property
+    def _up(self) -> int:
+        """The largest factor up at once: not far where nothing is known of memory."""
+        return 2 if self._limit is None or self._fitting[-1].bytes is None else _FURTHEST
 
     @property
     def _best(self) -> float:
@@ -279,22 +302,24 @@ class _Search:
     def _reason(self, chosen: int | None) -> str:
         failed = ", ".join(f"{samples:,}" for samples in sorted(self._failed))
         if chosen is None:
-            return f"of the sizes tried memory holds none: {failed}"
-        told = ", ".join(f"{words.count(probe.rate)} at {probe.samples:,}" for probe in self._fitting)
-        return f"{told} samples/s: {self._bound(chosen)}" + (f"; memory does not hold {failed}" if failed else "")
+            return f"none of the sizes tried fits in memory: {failed}"
+        first, *others = self._fitting
+        parts = [f"{first.samples:,} at once make {words.count(first.rate)} samples/s"]
+        parts += [f"{probe.samples:,} make {words.count(probe.rate)}" for probe in others]
+        return f"{', '.join(parts)}: {self._bound(chosen)}" + (f"; {failed} did not fit" if failed else "")
 
     def _bound(self, chosen: int) -> str:
         """Why it is not more samples."""
         rates = self._rates()
         if any(rate < (1 - WITHIN) * rates[chosen] for samples, rate in rates.items() if samples > chosen):
-            return "more at once are slower"
+            return "more are slower"
         if chosen == self._largest:
-            return "as many at once as are allowed"
+            return "more are not allowed"
         if self._size(self._most()) <= chosen:
-            return "as many at once as memory holds"
+            return "memory holds no more"
         if len(rates) == 1 or self._above(_Curve.through(self._fitting)):
-            return "the fastest of what could be tried"
-        return f"more at once gain less than {WITHIN:.0%}"
+            return "more may be faster, but were not tried"
+        return f"more gain less than {words.share(WITHIN, 0)}"
 
 
 @dataclass(frozen=True)
@@ -341,34 +366,26 @@ class _Curve:
 
     @classmethod
     def _fitted(cls, probes: Sequence[Probe], cliff: int) -> _Curve:
-        """The curve with its cliff there that misses times by least squares of relative errors."""
-        samples = np.array([probe.samples for probe in probes], dtype=np.float64)
+        """What has its cliff there and comes closest to the times, by least squares of relative errors."""
+        samples = np.array([probe.samples for probe in probes])
+        seconds = np.array([probe.seconds for probe in probes])
         before = np.arange(len(probes)) < cliff
-        terms = [samples * before, samples * ~before] if cliff else [samples]
-        known = len(probes) > len(terms)  # else all of the time is put down to the samples
-        matrix = np.stack([np.ones(len(probes)), *terms] if known else terms, 1)
-        weights = _weights(matrix / np.array([[probe.seconds] for probe in probes]))
-        overhead, *costs = weights if known else [0.0, *weights]
-        lines = tuple(_Line(overhead, costs[0] if i < cliff else costs[-1]) for i in range(len(probes)))
+        costs = [samples * before, samples * ~before] if cliff else [samples]
+        told = len(probes) > len(costs)  # two times with a cliff between tell nothing of the overhead
+        overhead, *found = _weights(np.stack([np.full(len(probes), told), *costs], 1) / seconds[:, None])
+        lines = tuple(_Line(overhead, found[0] if i < cliff else found[-1]) for i in range(len(probes)))
         errors = [abs(probe.rate / line.rate(probe.samples) - 1) for probe, line in zip(probes, lines, strict=True)]
         return cls(lines, cliff, max(errors))
 
 
 def _weights(terms: np.ndarray) -> list[float]:
-    """Weights >= 0 of the columns whose sum comes closest to 1 in every row.
-
-    Args:
-        terms: [rows, columns], at least as many rows as columns.
-    """
-    used = list(range(terms.shape[1]))
-    while True:
-        found = np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]
-        if found.min() >= 0:
-            break
-        del used[found.argmin()]
+    """Weights >= 0 of the columns of ``terms`` [rows, columns] that bring the sum of each row closest to 1."""
     weights = np.zeros(terms.shape[1])
+    used = list(range(len(weights)))
+    while (found := np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]).min() < 0:
+        del used[found.argmin()]
     weights[used] = found
-    return [float(weight) for weight in weights]
+    return weights.tolist()
 
 
 def _memory(points: Sequence[tuple[int, int]], *, steep: bool = False) -> Callable[[int], Fraction]:

@@ -1,0 +1,446 @@
+"""The batch-size finder, on simulated machines: nothing here is timed."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from flatout.batch_size.finder import NOISE, WITHIN, Found, Probe, find
+
+SLOPE = 1000
+"""Bytes of a sample."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step costs with any number of samples, and the question that is asked of it.
+
+    Attributes:
+        overhead: seconds of a step without samples, in those of a sample.
+        start: the user's own size.
+        largest: the largest size allowed.
+        capacity: samples that memory holds, as long as it grows by ``SLOPE`` only.
+        resident: bytes that stay.
+        bend: bytes per squared sample.
+        cliff: the size from which on a sample costs ``dearer`` times as much.
+        noise: the largest relative error of a time.
+        counts: whether bytes are known.
+        ends: whether memory ends at the limit; else what is over it still runs.
+    """
+
+    overhead: float
+    start: int
+    largest: int
+    capacity: int
+    resident: int = 10 * SLOPE
+    bend: int = 0
+    cliff: float = math.inf
+    dearer: float = 1.0
+    noise: float = 0.0
+    counts: bool = True
+    ends: bool = True
+
+    @property
+    def limit(self) -> int:
+        return self.resident + SLOPE * self.capacity
+
+    def seconds(self, samples):
+        return 1e-3 * (self.overhead + np.where(np.less(samples, self.cliff), 1.0, self.dearer) * samples)
+
+    def bytes(self, samples):
+        return self.resident + SLOPE * samples + self.bend * samples**2
+
+    def fits(self, samples):
+        return self.bytes(samples) <= self.limit
+
+    def rate(self, samples):
+        """Samples per second, without noise."""
+        return samples / self.seconds(samples)
+
+    def best_rate(self) -> float:
+        """Of all sizes that are allowed and fit."""
+        eights = np.arange(8, self.largest + 1, 8)
+        sizes = np.concatenate([np.arange(1, min(8, self.largest + 1)), eights, [self.start, self.largest]])
+        return self.rate(sizes[self.fits(sizes)]).max()
+
+
+@dataclass
+class Trials:
+    """The probe of a machine, with all that was asked of it."""
+
+    machine: Machine
+    seed: int = 0
+    taken: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    def __call__(self, samples: int) -> Probe | None:
+        machine = self.machine
+        error = random.Random(f"{self.seed} {samples}").uniform(-machine.noise, machine.noise)
+        self.taken.append(samples)
+        if not machine.fits(samples):
+            self.failed.append(samples)
+            if machine.ends:
+                return None
+        seconds = float(machine.seconds(samples)) * (1 + error)
+        return Probe(samples, seconds, machine.bytes(samples) if machine.counts else None)
+
+    def find(self, **options: int) -> Found:
+        machine = self.machine
+        question = {"start": machine.start, "largest": machine.largest, "limit": machine.limit}
+        return find(self, **question | {"resident": machine.resident} | options)
+
+
+def logarithmic(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(math.log(low), math.log(high)).map(math.exp)
+
+
+@st.composite
+def machines(draw, **settings):
+    """Times on a line and memory that grows in proportion; ``start`` fits."""
+    start = draw(st.integers(1, 600))
+    drawn = {
+        "overhead": start * draw(logarithmic(1e-4, 300)),
+        "largest": max(start, int(start * draw(logarithmic(1, 300)))),
+        "capacity": math.ceil(start * draw(logarithmic(1, 300))),
+        "resident": draw(st.integers(0, 10**6)),
+    }
+    return Machine(start=start, **drawn | {name: draw(setting) for name, setting in settings.items()})
+
+
+@st.composite
+def machines_with_a_cliff(draw):
+    """The cliffs that are promised to be found."""
+    machine = draw(machines(dearer=st.floats(1.5, 3)))
+    cliff = machine.start * draw(logarithmic(1 / 4, 16))
+    return replace(machine, cliff=cliff, overhead=cliff * draw(logarithmic(1e-4, 0.05)))
+
+
+anywhere = logarithmic(1, 10_000)
+any_machine = machines(
+    capacity=st.integers(0, 5000),
+    bend=st.integers(0, 100),
+    cliff=anywhere,
+    dearer=st.floats(1, 5),
+    noise=st.floats(0, 0.1),
+    counts=st.booleans(),
+    ends=st.booleans(),
+)
+
+
+# ---- what is tried -----------------------------------------------------------------------------------------
+
+
+@given(any_machine, st.integers(1, 8), st.integers(1, 600), st.booleans())
+@example(Machine(overhead=9, start=12, largest=15, capacity=0), 6, 9, True)
+def test_few_sizes_are_tried_all_allowed_and_none_twice(machine, most_probes, smallest, limited):
+    smallest = min(smallest, machine.start)
+    trials = Trials(machine)
+    options = {"smallest": smallest, "most_probes": most_probes} | ({} if limited else {"limit": None})
+    found = trials.find(**options)
+    assert trials.taken[0] == machine.start
+    assert len(set(trials.taken)) == len(trials.taken) <= most_probes
+    for samples in trials.taken:
+        assert smallest <= samples <= machine.largest
+        assert samples < 8 or samples % 8 == 0 or samples in (machine.start, machine.largest)
+    assert [probe.samples for probe in found.probes] == [n for n in trials.taken if n in ran(trials)]
+
+
+def ran(trials):
+    return set(trials.taken) - (set(trials.failed) if trials.machine.ends else set())
+
+
+@given(any_machine, st.integers(1, 8))
+def test_what_is_chosen_was_tried_and_fits(machine, most_probes):
+    assume(machine.ends or machine.counts)
+    trials = Trials(machine)
+    found = trials.find(most_probes=most_probes)
+    fitting = set(trials.taken) - set(trials.failed)
+    assert found.too_large == min(trials.failed, default=None)
+    if found.samples is None:
+        assert not fitting
+        assert found.fits == 0
+    else:
+        assert found.samples in fitting
+        assert max(fitting) <= found.fits <= machine.largest
+        assert found.too_large is None or found.fits < found.too_large
+
+
+@given(st.data(), st.integers(1, 600), st.integers(1, 600), st.integers(0, 5000), st.none() | st.integers(0, 2000))
+def test_no_answers_make_it_try_a_size_twice(data, start, more, resident, limit):
+    taken = []
+
+    def probe(samples: int) -> Probe | None:
+        taken.append(samples)
+        answer = st.none() | st.tuples(logarithmic(1e-4, 10), st.none() | st.integers(0, 2000))
+        drawn = data.draw(answer)
+        return drawn and Probe(samples, *drawn)
+
+    found = find(probe, start=start, largest=start + more, limit=limit, resident=resident)
+    assert len(set(taken)) == len(taken) <= 6
+    assert found.samples is None or found.samples in taken
+
+
+def test_the_only_size_allowed_is_tried_once():
+    trials = Trials(Machine(overhead=50, start=12, largest=12, capacity=100))
+    found = trials.find(smallest=12)
+    assert (found.samples, trials.taken, found.fits) == (12, [12], 12)
+
+
+def test_a_probe_knows_its_rate():
+    assert Probe(64, 0.5, None).rate == 128
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"smallest": 0}, "got 0, 8 and 64"),
+        ({"smallest": 9}, "got 9, 8 and 64"),
+        ({"start": 65}, "got 1, 65 and 64"),
+        ({"most_probes": 0}, "most_probes must be >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        find(lambda _: None, **{"start": 8, "largest": 64, "limit": None} | wrong)
+
+
+# ---- what is fastest ---------------------------------------------------------------------------------------
+
+
+@given(machines())
+def test_times_on_a_line(machine):
+    trials = Trials(machine)
+    found = trials.find()
+    assert machine.rate(found.samples) >= 0.95 * machine.best_rate()
+    assert not trials.failed
+
+
+@given(machines(), st.integers())
+def test_times_on_a_line_with_noise(machine, seed):
+    found = Trials(replace(machine, noise=0.02), seed).find()
+    assert machine.rate(found.samples) >= 0.92 * machine.best_rate()
+
+
+@given(machines_with_a_cliff())
+@example(Machine(overhead=0, start=256, largest=512, capacity=512, cliff=64, dearer=1.5))
+@example(Machine(overhead=1, start=16, largest=4096, capacity=4096, cliff=80, dearer=3))
+def test_a_cliff(machine):
+    found = Trials(machine).find()
+    assert machine.rate(found.samples) >= 0.95 * machine.best_rate()
+
+
+@given(any_machine, st.integers())
+def test_it_gets_no_slower(machine, seed):
+    assume(machine.fits(machine.start))
+    machine = replace(machine, noise=0, ends=True)
+    found = Trials(machine, seed).find()
+    assert machine.rate(found.samples) >= (1 - NOISE) ** 2 * machine.rate(machine.start)
+
+
+@given(machines())
+def test_of_equally_fast_sizes_the_users_own_is_nearest(machine):
+    found = Trials(machine).find()
+    rates = {probe.samples: probe.rate for probe in found.probes}
+    best = max(rates.values())
+    assume(all(abs(rate / best - (1 - WITHIN)) > 1e-6 for rate in rates.values()))
+    ratios = [max(n / machine.start, machine.start / n) for n in rates if rates[n] >= (1 - WITHIN) * best]
+    assert max(found.samples / machine.start, machine.start / found.samples) == min(ratios)
+
+
+@given(machines(noise=st.floats(0, 0.01)), st.floats(0, 0.01), st.integers())
+def test_the_users_size_stays_where_nothing_is_gained(machine, overhead, seed):
+    assume(machine.start >= 8)
+    machine = replace(machine, overhead=overhead * machine.start)
+    assert Trials(machine, seed).find().samples == machine.start
+
+
+def test_it_goes_up_as_far_as_the_line_promises_but_eightfold_at_most():
+    trials = Trials(Machine(overhead=200, start=8, largest=10**6, capacity=10**6))
+    found = trials.find()
+    assert trials.taken[:4] == [8, 16, 128, 1024]
+    assert found.samples >= 1024
+    assert max(trials.taken) <= 100 * 200, "where the overhead is a hundredth nothing is left to gain"
+
+
+def test_it_ends_at_the_knee():
+    trials = Trials(Machine(overhead=1, start=64, largest=10**6, capacity=10**6))
+    assert trials.find().samples == 64
+    assert max(trials.taken) == 128
+
+
+def test_it_goes_down_where_up_gains_nothing():
+    machine = Machine(overhead=1, start=256, largest=4096, capacity=4096, cliff=100, dearer=2)
+    trials = Trials(machine)
+    found = trials.find()
+    assert trials.taken[:3] == [256, 512, 32]
+    assert 32 <= found.samples < 100
+
+
+def test_it_narrows_down_where_a_cliff_was_jumped_over():
+    machine = Machine(overhead=40, start=16, largest=10**5, capacity=10**5, cliff=200, dearer=2)
+    trials = Trials(machine)
+    found = trials.find()
+    assert trials.taken[:3] == [16, 32, 256]
+    assert all(32 < n < 256 for n in trials.taken[3:])
+    assert 150 <= found.samples < 200
+
+
+def test_the_overhead_is_told_by_half_of_a_size_that_cannot_be_doubled():
+    trials = Trials(Machine(overhead=64, start=64, largest=100, capacity=100))
+    assert trials.find().samples == 100
+    assert trials.taken == [64, 32, 100]
+
+
+# ---- what fits ---------------------------------------------------------------------------------------------
+
+
+@given(machines(bend=st.integers(1, 1000)), st.booleans())
+def test_memory_on_a_parabola_ends_once_at_most(machine, ends):
+    assume(machine.fits(machine.start))
+    trials = Trials(replace(machine, ends=ends))
+    trials.find()
+    assert len(trials.failed) <= 1
+    assert trials.failed in ([], trials.taken[1:2]), "three points are enough to know a parabola"
+
+
+@given(machines(bend=st.integers(0, 1000)))
+def test_a_start_that_is_counted_to_be_too_large_is_the_only_failure(machine):
+    machine = replace(machine, ends=False)
+    assume(not machine.fits(machine.start) and machine.fits(1))
+    trials = Trials(machine)
+    assert trials.find().samples is not None
+    assert trials.failed == [machine.start]
+
+
+@given(machines(bend=st.integers(0, 10)))
+def test_a_start_for_which_memory_ends_is_followed_by_an_eighth(machine):
+    assume(not machine.fits(machine.start) and machine.fits(max(1, machine.start // 8)))
+    trials = Trials(machine)
+    found = trials.find()
+    assert trials.taken[1] <= max(1, machine.start / 8)
+    assert trials.failed == [machine.start]
+    assert machine.fits(found.fits)
+
+
+@given(machines(), st.floats(0.3, 2), st.booleans())
+def test_memory_that_grows_steadily_ends_once_at_most(machine, power, ends):
+    failed = []
+
+    def taken(samples: int) -> int:
+        return machine.resident + round(SLOPE * samples**power)
+
+    def probe(samples: int) -> Probe | None:
+        fits = taken(samples) <= taken(machine.capacity)
+        failed.extend([] if fits else [samples])
+        return Probe(samples, float(machine.seconds(samples)), taken(samples)) if fits or not ends else None
+
+    limit, question = taken(machine.capacity), {"start": machine.start, "largest": machine.largest}
+    find(probe, limit=limit, resident=machine.resident, **question)
+    assert len(failed) <= 1
+
+
+@given(machines(), st.data(), st.booleans())
+def test_where_nobody_counts_it_only_doubles_until_memory_ends(machine, data, limited):
+    capacity = data.draw(st.integers(machine.start, machine.largest))
+    machine = replace(machine, capacity=capacity, counts=not limited)
+    trials = Trials(machine)
+    found = trials.find(**({} if limited else {"limit": None}))
+    for i in range(1, len(trials.taken)):
+        assert trials.taken[i] <= 2 * max(trials.taken[:i])
+    assert len(trials.failed) <= 1
+    if trials.failed:
+        later = trials.taken[trials.taken.index(trials.failed[0]) + 1 :]
+        assert max(later, default=1) <= found.fits <= capacity, "above what fitted nothing is known to fit"
+    else:
+        assert found.fits == machine.largest
+
+
+def test_memory_is_used_up_to_the_last_eight_samples():
+    trials = Trials(Machine(overhead=10**6, start=8, largest=10**6, capacity=1234))
+    found = trials.find()
+    assert (found.samples, found.fits, trials.failed) == (1232, 1234, [])
+
+
+def test_the_line_that_predicts_more_memory_counts():
+    """A workspace that is taken once, and not told of as ``resident``, makes it careful: 500 samples would fit."""
+    taken = []
+
+    def probe(samples: int) -> Probe:
+        taken.append(samples)
+        return Probe(samples, 1.0, 5000 + 10 * samples)
+
+    find(probe, start=100, largest=10**6, limit=10_000, resident=0)
+    assert taken == [100, 56, 160, 240, 320, 384]
+
+
+def test_where_nothing_fits_the_smallest_is_tried_before_giving_up():
+    trials = Trials(Machine(overhead=1, start=10**6, largest=10**6, capacity=0))
+    found = trials.find()
+    assert trials.taken == [10**6, 125_000, 1952, 3, 1]
+    assert (found.samples, found.probes, found.too_large, found.fits) == (None, (), 1, 0)
+
+
+@pytest.mark.parametrize("most_probes", [2, 3, 4])
+def test_the_last_probe_is_of_the_smallest_where_nothing_fitted(most_probes):
+    trials = Trials(Machine(overhead=1, start=10**6, largest=10**6, capacity=0))
+    trials.find(most_probes=most_probes, smallest=3)
+    assert len(trials.taken) == most_probes
+    assert trials.taken[-1] == 3
+
+
+# ---- what it says ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "reason"),
+    [
+        (
+            {"overhead": 1, "start": 64, "largest": 10_000},
+            {},
+            "8 at once make 889 samples/s, 64 make 985, 128 make 992: more gain less than 2 %",
+        ),
+        (
+            {"overhead": 64, "start": 64, "largest": 128},
+            {},
+            "64 at once make 500 samples/s, 128 make 667: more are not allowed",
+        ),
+        (
+            {"overhead": 64, "start": 64, "largest": 10_000, "capacity": 150},
+            {},
+            "64 at once make 500 samples/s, 128 make 667, 144 make 692: memory holds no more",
+        ),
+        (
+            {"overhead": 64, "start": 64, "largest": 10_000, "capacity": 40},
+            {},
+            "8 at once make 111 samples/s, 16 make 200, 32 make 333: memory holds no more; 64 did not fit",
+        ),
+        (
+            {"overhead": 0, "start": 16, "largest": 10_000, "cliff": 8, "dearer": 2},
+            {},
+            "1 at once make 1,000 samples/s, 2 make 1,000, 16 make 500, 32 make 500: more are slower",
+        ),
+        (
+            {"overhead": 64, "start": 64, "largest": 10_000},
+            {"most_probes": 1},
+            "64 at once make 500 samples/s: more may be faster, but were not tried",
+        ),
+        (
+            {"overhead": 64, "start": 8, "largest": 10_000},
+            {"most_probes": 2},
+            "8 at once make 111 samples/s, 16 make 200: more may be faster, but were not tried",
+        ),
+        (
+            {"overhead": 1, "start": 9, "largest": 10_000, "capacity": 0},
+            {},
+            "none of the sizes tried fits in memory: 1, 9",
+        ),
+    ],
+)
+def test_the_reason_names_rates_and_what_bounds_the_choice(question, options, reason):
+    assert Trials(Machine(**{"capacity": 10_000} | question)).find(**options).reason == reason
