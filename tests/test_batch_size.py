@@ -13,6 +13,7 @@ import flatout
 from flatout import Plan
 from flatout.batch_size.trials import resident_bytes
 from flatout.data import batch_size_of
+from flatout.measure.bench import Bench
 from flatout.measure.memory import step_memory
 from flatout.techniques import REGISTRY, Measured
 from flatout.techniques.batch_size import BatchSwitch
@@ -248,6 +249,76 @@ def test_without_an_optimizer_there_is_no_rate_to_scale():
         flatout.optimize(net(), loader_of(), batch_size=8)
 
 
+def test_batches_larger_than_the_data_are_refused():
+    with pytest.raises(ValueError, match="batches of 128 are asked for: an epoch has 64 samples"):
+        optimize(loader_of(), batch_size=128)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_seeded_samples_are_those_of_a_loader_of_that_size(workers):
+    class Augmented(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + torch.rand(()), y
+
+    def batches(own, **settings):
+        dataset = Augmented(*pairs().tensors)
+        loader = loader_of(dataset, batch_size=own, shuffle=True, num_workers=workers)
+        run = optimize(loader, deterministic=True, seed=3, **settings)
+        try:
+            return torch.cat([batch[0] for batch in run.loader]), run.loader.batch_size
+        finally:
+            run.undo()
+
+    ours, size = batches(4, batch_size=16)
+    assert size == 16
+    assert torch.equal(ours, batches(16)[0])
+
+
+def test_trials_copy_what_a_collate_keeps():
+    dataset = pairs()
+    before = dataset.tensors[0].clone()
+
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    model = net()
+    model.insert(0, InPlace())
+    optimize(loader_of(dataset, collate_fn=lambda samples: dataset[: len(samples)]), model, batch_size=16)
+    assert torch.equal(dataset.tensors[0], before)
+
+
+def test_flatouts_undo_gives_the_users_batches_back():
+    model = net()
+    run = optimize(loader_of(), model, batch_size=16)
+    flatout.undo(model)
+    assert [batch_size_of(batch) for batch in run.loader] == [4] * 16
+
+
+def test_a_checkpoint_of_another_batch_size_says_what_to_do(tmp_path):
+    optimize(loader_of(), batch_size=16).save(tmp_path / "a.pt")
+    other = optimize(loader_of(), batch_size=32)
+    with pytest.raises(ValueError, match=r"batch size of 16, here it is 32: optimize\(plan=Plan\.from_checkpoints"):
+        other.load(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="batch size of 16, here it is the loader's own"):
+        optimize(loader_of()).load(tmp_path / "a.pt")
+
+
+def test_batches_of_an_accumulated_update_count_in_updates():
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    # 17 batches of 4 are 6 updates of an epoch; 5 of 16 are 2.
+    run = optimize(loader_of(pairs(66)), model, optimizer, scheduler=scheduler, accumulate=3, batch_size=48)
+    for _ in range(2):
+        for batch in run.loader:
+            run.step(batch)
+    assert scheduler.last_epoch == 12
+    # 20 updates are expected: 2 of them warm up.
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(4 * 0.1 * 0.9**12)
+
+
 # -- the fastest -----------------------------------------------------------------------------------------------
 
 
@@ -441,6 +512,74 @@ def test_whole_batches_stay_where_parts_are_slower():
     run = optimize(list(loader_of(pairs(256), batch_size=64)), net(Slow()), budget=60)
     assert row_of(run).status == "rejected"
     assert run.micro_batch is None
+
+
+def test_forbidden_parts_are_not_made_for_memory_either():
+    run = optimize(list(loader_of(batch_size=16)), techniques=OTHERS | {"batch_size": False}, memory_limit=1000)
+    assert run.micro_batch is None
+    assert row_of(run).status == "not tried"
+
+
+@pytest.mark.parametrize("kind", [list, lambda loader: DataLoader(pairs(), batch_sampler=[[*range(16)]] * 2)])
+def test_a_plan_has_the_parts_of_loaders_without_a_batch_size(kind):
+    batches = kind(loader_of(batch_size=16))
+    run = optimize(batches, techniques=in_parts(6))
+    assert run.plan.decisions == {"batch_size": {"samples": None, "micro_batch": 6}}
+    again = optimize(batches, techniques=None, plan=run.plan)
+    assert again.micro_batch == 6
+
+
+def test_a_plan_has_its_parts_before_anything_else_is_tried():
+    def trapped():
+        model = net(Trap())
+        model[1].arm("forward", 8)
+        return model
+
+    batches = list(loader_of(batch_size=32))
+    techniques = OTHERS | {"fused_optimizer": True, "batch_size": {"micro_batch": 8}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FLOPs cannot be counted
+        run = optimize(batches, trapped(), techniques=techniques)
+        again = optimize(batches, trapped(), techniques=None, plan=run.plan)
+    assert again.micro_batch == 8
+    assert again.plan.decisions == run.plan.decisions
+
+
+def test_parts_for_memory_name_what_they_change():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 512), nn.BatchNorm1d(512), nn.Linear(512, 3)).double()
+    run = optimize(list(loader_of(batch_size=32)), model, memory_limit=400_000)
+    assert run.micro_batch is not None
+    assert "BatchNorm normalises each part by itself" in row_of(run).why
+    assert "if the loss is a mean over samples" in row_of(run).why
+
+
+def test_in_16_bits_parts_are_tried_where_the_loss_is_known():
+    batches = [(x.float(), y) for x, y in loader_of(batch_size=64)]
+
+    def row(**settings):
+        return row_of(optimize(batches, net().float(), precision="bf16", budget=20, expected_steps=10**6, **settings))
+
+    techniques = {name: False for name in OTHERS if name != "precision"}
+    unknown = row(techniques=techniques)
+    assert "16 bits" in unknown.why
+    assert "16 bits" not in row(techniques=techniques, loss_weight=len).why
+
+
+def test_what_was_asked_for_stays_where_parts_are_taken_back(monkeypatch):
+    class Cliff(nn.Module):
+        def forward(self, x):
+            time.sleep(len(x) * (0.0001 if len(x) <= 16 else 0.0005))
+            return x
+
+    alternate = Bench.alternate
+    monkeypatch.setattr(Bench, "alternate", lambda *args, **kinds: alternate(*args, **kinds)[::-1])
+    run = optimize(loader_of(pairs(512)), net(Cliff()), batch_size=64, budget=60, expected_steps=10**6)
+    row = row_of(run)
+    assert row.status == "kept"
+    assert "batch_size= asks for it" in row.why
+    assert run.micro_batch is None
+    assert run.plan.decisions["batch_size"] == {"samples": 64, "micro_batch": None}
 
 
 def test_a_switch_does_not_keep_the_job_alive():

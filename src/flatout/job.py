@@ -44,8 +44,8 @@ class Job:
 
     Attributes:
         model: the user's module, always the same object.
-        loader: the user's loader, never changed.
-        source: what training iterates instead: the user's loader or a faster one with the same batches.
+        loader: the user's loader, or one made of it with another batch size.
+        source: what training iterates instead: that loader or a faster one with the same batches.
         optimizer: the user's optimizer; None in the two-value form.
         loss_fn: ``(output, target) -> loss``.
         compute_loss: ``(model, batch) -> loss``, where ``loss_fn`` does not fit.

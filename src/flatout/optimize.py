@@ -87,15 +87,16 @@ def optimize(
         loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
         compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit.
         loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor: what the loss of a batch is a mean over, where
-            that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked only when a step
-            runs out of memory, and is computed in parts.
+            that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked where a batch is
+            computed in parts.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if there is one, else cpu.
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         batch_size: samples per update: ``"keep"`` leaves them as they are; ``"auto"`` is the fastest that memory holds;
             a number is that many. The last two make the loader anew with another batch size (its sampler stays), and
             scale the learning rate by ``lr_rule``. What is faster in parts, or too large for memory, is computed in
-            parts in any case: ``run.micro_batch``.
+            parts in any case: ``run.micro_batch``. What ``"auto"`` has found is in the plan: a training that is to go
+            on from its checkpoints takes ``plan=Plan.from_checkpoints(folder)``.
         lr_rule: ``"linear"`` (with the samples of an update; SGD), ``"sqrt"`` (with their square root; Adam and its
             kin) or ``"none"``, for every group. A larger rate is warmed up over five epochs, or a tenth of the
             training where that is less. The scheduler counts on in its own steps: those of as many samples.
@@ -108,8 +109,10 @@ def optimize(
         seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
             sample of random augmentation (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
-        expected_steps: batches that the training will take, for break-even decisions; default: 10 epochs.
-        budget: seconds to spend on measuring; 0 means rules only. Advice takes a twentieth of it on top at most.
+        expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of
+            a warm-up; default: 10 epochs.
+        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes a
+            twentieth of it on top at most.
         plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured. ``techniques`` and ``precision``
             may be given, too, as when it was made: they have to come to what it has decided.
 
@@ -185,7 +188,9 @@ def optimize(
         with _saying("counting FLOPs"):
             job.work(job.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
-        if plan is None:
+        if choices.get(BATCH_SIZE.name):
+            rows[BATCH_SIZE.name] = tuner.decide(BATCH_SIZE)
+        elif optimizer is not None and plan is None and choices.get(BATCH_SIZE.name) is None:
             looks = not fits or memory_limit is not None or (measures and job.device.type == "cuda")
             rows |= _impose_batch_size(tuner, bench, batch_size, looks=looks)
         peak_before, _ = job.peak_flops(measure=budget > 0)
@@ -201,9 +206,7 @@ def optimize(
         for technique in REGISTRY:
             if isinstance(technique, Measured):
                 with _saying(f"trying {technique.title}"):
-                    row = tuner.decide(technique)
-                if row.status == "kept" or rows.get(technique.name, row).status != "kept":
-                    rows[technique.name] = row
+                    rows[technique.name] = row = tuner.decide(technique)
                 # What cannot serve is not there, whoever asks for it.
                 if plan is not None and technique.name in asked and row.status != "not applicable":
                     plan.check_choice(technique.name, tuner.decisions.get(technique.name, False))
@@ -407,12 +410,10 @@ def _planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) ->
     """The batch size of a plan as a choice; that which was asked for, where the plan has none."""
     if not isinstance(batch_size, int):
         return {}
-    samples = batch_size // accumulate
-    if not planned:
-        return {BATCH_SIZE.name: {"samples": samples}}
-    if planned["samples"] != samples:
-        raise ValueError(f"this plan was made for batch_size={planned['samples'] * accumulate}, got {batch_size}")
-    return {}
+    samples, there = batch_size // accumulate, (planned or {}).get("samples")
+    if there not in (None, samples):
+        raise ValueError(f"this plan was made for batch_size={there * accumulate}, got {batch_size}")
+    return {BATCH_SIZE.name: {"micro_batch": None} | (planned or {}) | {"samples": samples}}
 
 
 def _take(job: Job, rewindable: bool) -> list[Any]:
@@ -446,10 +447,11 @@ def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, loo
     if isinstance(batch_size, int):
         asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.accumulate})
         rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
-    parts = BATCH_SIZE.fit(job) if looks and job.optimizer is not None else None
+    bench.rewind()
+    parts = BATCH_SIZE.fit(job) if looks else None
     bench.rewind()
     if parts is not None:
-        why = "whole batches do not fit into memory, so they are computed in parts"
+        why = f"whole batches do not fit into memory: they are computed in parts, {job.micro_batches.result()}"
         rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, parts, why)
     return rows
 

@@ -81,7 +81,15 @@ class TrainingLoader:
         self._counter = counter
         self._end_of_epoch = end_of_epoch
         self._goes_on = False
-        self._prefetcher = Prefetcher(job.source, job.device, copying=counter.copying)
+        self._source: Iterable[Any] | None = None
+
+    @property
+    def _prefetcher(self) -> Prefetcher:
+        """Over what the job trains from now: an undo gives it the user's loader back."""
+        if self._source is not self._job.source:
+            self._source = self._job.source
+            self._made = Prefetcher(self._source, self._job.device, copying=self._counter.copying)
+        return self._made
 
     @property
     def original(self) -> Iterable[Any]:
@@ -419,6 +427,12 @@ class Run:
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         progress = self._job.progress
         try:
+            there, here = _batch_size_in(state["plan"]["decisions"]), _batch_size_in(self.plan.decisions)
+            if there != here:
+                raise ValueError(
+                    f"it was trained with a batch size of {there}, here it is {here}: "
+                    "optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's"
+                )
             if (state["scheduler"] is None) != (scheduler is None):
                 raise ValueError("only one of it and this training has a scheduler")
             self._job.load_state_dict(state["job"])
@@ -438,7 +452,8 @@ class Run:
                 self._scheduler.load_state_dict(scheduler)
             raise ValueError(f"{what} of another training: {type(error).__name__}: {error}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
-        self._job.micro_batches.size = micro_batch
+        here = self._job.micro_batches.size
+        self._job.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
         if decisions != self.plan.decisions:
             warnings.warn(
@@ -561,3 +576,8 @@ class Run:
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original
             self._job.source = self.loader
+
+
+def _batch_size_in(decisions: Mapping[str, Any]) -> Any:
+    """Samples of a batch as a plan has decided them."""
+    return (decisions.get("batch_size") or {}).get("samples") or "the loader's own"

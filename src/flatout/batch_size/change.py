@@ -21,6 +21,9 @@ GENERALISES_BELOW = 1024
 generalise worse; Goyal et al. went to 8,192 without a loss, with the rule and the warm-up."""
 
 
+ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+
+
 @dataclass(frozen=True)
 class Change:
     """From one number of samples per update to another.
@@ -65,7 +68,7 @@ class Change:
             changed = ", ".join(f"{rate:.3g} → {rate * self.factor:.3g}" for rate in rates)
             how = f"warmed up over {self.warmup:,} updates" if self.warmup else "at once"
             told.append(f"learning rate {changed} ({self.rule} rule), {how}")
-        if self.rule == "linear" and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if self.rule == "linear" and isinstance(optimizer, ADAPTIVE):
             told.append("Adam's rule is the square root (Malladi et al., 2022): lr_rule='sqrt'")
         if after > before and after >= GENERALISES_BELOW:
             told.append(

@@ -245,7 +245,7 @@ class _Search:
         if most <= top or gain < 1 + WITHIN:
             return []
         wanted = max(line.samples(line.rate(most) / (1 + WITHIN)), 2 * top)
-        return [(gain, min(most, self._size(min(wanted, self._up * top), up=True)))]
+        return [(gain, min(most, self._size(wanted, up=True), self._size(self._up * top)))]
 
     def _between(self, curve: _Curve) -> list[tuple[float, int]]:
         """What sizes between those tried promise, if samples stay cheap up to the larger one, where a cliff shows."""

@@ -50,7 +50,7 @@ class SizeTrials:
     def find(self, start: int, *, smallest: int, largest: int) -> Found:
         """The fastest number of samples within memory, in fewer than 20 steps; see :func:`find`."""
         with self._one_by_one():
-            self._stepping(smallest)()  # gradients and optimizer state are there from the first step on
+            self._stepping(self._batch(smallest))()  # gradients and optimizer state are there from the first step on
         return find(
             self.probe,
             start=start,
@@ -64,7 +64,8 @@ class SizeTrials:
         """What a few steps of so many samples show; None where memory ended."""
 
         def probed() -> Probe:
-            allocated, step = self._height(samples), self._stepping(samples)
+            batch = self._batch(samples)
+            allocated, step = self._height(batch), self._stepping(batch)
             return Probe(samples, min(seconds(step, self._job.device) for _ in range(TIMED)), allocated)
 
         return self._within_memory(probed)
@@ -76,8 +77,9 @@ class SizeTrials:
             torch.OutOfMemoryError: as all that runs out of memory.
         """
         with self._one_by_one():
-            self._stepping(samples)()
-            return self._height(samples)
+            batch = self._batch(samples)
+            self._stepping(batch)()
+            return self._height(batch)
 
     def fits(self, samples: int) -> bool:
         """Whether memory holds a step of so many samples."""
@@ -100,16 +102,15 @@ class SizeTrials:
         foretold = min(most, foretold // 8 * 8 or foretold)
         return foretold if foretold > samples and self.fits(foretold) else samples
 
-    def _height(self, samples: int) -> int | None:
+    def _height(self, batch: Any) -> int | None:
         """Bytes at the height of a step; optimizer state is there, and gradients count as the step's."""
         self._job.zero_grad()
-        allocated = step_memory(self._stepping(samples), self._job.device, is_warm=True)
-        batch = sum(t.nbytes for t in tensors_of(self._batch(samples)))
-        return None if allocated is None else allocated + batch + resident_bytes(self._job)
+        allocated = step_memory(self._stepping(batch), self._job.device, is_warm=True)
+        if allocated is None:
+            return None
+        return allocated + sum(t.nbytes for t in tensors_of(batch)) + resident_bytes(self._job)
 
-    def _stepping(self, samples: int) -> Callable[[], None]:
-        batch = self._batch(samples)
-
+    def _stepping(self, batch: Any) -> Callable[[], None]:
         def step() -> None:
             self.steps += 1
             self._job.step(batch)
@@ -165,10 +166,11 @@ def memory_limit(job: Job) -> float:
     On a GPU what trials keep beside training, a copy of model and optimizer state, is left out.
     """
     if job.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(job.device)
-        held = torch.cuda.memory_reserved(job.device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(job.device) * total)
-        unused = min(free + held, allowed) - torch.cuda.memory_allocated(job.device)
+        index = torch.cuda.current_device() if job.device.index is None else job.device.index
+        free, total = torch.cuda.mem_get_info(index)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+        unused = min(free + torch.cuda.memory_reserved(index), allowed) - torch.cuda.memory_allocated(index)
+        unused += sum(p.grad.nbytes for m in job.modules for p in m.parameters() if p.grad is not None)
     else:
         unused = available_memory()
     left = (1 - MARGIN) * (unused + resident_bytes(job))

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data.batch import tensors_of
+from flatout.data.batch import map_tensors, tensors_of
 from flatout.data.generators import RandomState
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -93,8 +93,12 @@ def why_not_resized(loader: Any) -> str:
 
 
 def first_batches(loader: Any, count: int) -> list[Any]:
-    """The first batches of a loader that can be rewound; it advances the generators that its order is drawn from."""
-    return list(itertools.islice(clone_loader(loader) if isinstance(loader, DataLoader) else loader, count))
+    """The first batches of a loader that can be rewound, copied: its dataset or collate may keep what they hand out.
+
+    The generators that its order is drawn from advance.
+    """
+    batches = clone_loader(loader) if isinstance(loader, DataLoader) else loader
+    return [map_tensors(torch.clone, batch) for batch in itertools.islice(batches, count)]
 
 
 def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -55,21 +56,34 @@ class Tuner:
         self._bench = bench
         self._choices = choices
         self._chooser = chooser
-        self._won: dict[str, Switch | None] = {}  # techniques kept by a trial; None for loaders
+        self._won: dict[str, list[Switch | None]] = {}  # techniques kept by trials; None for loaders
+        self._imposed: dict[str, tuple[Any, Row]] = {}  # values and rows of what needed no trial
+        self._kept: dict[str, Row] = {}  # the latest rows of what is kept
         self._settled: dict[str, Row] = {}  # rows of techniques that another's trial has decided
 
     # -- one row ---------------------------------------------------------------------------------------------
 
     def decide(self, technique: Measured) -> Row:
-        """Settle one technique; the job is left with it on when the row says *kept*."""
+        """Settle one technique; the job is left with it on when the row says *kept*.
+
+        One that was kept before, and is settled again because others have been since, may be kept in another form.
+        """
         if technique.name in self._settled:
             return self._settled[technique.name]
+        row = self._decide(technique)
+        if row.status == "kept":
+            self._kept[technique.name] = row
+        return self._kept.get(technique.name, row)
+
+    def _decide(self, technique: Measured) -> Row:
         row = technique.row("kept", technique.kept_because)
         choice = self._choices.get(technique.name)
         if choice is False:
             return replace(row, status="not tried", why=f"{self._chooser} does without it")
         try:
             technique.check(self._bench.job)
+            if choice is not None and technique.name in self.decisions:
+                return self._kept[technique.name]
             if choice is not None:
                 return self._force(technique, choice, row)
             reason = self._why_not_try(technique)
@@ -111,7 +125,9 @@ class Tuner:
         """Keep what nobody has to be convinced of; on both sides of the race."""
         self._bench.keep(switch)
         self.decisions[technique.name] = switch.value
-        return technique.row("kept", why, switch.label)
+        row = self._kept[technique.name] = technique.row("kept", why, switch.label)
+        self._imposed[technique.name] = switch.value, row
+        return row
 
     def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
         candidate = technique.forced(self._bench.job, choice)
@@ -411,7 +427,7 @@ class Tuner:
 
     def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
         self.decisions[technique.name] = value
-        self._won[technique.name] = switch
+        self._won.setdefault(technique.name, []).append(switch)
 
     # -- the whole -------------------------------------------------------------------------------------------
 
@@ -436,8 +452,9 @@ class Tuner:
         if not has_time and not budget.fits(2 * FEWEST_PAIRS * bench.stretch_steps() * bench.pace.total_ms / 1e3):
             return
         bench.rewind()
-        switches = [switch for switch in self._won.values() if switch is not None]
-        loader_won = any(switch is None for switch in self._won.values())
+        won = list(chain.from_iterable(self._won.values()))
+        switches = sorted((switch for switch in won if switch is not None), key=bench.kept.index)
+        loader_won = None in won
         times = self._race_loops(switches, loader_won) if bench.rewindable else self._race_steps(switches)
         gain = paired_gain(*times)
         if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
@@ -477,6 +494,9 @@ class Tuner:
             self._bench.use(self._bench.job.loader)
         for name in self._won:
             del self.decisions[name]
+            if name in self._imposed:
+                self.decisions[name], rows[name] = self._imposed[name]
+                continue
             why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
             rows[name] = replace(rows[name], status="rejected", chosen="", why=why)
         self._won.clear()

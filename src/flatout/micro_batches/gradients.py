@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.data import batch_size_of, split
 from flatout.micro_batches.buffers import Buffers, buffers_of
@@ -71,6 +71,30 @@ class MicroBatches:
         """Whether a batch is larger than what is computed at once, and can be taken apart."""
         return self.size is not None and len(self._split(batch)[0]) > 1
 
+    @property
+    def weighs_right(self) -> bool:
+        """Whether parts are known to be weighed as the loss does it, without trying."""
+        return self._job.loss_weight is not None or _is_mean_over_samples(self._job.loss_fn)
+
+    @property
+    def sees_parts(self) -> bool:
+        """Whether a BatchNorm normalises what is computed at once."""
+        modules = (m for root in self._job.modules for m in root.modules())
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
+
+    def result(self, *differences: str) -> str:
+        """In words, what parts come to beside the whole.
+
+        Args:
+            differences: that were seen, beside those that are known.
+        """
+        known = ["BatchNorm normalises each part by itself"] if self.sees_parts else []
+        result = "with the same result"
+        if not self.weighs_right:
+            result += " if the loss is a mean over samples (else give optimize() a loss_weight)"
+        told = ", and ".join([*known, *differences])
+        return f"{result}, except that {told}" if told else result
+
     def parts(self, batch: Any) -> list[Part]:
         """The parts of a batch; the batch alone where it is small enough, or cannot be taken apart."""
         batches, sizes = self._split(batch)
@@ -130,3 +154,9 @@ class MicroBatches:
                 weights = found
         total = sum(weights)
         return [weight / total for weight in weights]
+
+
+def _is_mean_over_samples(loss_fn: Any) -> bool:
+    """Whether a loss module is known to be weighed right without being told; those that leave targets out are not."""
+    leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
+    return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)

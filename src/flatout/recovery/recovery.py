@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatout import words
 from flatout._memory import parameters_of, ran_out_of_memory
@@ -218,21 +218,14 @@ class Recovery:
     # -- what is said ----------------------------------------------------------------------------------------
 
     def _tell(self, size: int, begun: Begun) -> None:
-        modules = [m for root in self._job.modules for m in root.modules()]
-        differences = []
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules):
-            differences.append("BatchNorm normalises each part by itself")
+        seen = []
         if begun.random.moved():
-            differences.append("random numbers (Dropout's masks) are drawn for each part")
+            seen.append("random numbers (Dropout's masks) are drawn for each part")
         if any(p._backward_hooks for p in self._trained()):
-            differences.append("hooks see the gradients of each part")
-        unknown = self._job.loss_weight is None and not _is_mean_over_samples(self._job.loss_fn)
-        result = "with the same result"
-        result += " if the loss is a mean over samples (else give optimize() a loss_weight)" if unknown else ""
-        result += f", except that {', and '.join(differences)}" if differences else ""
+            seen.append("hooks see the gradients of each part")
         warnings.warn(
             f"a step of {size} samples ran out of memory: it is computed in parts of {self._micro.size} from here on, "
-            f"{result}",
+            f"{self._micro.result(*seen)}",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -265,9 +258,3 @@ class Recovery:
             f"Parameters that are trained take {words.size_of(weights)}, gradients as much, optimizer state "
             f"{words.size_of(state)}. What would help: {'; '.join(steps)}"
         )
-
-
-def _is_mean_over_samples(loss_fn: Any) -> bool:
-    """Whether a loss module is known to be weighed right without being told; those that leave targets out are not."""
-    leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
-    return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from flatout import words
 from flatout.batch_size.trials import SizeTrials, memory_limit
 from flatout.data import batch_size_of, resized, seed_samples, to_device
-from flatout.data.loaders import SEEDED_FROM, TRIAL_BATCHES, first_batches, why_not_resized, with_batch_size
+from flatout.data.loaders import (
+    RESIZED_FROM,
+    SEEDED_FROM,
+    TRIAL_BATCHES,
+    first_batches,
+    why_not_resized,
+    with_batch_size,
+)
 from flatout.data.seeding import is_seeded
 from flatout.micro_batches import part_sizes
+from flatout.techniques.autocast import autocast_dtype
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
 
 if TYPE_CHECKING:
@@ -47,9 +54,10 @@ class BatchSwitch(Switch):
         self.reason = reason
         self._job = weakref.ref(job)
         self._micro_batch = micro_batch
-        self._others: tuple[Any, ...] | None = None
+        self._parked: weakref.WeakKeyDictionary[Job, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         before = size_of(job)
-        self.value = {"samples": samples or before, "micro_batch": micro_batch}
+        is_resized = hasattr(job.loader, RESIZED_FROM)
+        self.value = {"samples": samples or (before if is_resized else None), "micro_batch": micro_batch}
         self.scale = 1.0 if samples is None else samples / before
         self.label = f"batches of {samples:,}" if samples else "whole batches"
         if micro_batch is not None:
@@ -59,11 +67,11 @@ class BatchSwitch(Switch):
         job = self._job()
         if job is None:
             return
-        if self.scale != 1.0 and self._others is None:
+        if self.scale != 1.0 and job not in self._parked:
             loader: Any = with_batch_size(_unseeded(job.loader), self.value["samples"])
             loader = seed_samples(loader) if is_seeded(job.loader) else loader
             batches = [to_device(batch, job.device) for batch in first_batches(loader, TRIAL_BATCHES)]
-            self._others = loader, loader, batches, math.ceil(job.expected_steps / self.scale)
+            self._parked[job] = loader, loader, batches, math.ceil(job.expected_steps / self.scale)
         self._exchange(job)
 
     def _turn_off(self) -> None:
@@ -73,16 +81,15 @@ class BatchSwitch(Switch):
 
     def _exchange(self, job: Job) -> None:
         self._micro_batch, job.micro_batches.size = job.micro_batches.size, self._micro_batch
-        if self._others is not None:
+        if job in self._parked:
             here = job.loader, job.source, job.batches, job.expected_steps
-            job.loader, job.source, job.batches, job.expected_steps = self._others
-            self._others = here
+            job.loader, job.source, job.batches, job.expected_steps = self._parked[job]
+            self._parked[job] = here
 
     def trials_over(self) -> None:
         """Let go of the trial's batches."""
-        if self._others is not None:
-            loader, source, _, expected_steps = self._others
-            self._others = loader, source, (), expected_steps
+        for job, (loader, source, _, expected_steps) in self._parked.items():
+            self._parked[job] = loader, source, (), expected_steps
 
 
 class BatchSize(StepTechnique):
@@ -161,6 +168,9 @@ class BatchSize(StepTechnique):
             reason = why_not_resized(_unseeded(job.loader))
             if reason:
                 raise ValueError(f"batches of {samples} are asked for: {reason}")
+            there_are = len(_unseeded(job.loader).sampler)
+            if samples > there_are:
+                raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
         return BatchSwitch(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
 
     def fit(self, job: Job) -> Switch | None:
@@ -187,8 +197,13 @@ class BatchSize(StepTechnique):
             return "several processes train together: each would find a size of its own"
         if job.resizes:
             return ""
-        if trains_batch_norm(job):
+        if job.micro_batches.sees_parts:
             return "BatchNorm would normalise each part of a batch by itself"
+        if not job.micro_batches.weighs_right and autocast_dtype(job.model) is not None:
+            return (
+                "in 16 bits a trial cannot tell whether the loss of a batch is the mean of its parts' losses: "
+                "optimize(loss_weight=...) can"
+            )
         largest = self._largest(job)
         return f"batches of {largest} are not worth being taken apart" if largest <= SMALLEST else ""
 
@@ -212,12 +227,6 @@ def size_of(job: Job) -> int:
 def _unseeded(loader: Any) -> Any:
     """The loader that one with a seed for each sample was made of."""
     return getattr(loader, SEEDED_FROM, loader)
-
-
-def trains_batch_norm(job: Job) -> bool:
-    """Whether a BatchNorm normalises what is computed at once."""
-    modules = (m for root in job.modules for m in root.modules())
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
 
 
 def _is_one_of_several() -> bool:
