@@ -479,3 +479,15 @@ def test_the_last_probe_is_of_the_smallest_where_nothing_fitted(most_probes):
 )
 def test_the_reason_names_rates_and_what_bounds_the_choice(question, options, reason):
     assert Trials(Machine(**{"capacity": 10_000} | question)).find(**options).reason == reason
+
+
+def test_a_tie_that_only_noise_makes_goes_to_the_size_that_the_line_has_faster():
+    """Steps of a large update on a busy machine, as they were measured: 1,328 samples had a lucky one."""
+    rates = {64: 256, 128: 644, 304: 1069, 664: 2182, 1328: 3178, 1936: 3192}
+
+    def probe(samples: int) -> Probe:
+        times = [size / rate for size, rate in rates.items()]
+        return Probe(samples, float(np.interp(samples, list(rates), times)), samples)
+
+    found = find(probe, start=64, largest=1936, limit=10**6)
+    assert found.samples == 1936

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -295,8 +295,11 @@ class _Search:
 
     def _choice(self) -> int | None:
         """Of the fastest sizes the one nearest to the user's own."""
-        rates = self._rates()
-        fastest = [samples for samples, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values())]
+        fastest = _best_of(self._rates())
+        if len(fastest) > 1:  # where noise is larger than any curve explains, a tie may be luck
+            curve = _Curve.through(self._fitting)
+            lines = zip(self._fitting, curve.lines, strict=True)
+            fastest = _best_of({p.samples: line.rate(p.samples) for p, line in lines if p.samples in fastest})
         return min(fastest, key=lambda samples: abs(math.log(samples / self._start)), default=None)
 
     def _reason(self, chosen: int | None) -> str:
@@ -320,6 +323,11 @@ class _Search:
         if len(rates) == 1 or self._above(_Curve.through(self._fitting)):
             return "more may be faster, but were not tried"
         return f"more gain less than {words.share(WITHIN, 0)}"
+
+
+def _best_of(rates: Mapping[int, float]) -> list[int]:
+    """The sizes whose rates are the best, or equal to it."""
+    return [samples for samples, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values())]
 
 
 @dataclass(frozen=True)
