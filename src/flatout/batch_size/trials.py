@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from flatout._memory import ran_out_of_memory
+from flatout._memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.batch_size.finder import Found, Probe, find
 from flatout.data import batch_size_of, resized, tensors_of
 from flatout.data.machine import available_memory
@@ -130,9 +127,7 @@ class SizeTrials:
             if not ran_out_of_memory(error):
                 raise
         # Only here is the error gone, and with it the frames that hold the graph.
-        gc.collect()
-        if self._job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self._job.device)
         return None
 
     @contextlib.contextmanager
@@ -152,18 +147,15 @@ class SizeTrials:
 def resident_bytes(job: Job) -> int:
     """What training keeps from step to step: parameters, buffers and optimizer state. A step makes its gradients."""
     assert job.optimizer is not None
-    held = [p for group in job.optimizer.param_groups for p in group["params"]]
     owned = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
-    tensors = {id(t): t for t in (*held, *owned)}
-    entries = [entry for entry in job.optimizer.state.values() if isinstance(entry, dict)]
-    states = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
-    return sum(t.nbytes for t in chain(tensors.values(), states))
+    tensors = {id(t): t for t in (*parameters_of(job.optimizer), *owned)}
+    return sum(t.nbytes for t in tensors.values()) + state_bytes(job.optimizer)
 
 
 def memory_limit(job: Job) -> float:
     """Bytes that training may take: ``job.memory_limit`` at most, and what the device has left, with a margin.
 
-    On a GPU what trials keep beside training, a copy of model and optimizer state, is left out.
+    On a GPU what trials keep beside training, a copy of model and optimizer state, counts as taken.
     """
     if job.device.type == "cuda":
         index = torch.cuda.current_device() if job.device.index is None else job.device.index

@@ -221,6 +221,8 @@ def _outputs(outputs: Sequence[Any], where: str = "") -> dict[str, Tensor]:
 def _forward(job: Job, batch: Any) -> list[Tensor]:
     """The tensors of the model's output for a batch; what its parts give is put together along the samples."""
     parts = job.micro_batches.parts(batch)
+    if len(parts) == 1:
+        return floats_of(job.forward(batch)[0])
     found = [[t if t.dim() else t * part.share for t in floats_of(job.forward(part.batch)[0])] for part in parts]
     return [torch.cat(same) if same[0].dim() else torch.stack(same).sum() for same in zip(*found, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from flatout import words
-from flatout._memory import ran_out_of_memory
+from flatout._memory import free_memory, ran_out_of_memory
 from flatout.data import batch_size_of, tensors_of
 from flatout.measure.bench import COSTS_SHARE, Bench, off, on
 from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
@@ -416,8 +416,7 @@ class Tuner:
                 failure = f"it ran out of memory: {failure}"
         # Only here is the error gone, and with it the frames that hold the trial's tensors.
         self._bench.rewind()
-        if self._bench.job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self._bench.job.device)
         return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout import words
-from flatout._memory import parameters_of, ran_out_of_memory
+from flatout._memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.data import batch_size_of, split
 from flatout.job import Job, PhaseOf, as_range
 from flatout.micro_batches import Part, part_sizes
@@ -202,11 +201,9 @@ class Recovery:
 
     def _free_memory(self) -> None:
         """Give back all that nobody holds any more."""
-        gc.collect()  # a caught error and its frames may hold each other
         if self._job.whole_step is not None:
             self._job.whole_step.release()
-        if self._job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self._job.device)
 
     def _height(self) -> int | None:
         """Bytes that steps took at their height on top of what stays; None where nobody counts."""
@@ -244,8 +241,7 @@ class Recovery:
         parameters = list({id(p): p for p in self._trained()}.values())
         weights = sum(p.nbytes for p in parameters)
         assert job.optimizer is not None
-        entries = [entry for entry in job.optimizer.state.values() if isinstance(entry, dict)]
-        state = sum(v.nbytes for entry in entries for v in entry.values() if isinstance(v, Tensor))
+        state = state_bytes(job.optimizer)
         steps = ["smaller batches from the loader, or smaller samples (shorter sequences, smaller images)"]
         if autocast_dtype(job.model) is None and all(p.dtype is not torch.bfloat16 for p in parameters):
             steps.append("precision='bf16', for about half of what the forward keeps for the backward")
