@@ -315,7 +315,9 @@ class Job:
         """
         elsewhere, parameters = self._parameters_elsewhere(), self._parameters()
         here = {"modules": len(self.modules), "others": len(elsewhere), "optimizer": self.optimizer is not None}
-        there = {name: len(state[name]) for name in ("modules", "others")} | {"optimizer": bool(state["optimizer"])}
+        there = {name: len(state[name]) for name in ("modules", "others")} | {
+            "optimizer": state["optimizer"] is not None
+        }
         if here != there:
             raise ValueError(f"it has {there}, this training {here}")
         if state["pending"] >= self.accumulate:

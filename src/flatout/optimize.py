@@ -288,7 +288,7 @@ def _length(loader: Iterable[Any]) -> int:
     """Batches of an epoch; a thousand where the loader cannot tell (an IterableDataset has no length)."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return 1000
 
 

@@ -521,7 +521,7 @@ class Run:
         Raises:
             ValueError: the loader yielded no batch.
         """
-        metrics = metrics or {}
+        metrics = {} if metrics is None else metrics
         outputs: list[Any] = []
         self._counter.pause()
         modes = [(m, m.training) for m in self.model.modules()]

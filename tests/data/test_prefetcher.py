@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -349,3 +350,33 @@ def test_an_exception_in_the_transform_arrives_whole_when_its_batch_is_due(kind,
     assert [entry.name for entry in caught.traceback][-1] == "transform"
     assert [int(batch) for batch in iterator] == [-3, -4]
     assert no_thread_soon()
+
+
+class Understated(IterableDataset):
+    """Yields more samples than its length."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(range(4))
+
+    def __repr__(self):
+        return "Understated()"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "worker"])
+def test_warns_of_more_samples_than_the_length_as_torch_does(options):
+    def told(wrap):
+        loader = wrap(DataLoader(Understated(), batch_size=1, **options))
+        for wants_length in (False, True, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if wants_length:
+                    assert len(loader) == 2
+                assert len(list(iter(loader))) == 4
+            yield [str(warning.message) for warning in caught]
+
+    ours = list(told(lambda loader: Prefetcher(loader, "cpu")))
+    assert ours == list(told(lambda loader: loader))
+    assert list(map(len, ours)) == [0, 2, 2]

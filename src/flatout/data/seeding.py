@@ -155,7 +155,7 @@ class SeededCollate:
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, _Sample):
             value, seed = batch
-        elif batch and isinstance(batch[0], _Sample):
+        elif isinstance(batch, list) and batch and isinstance(batch[0], _Sample):
             value, seed = [sample.value for sample in batch], batch[0].seed
         else:
             return self._collate(batch)

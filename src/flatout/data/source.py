@@ -217,8 +217,10 @@ class _FromDataLoader(Source):
 
     def _iterate(self) -> tuple[DataLoader, Any]:
         """A twin, one as long as its workers live, and an iterator of it."""
-        twin = self._persistent or self._make_twin()
+        twin = self._make_twin() if self._persistent is None else self._persistent  # its length may raise, or be 0
         self._persistent = twin if twin.persistent_workers else None
+        # An iterator that yields more than `len(loader)` promised warns.
+        twin._IterableDataset_len_called = self._dataloader._IterableDataset_len_called
         return twin, iter(twin)
 
     def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:

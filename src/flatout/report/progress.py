@@ -45,7 +45,7 @@ class EpochProgress:
         """Start the bar of an epoch (counted from 0), some of whose steps are done already."""
         try:
             total = len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # an IterableDataset has no length
+        except (TypeError, NotImplementedError):  # an IterableDataset has no length
             total = None
         self._task = self._bar.add_task(f"epoch {epoch + 1}/{self._epochs}", total=total, completed=steps, status="")
 

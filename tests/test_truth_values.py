@@ -1,0 +1,172 @@
+"""Objects of the user's whose truth value raises, and whose length does or is 0: everything asks for None instead."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+import flatout
+from flatout.data import InMemoryLoader, Prefetcher
+from flatout.data.seeding import SeededCollate
+from tests.jobs import FORCED, QUICK, make_data
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+class Undecided:
+    def __bool__(self):
+        raise AssertionError("somebody asked for a truth value")
+
+
+class Unsized(Undecided):
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Model(Undecided, nn.ModuleList):
+    """A module that has the length 0, beside its truth value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Loss(Undecided, nn.ModuleDict):
+    def forward(self, output, target):
+        return functional.cross_entropy(output, target)
+
+
+class Optimizer(Unsized, torch.optim.SGD):
+    pass
+
+
+class Scheduler(Unsized, torch.optim.lr_scheduler.StepLR):
+    pass
+
+
+class Samples(Undecided, Dataset):
+    def __init__(self):
+        self.data = make_data(48)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Stream(Unsized, IterableDataset):
+    def __iter__(self):
+        return iter(Samples())
+
+
+class Order(Undecided, RandomSampler):
+    pass
+
+
+class Batches(Undecided, BatchSampler):
+    pass
+
+
+class Wrapped(Unsized):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class Collate(Unsized):
+    def __call__(self, samples):
+        return torch.utils.data.default_collate(samples)
+
+
+class Metrics(Undecided, dict):
+    pass
+
+
+def loader_of(kind):
+    samples = Samples()
+    return {
+        "tensors": lambda: DataLoader(samples.data, batch_size=16, shuffle=True),
+        "map-style": lambda: DataLoader(
+            samples, batch_sampler=Batches(Order(samples), 16, False), collate_fn=Collate()
+        ),
+        "iterable": lambda: DataLoader(Stream(), batch_size=16),
+        "wrapped": lambda: Wrapped(DataLoader(samples, batch_size=16)),
+    }[kind]()
+
+
+KINDS = ["tensors", "map-style", "iterable", "wrapped"]
+
+
+def parts():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = Optimizer(model.parameters(), 0.1)
+    return model, optimizer, Scheduler(optimizer, 1)
+
+
+@pytest.mark.parametrize("choices", [QUICK, FORCED], ids=["measured", "forced"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_asks_nothing_for_its_truth_value(kind, choices, tmp_path):
+    model, optimizer, scheduler = parts()
+    budget = 1 if choices is QUICK else 0
+    if kind != "tensors" and choices is FORCED:
+        choices = {name: value for name, value in choices.items() if name != "in_memory"}
+    run = flatout.optimize(
+        model, loader_of(kind), optimizer, Loss(), scheduler=scheduler, techniques=choices, budget=budget
+    )
+    (row,) = run.fit(1, eval_loader=loader_of(kind), metrics=Metrics(), progress=False)
+    assert row["loss"] > 0
+    run.save(tmp_path / "state.pt")
+    run.load(tmp_path / "state.pt")
+    assert str(run.report)
+    run.profile(steps=1, warmup=1)
+    run.undo()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_two_value_form_asks_nothing_for_its_truth_value(kind):
+    model, optimizer, _ = parts()
+    tuned, loader = flatout.optimize(model, loader_of(kind), loss_fn=Loss(), techniques=QUICK, budget=1)
+    assert tuned is model
+    for x, y in loader:
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, InMemoryLoader], ids=["plain", "in memory"])
+def test_evaluation_and_seeds_ask_nothing_for_their_truth_value(wrap):
+    model, optimizer, _ = parts()
+    loader = wrap(loader_of("tensors"))
+    run = flatout.optimize(
+        model, loader, optimizer, Loss(), techniques=QUICK, budget=0, deterministic=True, seed=1, plan=None
+    )
+    assert run.fit(1, progress=False)[0]["loss"] > 0
+
+
+def test_collate_of_a_seeded_loader_takes_samples_without_a_truth_value():
+    sample = torch.arange(3)
+    assert SeededCollate(lambda batch: batch)(sample) is sample
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_persistent_workers_of_an_iterable_dataset_serve_two_epochs(sized):
+    class Sized(Stream):
+        def __len__(self):
+            return 0
+
+    class Plain(IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    loader = DataLoader(Sized() if sized else Plain(), batch_size=4, num_workers=1, persistent_workers=True)
+    prefetcher = Prefetcher(loader, "cpu")
+    epochs = [list(iter(prefetcher)) for _ in range(2)]
+    assert len(epochs[0]) == len(epochs[1]) == (12 if sized else 2)
+    prefetcher.close()
