@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import flatout
-from flatout import finite
+from flatout import finite, logs
 from tests.jobs import make_data
 
 
@@ -109,11 +110,171 @@ def test_what_a_loss_function_makes_infinite_is_said() -> None:
         train(run, 200)
 
 
-def test_looks_are_few_while_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    monkeypatch.setattr(finite.Logs, "log", lambda self, name, value, step: looked.append(step))
-    train(run_of(nn.Tanh()), 100)
-    assert looked == list(range(1, 101, finite.LOOK_EVERY))
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("patience", [1, 3])
+@pytest.mark.filterwarnings("ignore:the loss of step")
+def test_on_a_cpu_every_step_counts(precision: str, patience: int) -> None:
+    spoils = Spoils()
+    run = run_of(nn.Sequential(nn.Tanh(), spoils), precision=precision)
+    run.stop_after_bad = patience
+    train(run, 20)
+    before = run.steps
+    spoils.by = 0.0
+    with pytest.raises(FloatingPointError):
+        train(run, 200)
+    assert run.steps == before + patience
+
+
+def test_the_warning_names_the_step_and_the_callers_line() -> None:
+    spoils = Spoils()
+    run = run_of(spoils)
+    train(run, 7)
+    spoils.by = 0.0
+    with pytest.warns(RuntimeWarning, match=rf"step {run.steps + 1} is") as told:
+        train(run, 3)
+    assert [each.filename for each in told if each.category is RuntimeWarning] == [__file__]
+
+
+class Device:
+    """Delivers what a watch logs some steps late, as a GPU does that runs after the host."""
+
+    def __init__(self, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step, self.sent = 0, []
+        device = self
+
+        class Slot:
+            def send(self, tensor: Tensor) -> None:
+                self.value, self.there = tensor.item(), device.step + delay
+                device.sent.append(device.step)
+
+            def ready(self) -> bool:
+                return device.step >= self.there
+
+            def read(self) -> float:
+                return self.value
+
+        monkeypatch.setattr(logs, "_slots", lambda dtype: [Slot() for _ in range(64)])
+
+    def watch(self, stop_after: int, losses: Iterable[float]) -> None:
+        watch = finite.FiniteWatch(run_of(nn.Tanh())._job, stop_after)
+        for self.step, loss in enumerate(losses, 1):
+            if self.step >= watch.next_look:
+                watch.look(self.step, OnDevice(torch.tensor(loss)), None)
+
+
+class OnDevice(Tensor):
+    device, is_cpu = torch.device("cuda"), False
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> OnDevice:
+        return value.as_subclass(cls)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5])
+def test_a_gpu_is_asked_for_every_fiftieth_loss_while_all_is_well(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(delay, monkeypatch)
+    device.watch(1, [1.0] * 160)
+    assert device.sent == [1, 51, 101, 151]
+
+
+@pytest.mark.parametrize(
+    ("delay", "raised_at"),
+    [
+        (0, 53),  # 51, 52 and 53
+        (1, 54),  # the same, each a step later
+        (5, 63),  # 51 arrives in 56, and so do 56, 57 and 58 in 61, 62 and 63
+    ],
+)
+def test_what_arrives_late_is_counted_from_the_first_bad_step_that_was_read(
+    delay: int, raised_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(delay, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="step 51 is nan"), pytest.raises(FloatingPointError):
+        device.watch(3, [1.0] * 45 + [math.nan] * 100)
+    assert device.step == raised_at
+
+
+def test_bad_steps_with_finite_ones_between_them_are_not_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(3, monkeypatch)
+    with pytest.warns(RuntimeWarning):
+        device.watch(2, [math.nan if step % 3 == 1 else 1.0 for step in range(1, 400)])
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_sparse_csc(),
+        lambda x: x.to_mkldnn(),
+        lambda x: torch.nested.nested_tensor(list(x)),
+        lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to(torch.float8_e5m2),
+        lambda x: x.to(torch.float16),
+    ],
+)
+def test_elements_are_finite_or_not_in_every_layout_and_dtype(spoiled: Callable[[Tensor], Tensor]) -> None:
+    assert finite._is_finite(spoiled(torch.ones(2, 3)))
+    assert not finite._is_finite(spoiled(torch.tensor([[1.0, 2.0], [math.inf, 1.0]])))
+
+
+def test_what_is_no_float_is_finite() -> None:
+    for tensor in (torch.arange(3), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)):
+        assert finite._is_finite(tensor)
+
+
+def test_a_module_is_named_on_sparse_inputs_and_a_parameter_by_its_sparse_gradient() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 3)
+            self.spoils = Spoils()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.spoils(torch.sparse.mm(x, self.inner.weight.t()))
+
+    model = Sparse()
+    batch = torch.eye(8).to_sparse(), torch.zeros(8, dtype=torch.long)
+    run = flatout.optimize(model, [batch], torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, budget=0)
+    model.spoils.by = 0.0
+    assert "spoils (Spoils)" in finite.first_bad(run._job, batch)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x)
+
+    words, batch = Words(), (torch.arange(4), torch.arange(4))
+    run = flatout.optimize(
+        words,
+        [batch],
+        torch.optim.SGD(words.parameters(), 0.1),
+        lambda output, y: (output * 0).abs().sqrt().sum(),  # whose derivative at 0 is infinite
+        budget=0,
+    )
+    assert "table.weight" in finite.first_bad(run._job, batch)
+
+
+def test_a_diagnosis_that_fails_does_not_replace_the_error() -> None:
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.refuses:
+                raise TypeError("no more")
+            return x * math.nan
+
+        refuses = False
+
+    middle = Refuses()
+    run = run_of(middle)
+    watch, (batch, *_) = run._finite, list(run.loader)
+    middle.refuses = True
+    run.stop_after_bad = 1
+    with pytest.warns(RuntimeWarning), pytest.raises(FloatingPointError, match="no more"):
+        watch.look(1, torch.tensor(math.nan), batch)
 
 
 def test_patience_is_a_number_of_steps() -> None:

@@ -40,6 +40,12 @@ def test_a_tensor_may_change_afterwards():
     assert logs.latest("x") == 1.0
 
 
+def test_on_a_cpu_nothing_is_on_its_way():
+    logs = Logs()
+    logs.log("x", torch.tensor(1.0), 0)
+    assert not logs.poll()
+
+
 def test_listeners_hear_everything_in_order_until_they_stop():
     logs, heard = Logs(keep=2), []
     logs.log("before", 0, 0)

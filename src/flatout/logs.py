@@ -124,6 +124,15 @@ class Logs:
         """Wait until everything logged so far is there, and hand it to the listeners."""
         self._deliver(wait=True)
 
+    def poll(self) -> bool:
+        """Hand the values that have arrived to the listeners, without waiting.
+
+        Returns:
+            Whether others are still on their way.
+        """
+        self._deliver(wait=False)
+        return bool(self._on_their_way)
+
     def latest(self, name: str) -> Any:
         """The last value of that name that is there already, without waiting; None when there is none."""
         self._deliver(wait=False)

@@ -201,7 +201,12 @@ class Run:
 
     @property
     def stop_after_bad(self) -> int:
-        """Steps in a row that were infinite or NaN, or skipped by the loss scaler, after which :meth:`step` raises."""
+        """Steps in a row that were infinite or NaN, or skipped by the loss scaler, after which :meth:`step` raises.
+
+        On a CPU every step counts. On a GPU the loss of every fiftieth step is read while it is finite, and of every
+        step after a bad one: the count begins with the first bad step that is read, and comes as late as the GPU runs
+        after the host.
+        """
         return self._finite.stop_after
 
     @stop_after_bad.setter
@@ -236,8 +241,8 @@ class Run:
 
         Raises:
             RuntimeError: ``optimize`` was not given an optimizer.
-            FloatingPointError: ``stop_after_bad`` steps in a row were infinite or NaN; it names where that begins. (The
-                first bad loss is told by a warning.)
+            FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN; it names where that begins.
+                The first bad loss that is read gives a warning.
             torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be taken apart; it says what would
                 help. The step has not been taken, and what was accumulated before it is lost only where it says so.
             flatout.optim.UpdateCutInHalf: an optimizer that is not flatout's ran out of memory in the middle of a step.
