@@ -2,12 +2,15 @@
 
 Replacing a method on the instance would make copies run the original's weights, and paired hooks break under
 ``torch.compile``. A subclass made for the one instance has neither fault: isinstance, hooks, ``state_dict`` and
-compilation see the same module, and a copy or pickle of it is a plain object of the user's own class.
+compilation see the same module. A copy or pickle of it is a plain object of the user's own class, byte for byte.
 """
 
 from __future__ import annotations
 
 import copyreg
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -25,23 +28,66 @@ class _Unannounced(nn.Module):
         pass
 
 
+_in_pickler: weakref.WeakValueDictionary[tuple[int, int], _Items] = weakref.WeakValueDictionary()
+"""The modules (their ``id``) that a pickler is about to write, each with the pickler's thread."""
+
+
+class _Items:
+    """The list items of a module to pickle, which has none as a rule.
+
+    A pickler writes ``__newobj__`` only with the class that is the object's ``__class__``, and asks for list items
+    right after it. So ``__class__`` is the user's class as long as these items are there and have not been asked for.
+    """
+
+    def __init__(self, module: nn.Module, items: Iterator[Any] | None) -> None:
+        self._items = iter(()) if items is None else items
+        self._key = id(module), threading.get_ident()
+        self._module = module  # so that no other has its id
+        _in_pickler[self._key] = self
+
+    def __iter__(self) -> _Items:
+        return self
+
+    def __next__(self) -> Any:
+        _in_pickler.pop(self._key, None)
+        return next(self._items)
+
+
+class _PickledClass:
+    """The attribute ``__class__`` of modules whose class was made here: their type, but for a pickler the user's."""
+
+    def __get__(self, module: nn.Module, owner: type[nn.Module]) -> type[nn.Module]:
+        is_written = bool(_in_pickler) and (id(module), threading.get_ident()) in _in_pickler
+        return users_class(type(module)) if is_written else type(module)
+
+    def __set__(self, module: nn.Module, cls: type[nn.Module]) -> None:
+        _CLASS.__set__(module, cls)
+
+
+_CLASS: Any = object.__dict__["__class__"]
+
+
 def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
     """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         made, own = type(self), users_class(type(self))  # others may have made classes below and above this one
-        reduced: Any = own.__reduce_ex__(self, protocol)
+        registered = copyreg.dispatch_table.get(own)
+        reduced: Any = own.__reduce_ex__(self, protocol) if registered is None else registered(self)
+        if isinstance(reduced, str):  # the name of a global
+            return reduced
         make, args, *rest = reduced
-        if make is copyreg.__newobj__ and args == (made,):  # type: ignore[attr-defined]
-            # Picklers insist that __newobj__ makes the object's own class; this one makes any.
-            return (copyreg._reconstructor, (own, object, None), *rest)  # type: ignore[attr-defined]
-        return (own if make is made else make, tuple(own if arg is made else arg for arg in args), *rest)
+        args = tuple(own if arg is made else arg for arg in args)
+        if getattr(make, "__name__", "") not in ("__newobj__", "__newobj_ex__"):
+            return (own if make is made else make, args, *rest)
+        state, items, *rest = rest + [None] * (2 - len(rest))
+        return (make, args, state, _Items(self, items), *rest)
 
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__qualname__", "__module__", "__doc__")}
     make_class: Any = type(base)  # a metaclass of the user's own
     announced = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
     bases = (_Unannounced, base) if announced and not issubclass(base, _Unannounced) else (base,)
-    added = {"__reduce_ex__": __reduce_ex__, _MADE: True}
+    added = {"__reduce_ex__": __reduce_ex__, "__class__": _PickledClass(), _MADE: True}
     subclass: type[nn.Module] = make_class(base.__name__, bases, names | members | added)
     return subclass
 

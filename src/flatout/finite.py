@@ -31,9 +31,9 @@ class FiniteWatch:
     A step is bad when its loss is infinite or NaN or, with a loss scaler, when the scaler skipped its update. The first
     bad loss gives a warning. Skipped updates are normal for a scaler and give none.
 
-    On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth is, until a bad one arrives; from then on every step
-    is, until a finite one arrives. Bad steps are counted from the first that was read, and only steps that follow one
-    another are counted together. Values arrive in the order of the steps, as late as the GPU runs after the host.
+    On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad one arrives,
+    and every step from there until a finite one arrives. Bad steps are counted from the first that was read, and only
+    steps that follow one another are counted together. Values arrive as late as the GPU runs after the host.
 
     Args:
         job: what is stepped.
