@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -249,6 +250,16 @@ class Stream(IterableDataset):
         return self.left
 
 
+class Once:
+    """Batches that are handed out once, whatever is iterated how often."""
+
+    def __init__(self, batches):
+        self.left = iter(batches)
+
+    def __iter__(self):
+        return self.left
+
+
 class Restarts(IterableDataset):
     """Iterable as often as wanted, which nobody can know; shuffles by torch's generator as it goes."""
 
@@ -286,11 +297,11 @@ def make_loader(case: Case) -> Any:
     kind = MODELS[case.model][1]
     make = partial(sample, kind)
     name, _, how = case.loader.partition(", ")
-    if name in ("list", "varied list", "iterator"):
+    if name in ("list", "varied list", "once"):
         batches = list(_batches(kind, varied=name == "varied list"))
         if case.model == "with loss":
             batches = [{"x": x, "y": y} for x, y in batches]
-        return iter(batches) if name == "iterator" else batches
+        return Once(batches) if name == "once" else batches
     if name == "tensors":
         made = [make(i) for i in range(SAMPLES)]
         data: Any = TensorDataset(torch.stack([x for x, _ in made]), torch.tensor([y for _, y in made]))
@@ -317,7 +328,7 @@ LOADERS = (
     "restarts, own generator",
     "list",
     "varied list",
-    "iterator",
+    "once",
 )
 LOADERS_WITH_WORKERS = ("samples, shuffled, a worker", "tensors, shuffled by own generator, a persistent worker")
 
@@ -643,6 +654,14 @@ def content(batch: Any) -> Any:
     return [bits(t) for t in (batch.values() if isinstance(batch, dict) else batch)]
 
 
+def epoch_of(loader: Any) -> list[Any]:
+    """The batches of an epoch; none where the loader is spent, which ``run.loader`` says by an error."""
+    seen: list[Any] = []
+    with contextlib.suppress(ValueError):
+        seen.extend(map(content, loader))
+    return seen
+
+
 def expected_batches(case: Case) -> tuple[list[list[Any]], Any]:
     """Two epochs, as the user's loop has them, and where the generators are then."""
     world = World(case)
@@ -720,7 +739,7 @@ def check_order(case: Case) -> None:
         world = World(case)
         run = world.optimize()
         if not case.reseeds_samples or not case.loader.startswith("draws from"):
-            assert_same(expected, [list(map(content, run.loader)) for _ in range(2)])
+            assert_same(expected, [epoch_of(run.loader) for _ in range(2)])
             assert_same(after, generators(world))
         run.undo()
 

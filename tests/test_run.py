@@ -186,12 +186,17 @@ def test_step_without_an_optimizer_says_what_to_do():
         run.step(torch.randn(2, 4))
 
 
-def test_fit_over_a_spent_iterator_says_so():
-    model = nn.Linear(4, 2)
-    batches = iter([(torch.randn(2, 4), torch.tensor([0, 1]))] * 3)
+def test_fit_over_a_spent_loader_says_so():
+    class Once:
+        left = iter([(torch.randn(2, 4), torch.tensor([0, 1]))] * 3)
+
+        def __iter__(self):
+            return self.left
+
+    model, batches = nn.Linear(4, 2), Once()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=PLAIN, budget=0)
-    with pytest.raises(ValueError, match="no batch in epoch 2"):
+    with pytest.raises(ValueError, match="loader must yield batches in every epoch"):
         run.fit(2, progress=False)
 
 

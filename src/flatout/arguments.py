@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatout.batch_size.learning_rate import lr_factor
+from flatout.data.loaders import check_reiterable
 from flatout.techniques import REGISTRY, Advice, BatchSize, Measured
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
@@ -47,6 +48,7 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+    check_reiterable(loader)
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable and (optimizer is not None or model.training):
         raise ValueError("the model has no parameter that requires gradients: there is nothing to train")
@@ -86,10 +88,31 @@ def check_schedule(
             raise ValueError(f"{name} is used by run.step, which needs an optimizer: give one to optimize()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure many times in a step: run.step cannot drive it")
+    if scheduler is not None:
+        _check_scheduler(scheduler, optimizer)
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be stepped without a metric, and the scheduler of another optimizer."""
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
+        raise TypeError(f"scheduler must have a step() method, got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             "ReduceLROnPlateau is stepped with a metric: call its step(metric) yourself, after run.evaluate"
         )
+    steers = getattr(scheduler, "optimizer", None)
+    if isinstance(steers, torch.optim.Optimizer) and not _share_groups(steers, optimizer):
+        raise ValueError(
+            f"scheduler must be made for the optimizer that is given, got the {type(scheduler).__name__} of another "
+            f"{type(steers).__name__}. Make it anew: scheduler = {type(scheduler).__name__}(optimizer, ...)"
+        )
+
+
+def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether a learning rate set in one optimizer is the other's: they are one, or one wraps the other."""
+    if any(mine is theirs for mine in one.param_groups for theirs in other.param_groups):
+        return True
+    return any(value is one for value in vars(other).values()) or any(value is other for value in vars(one).values())
 
 
 def check_numbers(

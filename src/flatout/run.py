@@ -19,7 +19,7 @@ from flatout._garbage import LongLived
 from flatout.checkpoint.copies import mapped
 from flatout.data import Prefetcher, batch_size_of, to_device
 from flatout.data.generators import RandomState, generators_in
-from flatout.data.loaders import SEEDED_FROM, original_of
+from flatout.data.loaders import SEEDED_FROM, check_reiterable, original_of
 from flatout.data.replay import Replayed
 from flatout.export import export, export_weights
 from flatout.finite import FiniteWatch
@@ -100,12 +100,18 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         if not self._goes_on:
             self._end_of_epoch()  # of one that was left by a break
-        self._goes_on = False
+        is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batch left
         batches = self._counter.batches(self._prefetcher)
         with LongLived() as objects:
             for batch in map(self._show, batches) if self._watching else batches:
+                is_empty = False
                 yield batch
                 objects.between_steps()
+        if is_empty:
+            raise ValueError(
+                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is spent. "
+                "Its __iter__ has to begin again: def __iter__(self): yield from make_batches()"
+            )
         self._end_of_epoch()
 
     def __len__(self) -> int:
@@ -335,14 +341,17 @@ class Run:
             One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
 
         Raises:
-            ValueError: the loader yielded no batch (an iterator, say, is spent after one epoch), ``checkpoint_every``
-                or ``keep`` is below 1, or the checkpoint is of another training.
+            TypeError: ``eval_loader`` is an iterator that is spent after one of several epochs.
+            ValueError: the loader yielded no batch in an epoch, ``checkpoint_every`` or ``keep`` is below 1, or the
+                checkpoint is of another training.
             OSError: a checkpoint could not be written.
             RuntimeError: ``checkpoint_dir`` where several processes train together.
             flatout.DamagedCheckpoint: there are checkpoints, and none can be read.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be >= 1, got {checkpoint_every}")
+        if epochs > 1:
+            check_reiterable(eval_loader, "eval_loader")
 
         def evaluated() -> dict[str, float]:
             values = {} if eval_loader is None else self.evaluate(eval_loader, metrics)

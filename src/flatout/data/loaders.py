@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch import map_tensors, tensors_of
 from flatout.data.generators import RandomState
@@ -35,7 +37,28 @@ TRIAL_BATCHES = 4
 RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader that it was made of."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
 _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+def check_reiterable(loader: Any, argument: str = "loader") -> None:
+    """Refuse an iterator that yields nothing in a second epoch: a generator, ``map(...)``, ``iter(a DataLoader)``.
+
+    Iterators of other classes pass. Some return themselves from ``__iter__`` and start over, as NVIDIA DALI's do.
+
+    Raises:
+        TypeError: ``loader`` is such an iterator.
+    """
+    kind = type(loader)
+    is_builtin = isinstance(loader, Iterator) and kind.__module__ in ("builtins", "itertools")
+    if (is_builtin and kind not in _ENDLESS) or isinstance(loader, _BaseDataLoaderIter):
+        raise TypeError(
+            f"{argument} must be iterable more than once, got a {kind.__name__}, which is spent after one epoch. "
+            "Pass the DataLoader or the list itself, or an object whose __iter__ begins again:\n"
+            "    class Batches:\n"
+            "        def __iter__(self):\n"
+            "            yield from make_batches()"
+        )
 
 
 def is_rewindable(loader: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flatout.data.batch import map_tensors, move_object, tensors_of
-from flatout.data.loaders import set_epoch
+from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.remote import WorkerError
 from flatout.data.source import Epoch, source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
@@ -70,8 +70,7 @@ class Prefetcher:
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
-        if isinstance(loader, Iterator):
-            raise TypeError(f"loader must be iterable more than once, got the iterator {type(loader).__name__}")
+        check_reiterable(loader)
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth

@@ -33,7 +33,8 @@ class Source:
             pinned_for: a CUDA device; batches may lie in pinned memory that torch does not know, and have to be copied
                 to that device by a :class:`NativeCopier`.
         """
-        return Epoch(iter(self._loader))
+        batches = iter(self._loader)
+        return Epoch(batches, closes=batches is not self._loader)
 
     def mark(self) -> Any:
         """A place behind the batch that an epoch yielded last; cheap enough to be asked for behind each."""
@@ -58,10 +59,16 @@ class Source:
 
 
 class Epoch:
-    """One pass over a loader. A worker process that has died is a :class:`WorkerError` when its batch is due."""
+    """One pass over a loader. A worker process that has died is a :class:`WorkerError` when its batch is due.
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    Args:
+        batches: yields them.
+        closes: whether ``batches`` serve this pass alone, and are closed with it.
+    """
+
+    def __init__(self, batches: Iterator[Any], *, closes: bool = True) -> None:
         self._batches: Iterator[Any] | None = batches
+        self._closes = closes
         watch(batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,7 +98,7 @@ class Epoch:
         """Drop the loader's iterator, and with it whatever it has running."""
         batches, self._batches = self._batches, None
         close = getattr(batches, "close", None)
-        if callable(close):
+        if self._closes and callable(close):
             close()
 
     def _passed(self) -> None:
