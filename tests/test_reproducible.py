@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import flatout
 from flatout.data import Prefetcher, clone_loader, is_rewindable, seed_samples
 from flatout.reproducible import CUBLAS
+from flatout.techniques import REGISTRY, Measured
 from tests.helpers import bits
 from tests.jobs import QUICK, Net, make_data, make_job, train
 
@@ -399,3 +400,31 @@ def test_own_loops_repeat_bit_for_bit() -> None:
             return train(model, loader, opt, epochs=2)
 
     assert run() == run()
+
+
+def test_inside_reproducible_no_timing_decides_what_changes_numerics() -> None:
+    model, loader, opt = make_job()
+    before = settings()
+    with flatout.reproducible(3):
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={"compile": False}, budget=2)
+    assert settings() == before  # the block's end is the flags' end, whatever becomes of the run
+    run.undo()
+    assert settings() == before
+    assert run.report.row("determinism").status == "kept"
+    inexact = [t.name for t in REGISTRY if isinstance(t, Measured) and not t.exact]
+    assert {run.report.row(name).status for name in inexact} <= {"not tried", "not applicable"}
+    assert not any(run.report.row(name).trials for name in inexact)
+    assert len(run.report.summary.notes) == 1
+
+
+def test_a_run_that_is_deterministic_stays_so_where_a_block_ends() -> None:
+    model, loader, opt = make_job()
+    before = settings()
+    with flatout.reproducible(3, warn_only=True):
+        run = flatout.optimize(
+            model, loader, opt, functional.cross_entropy, deterministic=True, techniques=QUICK, budget=0
+        )
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    run.undo()
+    assert settings() == before

@@ -57,6 +57,7 @@ class Job:
         memory_limit: bytes that training may take; None: what the device has.
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
+        reproducible: whether that is because of :func:`flatout.reproducible`, which sets torch's flags by itself.
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
         failed: names of the techniques of which no candidate ran at all.
@@ -82,6 +83,7 @@ class Job:
     memory_limit: int | None = None
     max_grad_norm: float | None = None
     deterministic: bool = False
+    reproducible: bool = False
     expected_steps: int = 0
     batches: Sequence[Any] = field(default=(), init=False)
     failed: set[str] = field(default_factory=set, init=False)

@@ -41,7 +41,7 @@ from flatout.plan import Plan, fingerprint
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
-from flatout.reproducible import check_seed, seed_all
+from flatout.reproducible import check_seed, is_reproducible, seed_all
 from flatout.run import Run, TrainingLoader, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.batch_size import size_of
@@ -110,7 +110,8 @@ def optimize(
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
         deterministic: bit-reproducible training, as :func:`flatout.reproducible` has it; then only bit-identical
-            techniques are chosen by timing, and the report says what determinism costs in speed.
+            techniques are chosen by timing, and the report says what determinism costs in speed. Inside
+            ``flatout.reproducible`` techniques are chosen as with True.
         seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
             sample of random augmentation (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
@@ -146,7 +147,7 @@ def optimize(
 
     if isinstance(loader, TrainingLoader):
         loader = loader.original
-    if deterministic and seed is not None:
+    if (deterministic or is_reproducible()) and seed is not None:
         loader = seeded_where_random(loader)
     job = Job(
         model=model,
@@ -162,7 +163,8 @@ def optimize(
         resizes=batch_size == "auto" and plan is None,
         memory_limit=memory_limit,
         max_grad_norm=max_grad_norm,
-        deterministic=deterministic,
+        deterministic=deterministic or is_reproducible(),
+        reproducible=is_reproducible() and not deterministic,
         expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
     own_size = size_of(job)
@@ -415,6 +417,8 @@ def _notes(job: Job, own_size: int, waits_unseen: bool) -> tuple[str, ...]:
         notes.append(
             f"batches have {size_of(job):,} samples instead of {own_size:,}: all times are those of {size_of(job):,}"
         )
+    if job.reproducible:
+        notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
     if waits_unseen:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
     return tuple(notes)

@@ -19,8 +19,16 @@ CUBLAS_CONFIGS = (":4096:8", ":16:8")
 "Results reproducibility")."""
 
 
+_Flags = tuple[bool, bool, bool, bool, bool]
+_holders: list[DeterministicAlgorithms] = []
+_outside: tuple[_Flags, str | None] | None = None  # the settings before the first holder
+_in_force = 0  # how many `Reproducible` are
+
+
 class DeterministicAlgorithms:
     """torch's deterministic algorithms with what they need around them, process-wide: on, and exactly off again.
+
+    Several may be on at a time, and are turned off in any order. The last one puts the settings back.
 
     Args:
         warn_only: an operator without a deterministic algorithm warns; otherwise it raises.
@@ -28,8 +36,6 @@ class DeterministicAlgorithms:
 
     def __init__(self, *, warn_only: bool = False) -> None:
         self._warn_only = warn_only
-        self._before = _flags()
-        self._cublas = os.environ.get(CUBLAS)
 
     def enable(self) -> None:
         """Turn them on.
@@ -38,9 +44,13 @@ class DeterministicAlgorithms:
             RuntimeError: cuBLAS has started in this process, without a workspace that makes it repeat its results;
                 nothing has changed then. A warning with ``warn_only``.
         """
-        if self._cublas not in CUBLAS_CONFIGS:
+        global _outside
+        if not _holders:
+            _outside = _flags(), os.environ.get(CUBLAS)
+        _holders.append(self)
+        if os.environ.get(CUBLAS) not in CUBLAS_CONFIGS:
             os.environ[CUBLAS] = CUBLAS_CONFIGS[0]
-        _set_flags((False, True, True, self._warn_only, True))
+        self._set_flags()
         if cublas_started_without():
             message = (
                 f"cuBLAS has started in this process without {CUBLAS}, so that its products need not repeat: ask for "
@@ -52,15 +62,21 @@ class DeterministicAlgorithms:
             warnings.warn(message, stacklevel=3)
 
     def disable(self) -> None:
-        """Put every setting back."""
-        _set_flags(self._before)
-        if self._cublas is None:
+        """Put every setting back, or leave them to those that are still on."""
+        _holders.remove(self)
+        if _holders:
+            _holders[-1]._set_flags()
+            return
+        assert _outside is not None
+        flags, cublas = _outside
+        _set_flags(flags)
+        if cublas is None:
             os.environ.pop(CUBLAS, None)
         else:
-            os.environ[CUBLAS] = self._cublas
+            os.environ[CUBLAS] = cublas
 
-
-_Flags = tuple[bool, bool, bool, bool, bool]
+    def _set_flags(self) -> None:
+        _set_flags((False, True, True, self._warn_only, True))
 
 
 def _flags() -> _Flags:
@@ -133,13 +149,16 @@ class Reproducible(AbstractContextManager["Reproducible"]):
 
     def undo(self) -> None:
         """Put generators and settings back as they were; nothing happens when they are."""
+        global _in_force
         if self._before is not None:
             random_state, algorithms = self._before
             self._before = None
+            _in_force -= 1
             algorithms.disable()
             random_state.restore()
 
     def _begin(self) -> None:
+        global _in_force
         if self._before is None:
             before = RandomState.capture(), DeterministicAlgorithms(warn_only=self._warn_only)
             seed_all(self._seed)
@@ -149,6 +168,7 @@ class Reproducible(AbstractContextManager["Reproducible"]):
                 before[0].restore()
                 raise
             self._before = before
+            _in_force += 1
 
     def __enter__(self) -> Reproducible:
         self._begin()
@@ -156,6 +176,11 @@ class Reproducible(AbstractContextManager["Reproducible"]):
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def is_reproducible() -> bool:
+    """Return whether :func:`reproducible` is in force."""
+    return _in_force > 0
 
 
 def reproducible(seed: int, *, warn_only: bool = False) -> Reproducible:
@@ -173,8 +198,9 @@ def reproducible(seed: int, *, warn_only: bool = False) -> Reproducible:
     for random augmentation that is the same with any number of workers, see :func:`flatout.data.seed_samples`.
 
     It cannot reach generators that a program makes for itself, nor the order of sets of strings
-    (``PYTHONHASHSEED``, which Python reads when it starts). ``optimize(deterministic=True, seed=...)`` does the same
-    for a run, and says what it costs in speed.
+    (``PYTHONHASHSEED``, which Python reads when it starts). Inside, ``optimize`` chooses as with
+    ``deterministic=True``. ``optimize(deterministic=True, seed=...)`` does the same for a run, and says what it costs
+    in speed.
 
     Args:
         seed: in ``[0, 2**64)``; numpy takes its lower 32 bits.

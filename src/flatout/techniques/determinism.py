@@ -51,9 +51,9 @@ class Determinism(Rule):
         if not job.deterministic:
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
-    def switch(self, job: Job) -> Switch:
-        """The process-wide flags."""
-        return DeterministicSwitch()
+    def switch(self, job: Job) -> Switch | None:
+        """The process-wide flags; None where ``flatout.reproducible`` has set them, and puts them back."""
+        return None if job.reproducible else DeterministicSwitch()
 
 
 def seeded_where_random(loader: Iterable[Any]) -> Iterable[Any]:
