@@ -26,7 +26,8 @@ from flatout.arguments import (
     planned_batch_size,
 )
 from flatout.batch_size.change import Change
-from flatout.data import is_rewindable, map_tensors, tensors_of, to_device
+from flatout.data import is_rewindable, tensors_of, to_device
+from flatout.data.batch import cloned
 from flatout.data.loaders import TRIAL_BATCHES, first_batches
 from flatout.data.replay import Replayed
 from flatout.export import example_of
@@ -186,7 +187,7 @@ def optimize(
         if not bench.rewindable:
             # Their order was drawn for good: going back would draw the same order for the next epoch again.
             bench.state = State.capture(job.modules, optimizer, loader)
-        job.batches = [to_device(map_tensors(torch.clone, batch), job.device) for batch in taken]
+        job.batches = [to_device(cloned(batch), job.device) for batch in taken]
         here = fingerprint(model, optimizer, job.device, job.batches[0])
         if plan is not None:
             plan.check(here)

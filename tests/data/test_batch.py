@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from flatout.data import batch_size_of, map_tensors, tensors_of, to_device
+from flatout.data.batch import cloned
 
 
 class Pair(NamedTuple):
@@ -142,3 +145,61 @@ def test_batch_size_of(batch, size):
 def test_batch_size_of_nothing():
     with pytest.raises(ValueError, match="at least one tensor, got dict"):
         batch_size_of({"x": 1})
+
+
+class Refilled:
+    """An object with tensors and arrays in attributes and containers, and a reference to itself."""
+
+    def __init__(self):
+        self.x, self.parts, self.array, self.own = t(3), {"y": [t(2)]}, np.zeros(2), self
+
+    def to(self, device):
+        return self
+
+    def fill(self, value):
+        self.x.fill_(value)
+        self.parts["y"][0].fill_(value)
+        self.array[:] = value
+
+    def values(self):
+        return [self.x.tolist(), self.parts["y"][0].tolist(), self.array.tolist()]
+
+
+class WithClone(Holder):
+    def clone(self):
+        return WithClone(self.x.clone())
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_clone_is_equal_and_of_the_same_types(name):
+    batch = NESTED[name]
+    clone = cloned(batch)
+    assert same(clone, batch)
+    assert not any(map(operator.is_, tensors_of(clone), tensors_of(batch)))
+
+
+def test_a_clone_survives_its_original():
+    objects = [Refilled(), WithClone(t(3)), pack_sequence([t(3), t(2)]), np.zeros(2), bytearray(2)]
+    clones = cloned(objects)
+    objects[0].fill(7)
+    for tensor in (objects[1].x, objects[2].data):
+        tensor.fill_(7)
+    objects[3][:] = 7
+    objects[4][:] = b"77"
+    assert clones[0].values() == Refilled().values()
+    assert clones[0].own is clones[0]
+    assert torch.equal(clones[1].x, t(3))
+    assert torch.equal(clones[2].data, pack_sequence([t(3), t(2)]).data)
+    assert clones[3].tolist() == [0, 0]
+    assert clones[4] == bytearray(2)
+
+
+def test_a_clone_keeps_what_tensors_and_objects_are_to_each_other():
+    x = t(2).requires_grad_()
+    pair = cloned((x, x, 2 * x))
+    assert pair[0] is pair[1]
+    assert pair[0].is_leaf
+    assert pair[0].requires_grad
+    assert pair[2].grad_fn is not None
+    generator, kind, module = (n for n in range(3)), int, torch.nn.Linear(1, 1)
+    assert all(map(operator.is_, cloned([generator, kind, module]), [generator, kind, module]))

@@ -475,3 +475,22 @@ def test_an_own_cache_is_used_again():
     assert [part.data_ptr() for (part,) in ours._columns()] == [part.data_ptr() for part in cached._table.columns]
     assert_equal_loaders(ours, DataLoader(cached, 5, shuffle=True))
     assert int(data.made.sum()) == 0
+
+
+class FillsItsMemoryAgain(Dataset):
+    def __init__(self):
+        self.memory = torch.zeros(3)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.memory.fill_(index)
+
+
+def test_a_dataset_may_fill_its_memory_again():
+    cached = CachedDataset(FillsItsMemoryAgain())
+    assert [cached[index][0].item() for index in range(40)] == list(range(40))
+    filled = CachedDataset(FillsItsMemoryAgain())
+    filled.fill()
+    assert [filled[index][0].item() for index in range(40)] == list(range(40))

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -121,6 +122,52 @@ def test_a_loader_may_fill_the_same_memory_again():
 
     for number, batch in enumerate(CopyingPrefetcher(Reusing(), "cpu", 4)):
         assert bool((batch == number).all())
+
+
+class Carrier:
+    """A batch object that is moved in place."""
+
+    def __init__(self):
+        self.x = torch.zeros(3)
+        self.number = -1
+
+    def to(self, device):
+        self.x = self.x.to(device) + 0  # the host plays the device: a copy
+        return self
+
+
+class RefillsContainers:
+    """The same dict, list, array and objects for every batch."""
+
+    def __iter__(self):
+        batch = {"i": 0, "names": [""], "array": np.zeros(2), "plain": Holder(torch.zeros(2)), "carrier": Carrier()}
+        for i in range(7):
+            batch["i"], batch["names"][0] = i, str(i)
+            batch["array"][:] = i
+            batch["plain"].held.fill_(i)
+            batch["carrier"].number = i
+            batch["carrier"].x.fill_(i)
+            if i % 2:
+                batch["sometimes"] = torch.full((1,), i)
+            else:
+                batch.pop("sometimes", None)
+            yield batch
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_loader_may_fill_the_same_containers_again(depth):
+    batches = list(CopyingPrefetcher(RefillsContainers(), "cpu", depth))
+    assert [batch["i"] for batch in batches] == list(range(7))
+    for i, batch in enumerate(batches):
+        assert (batch["names"], batch["array"].tolist()) == ([str(i)], [i, i])
+        assert batch["plain"].held.tolist() == [i, i]
+        assert (batch["carrier"].number, batch["carrier"].x.tolist()) == (i, [i, i, i])
+        assert ("sometimes" in batch) == bool(i % 2)
 
 
 class Fails(IterableDataset):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -102,6 +102,56 @@ def _rebuilt_sequence(batch: Sequence, parts: list) -> Any:
         except TypeError:
             return parts
     return _rebuilt(batch, parts)
+
+
+def cloned(batch: Any) -> Any:
+    """Copy ``batch``, so that the loader that made it may fill its memory again.
+
+    Copies tensors, arrays and containers. Objects are copied by their ``clone`` method; without one, by ``copy.copy``,
+    and so are their attributes that are tensors, arrays, containers or objects with a ``to`` method. What cannot be
+    copied stays shared. An object that occurs twice in ``batch`` does so in the copy.
+
+    Args:
+        batch: any nesting.
+    """
+    clones: dict[int, tuple[Any, Any]] = {}  # the originals, too: an id is unique only as long as its object lives
+
+    def clone_tensor(tensor: Tensor) -> Tensor:
+        if id(tensor) not in clones:
+            clones[id(tensor)] = tensor, _cloned_tensor(tensor)
+        return clones[id(tensor)][1]
+
+    def clone_object(leaf: Any) -> Any:
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf, _cloned_object(leaf)
+            twin = clones[id(leaf)][1]
+            for name, value in getattr(leaf, "__dict__", {}).items():
+                if twin is not leaf and getattr(twin, name, None) is value:  # else its own method has copied it
+                    object.__setattr__(twin, name, map_tensors(clone_tensor, value, clone_attribute))
+        return clones[id(leaf)][1]
+
+    def clone_attribute(value: Any) -> Any:
+        return clone_object(value) if isinstance(value, np.ndarray) or callable(getattr(value, "to", None)) else value
+
+    return map_tensors(clone_tensor, batch, clone_object)
+
+
+def _cloned_tensor(tensor: Tensor) -> Tensor:
+    clone = tensor.detach().clone().requires_grad_(tensor.requires_grad) if tensor.is_leaf else tensor.clone()
+    return clone.pin_memory() if tensor.is_pinned() else clone
+
+
+def _cloned_object(leaf: Any) -> Any:
+    if isinstance(leaf, (type, nn.Module)):
+        return leaf
+    try:
+        if isinstance(leaf, PackedSequence):
+            return type(leaf)(*(part if part is None else part.clone() for part in leaf))  # type: ignore[arg-type]
+        if callable(getattr(leaf, "clone", None)):
+            return leaf.clone()
+        return copy.copy(leaf) if hasattr(leaf, "__dict__") else copy.deepcopy(leaf)
+    except Exception:  # of the object's own code
+        return leaf
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

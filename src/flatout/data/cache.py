@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate
 
-from flatout.data.batch import map_tensors
+from flatout.data.batch import cloned, map_tensors
 from flatout.data.generators import RandomState, generators_in
 from flatout.data.machine import available_memory
 from flatout.data.memory import InMemoryLoader, why_not_collated
@@ -188,7 +188,7 @@ class CachedDataset(Dataset):
         if not rows:
             return
         before = self._random_state()
-        self._keep(before, rows, list(_samples(self.dataset, rows)))
+        self._keep(before, rows, list(map(cloned, _samples(self.dataset, rows))))  # it may fill its memory again
 
     def _keep(self, before: RandomState | None, rows: Sequence[int], samples: Any) -> None:
         """Write ``samples``, evaluated since ``before``, into their rows."""

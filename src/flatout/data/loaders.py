@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from flatout.data.batch import map_tensors, tensors_of
+from flatout.data.batch import cloned, tensors_of
 from flatout.data.generators import RandomState
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -121,7 +121,7 @@ def first_batches(loader: Any, count: int) -> list[Any]:
     The generators that its order is drawn from advance.
     """
     batches = clone_loader(loader) if isinstance(loader, DataLoader) else loader
-    return [map_tensors(torch.clone, batch) for batch in itertools.islice(batches, count)]
+    return list(map(cloned, itertools.islice(batches, count)))
 
 
 def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
@@ -220,7 +220,7 @@ def why_random(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -
                 break
         collate: Any = loader.collate_fn
         is_batched = loader.batch_sampler is not None
-        first = tensors_of(collate(made) if is_batched else list(map(collate, made)))
+        first = tensors_of(cloned(collate(made) if is_batched else list(map(collate, made))))
         made = [dataset[index] for index in looked_at]
         second = tensors_of(collate(made) if is_batched else list(map(collate, made)))
         moved = state.moved()

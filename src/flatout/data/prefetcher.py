@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
 import weakref
 from collections import deque
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import map_tensors, move_object, tensors_of
+from flatout.data.batch import cloned, map_tensors, move_object, tensors_of
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.remote import WorkerError
 from flatout.data.source import Epoch, source_of
@@ -41,8 +43,9 @@ class Prefetcher:
     precede it, as the same object; from a worker process of a ``DataLoader`` with its arguments, its cause and the
     worker's traceback as text. A worker that has died is a :class:`WorkerError` when its batch is asked for.
 
-    A batch is the user's: it stays valid for as long as it is held. It may be used on the stream that is current when
-    it is taken; use on a further stream needs ``record_stream``, as ever.
+    ``loader`` may fill the memory, the containers and the objects of a batch again for the next one. A batch on a
+    CUDA device is the user's: it stays valid for as long as it is held. It may be used on the stream that is current
+    when it is taken; use on a further stream needs ``record_stream``, as ever.
 
     Args:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
@@ -289,12 +292,26 @@ class _Ahead(_PassThrough):
             queue.append(entry)
             try:
                 self._start(entry)
-            except torch.OutOfMemoryError:
-                return  # raised when the batch's turn comes, if there is no room by then either
+            except Exception:
+                return  # raised when the batch's turn comes, if it fails by then, too
 
     def _start(self, entry: _Entry) -> None:
         if entry.copy is None:
+            # The loader may fill containers and objects again, too.
+            entry.batch = map_tensors(self._kept, entry.batch, self._moved)
             entry.copy = self._copier.start(tensors_of(entry.batch))
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the copier takes: it hands out a tensor that is on a device already as it is."""
+        is_refilled = tensor.device.type != "cpu" and not self._prefetcher._source.is_fresh
+        return tensor.clone() if is_refilled else tensor
+
+    def _moved(self, leaf: Any) -> Any:
+        if not callable(getattr(leaf, "to", None)):
+            return cloned(leaf)
+        with contextlib.suppress(Exception):  # an object that cannot be copied
+            leaf = copy.copy(leaf)  # some are moved in place
+        return move_object(leaf, self._prefetcher.device)
 
     def _transform(self, entry: _Entry) -> None:
         """Run the user's transform behind the copy, on its stream."""
@@ -319,7 +336,7 @@ class _Ahead(_PassThrough):
 
     def _rebuilt(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
         left = iter(tensors)
-        return map_tensors(lambda _: next(left), batch, lambda leaf: move_object(leaf, self._prefetcher.device))
+        return map_tensors(lambda _: next(left), batch)
 
     def close(self) -> None:
         """End the copying thread and drop what was fetched ahead."""

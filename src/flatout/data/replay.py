@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from flatout.data.batch import cloned
 from flatout.data.source import Epoch, Source, source_of
 
 
@@ -24,7 +25,8 @@ class Replayed(Source):
         self._rest: Epoch | None = self._source.open()
         # Where the loader was behind the batch that was handed out last: not where it is while there are batches left.
         self._behind: tuple[Any] | None = (self._source.mark(),)
-        self._read = deque((batch, self._source.mark()) for batch in itertools.islice(self._rest, count))
+        # Copies: the loader may fill its memory again with the next batch.
+        self._read = deque((cloned(batch), self._source.mark()) for batch in itertools.islice(self._rest, count))
 
     @property
     def read(self) -> list[Any]:

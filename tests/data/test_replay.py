@@ -1,0 +1,90 @@
+"""Batches that trials took from a loader come to training as the loader yielded them."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+
+import flatout
+from flatout.data.replay import Replayed
+from tests.jobs import QUICK, Net
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+class Pair:
+    """A batch class of a user's own."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, device):
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+
+class Refilled:
+    """Fills one memory, and one container, again for every batch."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        x, y = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+        batch = {tuple: (x, y), list: [x, y], dict: {"x": x, "y": y}, Pair: Pair(x, y)}[self.kind]
+        for i in range(8):
+            x.fill_(i)
+            y.fill_(i % 3)
+            if self.kind is dict:
+                batch["i"] = i
+            yield batch
+
+
+def parts(batch):
+    if isinstance(batch, Pair):
+        return batch.x, batch.y
+    return (batch["x"], batch["y"]) if isinstance(batch, dict) else tuple(batch)
+
+
+def loss_of(model, batch):
+    x, y = parts(batch)
+    return functional.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_training_sees_what_a_loader_yields_that_fills_its_memory_again(kind, budget):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = flatout.optimize(
+        model, Refilled(kind), optimizer, compute_loss=loss_of, techniques=QUICK, budget=budget, device="cpu"
+    )
+    for _ in range(2):
+        seen = []
+        for batch in run.loader:
+            seen.append((parts(batch)[0][0, 0].item(), parts(batch)[1][0].item(), type(batch)))
+            if kind is dict:
+                assert batch["i"] == seen[-1][0]
+            run.step(batch)
+        assert seen == [(i, i % 3, kind) for i in range(8)]
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict, Pair])
+@pytest.mark.parametrize("count", [3, 8, 9])
+def test_replayed_batches_are_those_that_were_read(kind, count):
+    replayed = Replayed(Refilled(kind), count)
+    for _ in range(2):
+        assert [parts(batch)[0][0, 0].item() for batch in replayed] == list(range(8))
+
+
+class Shared(IterableDataset):
+    """Yields rows of one tensor that it shifts."""
+
+    def __iter__(self):
+        memory = torch.zeros(8)
+        for i in range(8):
+            yield memory.fill_(i)
+
+
+def test_a_dataset_without_batches_may_fill_its_memory_again():
+    assert [x[0].item() for x in Replayed(DataLoader(Shared(), batch_size=None), 5)] == list(range(8))
