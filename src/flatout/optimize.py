@@ -43,10 +43,11 @@ from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
 from flatout.reproducible import check_seed, is_reproducible, seed_all
-from flatout.run import Run, TrainingLoader, attach, detach
+from flatout.run import Run, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.determinism import seeded_where_random
+from flatout.training_loader import TrainingLoader
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take, whatever trials have left: it is cheap, and they take all there is."""

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from flatout import checkpoint
-from flatout._garbage import LongLived
 from flatout.checkpoint.copies import mapped
-from flatout.data import Prefetcher, batch_size_of, to_device
+from flatout.data import batch_size_of, to_device
 from flatout.data.generators import RandomState, generators_in
-from flatout.data.loaders import SEEDED_FROM, check_reiterable, original_of
-from flatout.data.replay import Replayed
+from flatout.data.loaders import check_reiterable
 from flatout.export import export, export_weights
 from flatout.finite import FiniteWatch
 from flatout.fit import Fitted, Keeper, fit
@@ -36,6 +34,7 @@ from flatout.recovery import Recovery
 from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
+from flatout.training_loader import TrainingLoader
 
 STATE_VERSION = 1
 """Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""
@@ -68,73 +67,6 @@ def detach(model: nn.Module) -> list[Switch]:
         switch.disable()
         switch.release()
     return switches
-
-
-class TrainingLoader:
-    """The user's batches, on the device, prefetched. Attributes are those of the user's loader."""
-
-    def __init__(
-        self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None], switches: Iterable[Switch] = ()
-    ) -> None:
-        self._job = job
-        self._watching = [switch for switch in switches if switch.watches]
-        self._counter = counter
-        self._end_of_epoch = end_of_epoch
-        self._goes_on = False
-        self._source: Iterable[Any] | None = None
-
-    @property
-    def _prefetcher(self) -> Prefetcher:
-        """Over what the job trains from now: an undo gives it the user's loader back."""
-        if self._source is not self._job.source:
-            self._source = self._job.source
-            self._made = Prefetcher(self._source, self._job.device, copying=self._counter.copying)
-        return self._made
-
-    @property
-    def original(self) -> Iterable[Any]:
-        """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
-        source, loader = self._job.source, self._job.loader
-        return source if isinstance(source, Replayed) else original_of(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._goes_on:
-            self._end_of_epoch()  # of one that was left by a break
-        is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batch left
-        batches = self._counter.batches(self._prefetcher)
-        with LongLived() as objects:
-            for batch in map(self._show, batches) if self._watching else batches:
-                is_empty = False
-                yield batch
-                objects.between_steps()
-        if is_empty:
-            raise ValueError(
-                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is spent. "
-                "Its __iter__ has to begin again: def __iter__(self): yield from make_batches()"
-            )
-        self._end_of_epoch()
-
-    def __len__(self) -> int:
-        return len(self._prefetcher)
-
-    def _show(self, batch: Any) -> Any:
-        for switch in self._watching:
-            switch.saw(batch)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where in the epoch training is: see :meth:`flatout.data.Prefetcher.state_dict`."""
-        return self._prefetcher.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved: see :meth:`flatout.data.Prefetcher.load_state_dict`."""
-        self._prefetcher.load_state_dict(state)
-        self._goes_on = True
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy looks for these before there is a job to ask
-            raise AttributeError(name)
-        return getattr(getattr(self._job.loader, SEEDED_FROM, self._job.loader), name)
 
 
 class Run:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate
 
 from flatout.data.batch import cloned, map_tensors
+from flatout.data.forwarding import Forwarding
 from flatout.data.generators import RandomState, generators_in
 from flatout.data.machine import available_memory
 from flatout.data.memory import InMemoryLoader, why_not_collated
@@ -25,7 +26,7 @@ _CHUNKS = 8  # for each worker, or the last one to end would keep all others wai
 _SECOND_LOOK = 16  # samples evaluated twice
 
 
-class CachedDataset(Dataset):
+class CachedDataset(Forwarding, Dataset):
     """A deterministic map-style dataset whose samples are decoded once, by whichever process first asks for them.
 
     They are kept in columns of contiguous memory that all processes share: those forked later and those that
@@ -36,8 +37,8 @@ class CachedDataset(Dataset):
 
     A sample equals ``dataset[index]``: containers, types, values, in memory of its own (``np.memmap`` becomes
     ``np.ndarray``). What ``dataset`` means by an index that is no integer in ``[0, len)``, and the errors that it
-    raises, are its own. Public attributes are ``dataset``'s. A later change to ``dataset``, such as another
-    transform, does not reach samples that were decoded before.
+    raises, are its own. Public attributes are ``dataset``'s, to read and to set. A later change to ``dataset``, such
+    as another transform, does not reach samples that were decoded before.
 
     Random samples must not be frozen. A dataset is refused when evaluating it moves a global generator of torch,
     ``random`` or NumPy, or a generator found in its attributes, or when a second evaluation of 16 samples spread over
@@ -57,6 +58,8 @@ class CachedDataset(Dataset):
     Raises:
         NotCacheable: the message says why. Generators are as before, here as on success.
     """
+
+    _OWN = frozenset({"dataset"})
 
     def __init__(self, dataset: Any, *, byte_budget: int | None = None, force: bool = False) -> None:
         reason = _why_not_dataset(dataset)
@@ -117,10 +120,9 @@ class CachedDataset(Dataset):
             made = dict(zip(missing, samples, strict=True))
         return [self._table.take(row) if self._table.has(row) else made[row] for row in rows]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "dataset":  # a copy looks for these before there is a dataset to ask
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.dataset, name)
+    @property
+    def _wrapped(self) -> Any:
+        return self.dataset
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_generators": None}  # found anew in the copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader that it was made of."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "worker_init_fn",
+    "generator",
+    "in_order",
+    *_WORKERS_ONLY,
+)
 _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
@@ -86,8 +95,32 @@ def is_rewindable(loader: Any) -> bool:
 def original_of(loader: Any) -> Any:
     """The user's own loader, of which this one was made for its batch size, or its samples' seeds."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):
-        loader = getattr(loader, made_from, loader)
+        if type(loader) is DataLoader:
+            loader = getattr(loader, made_from, loader)
     return loader
+
+
+def set_attribute(own: Any, made: Sequence[Any], name: str, value: Any) -> None:
+    """Set an attribute of a loader, and of those that were made of it.
+
+    Args:
+        own: the user's loader.
+        made: loaders that were made of it.
+        name: of the attribute.
+        value: of the attribute.
+
+    Raises:
+        ValueError: a loader of ``made`` has another setting of this name than ``own``, and would not follow it. Or the
+            loader's own error. Nothing has changed then.
+    """
+    for loader in made:
+        if name in _SETTINGS and getattr(loader, name) is not getattr(own, name):
+            raise ValueError(
+                f"{name} must be set before optimize(), which has chosen {getattr(loader, name)!r} for training. "
+                "Set it on your own loader, and call optimize() again"
+            )
+    for loader in [*made, own]:
+        setattr(loader, name, value)
 
 
 def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
@@ -145,19 +178,7 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
     dataset = changes.get("dataset", loader.dataset)
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         raise ValueError("loader must not be made of data pipes: a clone would share their state")
-    arguments: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in (
-            "dataset",
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "worker_init_fn",
-            "generator",
-            "in_order",
-            *_WORKERS_ONLY,
-        )
-    }
+    arguments: dict[str, Any] = {name: getattr(loader, name) for name in ("dataset", *_SETTINGS)}
     if loader.pin_memory_device:
         arguments["pin_memory_device"] = loader.pin_memory_device
     arguments |= _batching(loader, changes)

@@ -18,6 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
 from flatout.data.batch import to_device
+from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import set_epoch
 from flatout.data.order import Foreign, Order, Span, as_indices, why_not_ordered
@@ -88,13 +89,14 @@ def why_not_collated(loader: Any) -> str | None:
     return None
 
 
-class InMemoryLoader:
+class InMemoryLoader(Forwarding):
     """What ``loader`` yields, gathered from memory by native threads, ``depth`` batches ahead.
 
     Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the
     same state of every generator after every batch, early breaks included. Batches are fresh memory, valid
     for as long as they are held. A change that you make to the dataset's tensors in mid-epoch is seen
-    ``depth`` batches late; ``Subset.indices`` are read once, here.
+    ``depth`` batches late; ``Subset.indices`` are read once, here. Public attributes that are not listed here are those
+    of ``loader``, to read and to set.
 
     Args:
         loader: a ``DataLoader`` over a ``TensorDataset``, or subsets (``random_split``) and concatenations of such,
@@ -109,6 +111,8 @@ class InMemoryLoader:
         ValueError: ``loader`` is none of these; the message says why (see :func:`why_not_in_memory`). Or the data
             takes more than half of the memory that is free on ``device``.
     """
+
+    _OWN = frozenset({"loader", "progress", "depth", "threads", "device"})
 
     def __init__(
         self,
@@ -220,24 +224,13 @@ class InMemoryLoader:
         return len(self.loader)
 
     @property
-    def dataset(self) -> Any:
-        """The dataset of the wrapped loader."""
-        return self.loader.dataset
+    def _wrapped(self) -> Any:
+        return self.loader
 
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the wrapped loader."""
-        return self.loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler of the wrapped loader."""
-        return self.loader.batch_sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """The batch size of the wrapped loader."""
-        return self.loader.batch_size
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("collate_fn", "worker_init_fn"):
+            raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(name, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to whatever of the wrapped loader has a ``set_epoch``."""

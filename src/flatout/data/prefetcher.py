@@ -14,23 +14,14 @@ from typing import Any
 import torch
 
 from flatout.data.batch import cloned, map_tensors, move_object, tensors_of
+from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.remote import WorkerError
 from flatout.data.source import Epoch, source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
-_PASSED_THROUGH = (
-    "dataset",
-    "sampler",
-    "batch_sampler",
-    "batch_size",
-    "drop_last",
-    "num_workers",
-    "generator",
-)
 
-
-class Prefetcher:
+class Prefetcher(Forwarding):
     """Same batches, in the same order, as ``loader``; on ``device``, and ``depth`` of them ahead.
 
     On a CUDA device host batches are copied into reused pinned memory by a native thread and from there to
@@ -60,7 +51,11 @@ class Prefetcher:
         loader: the wrapped loader.
         stall_seconds: seconds that ``next`` has spent waiting for data, all epochs together.
         batches: batches handed out, all epochs together.
+
+    Other public attributes are those of ``loader``, to read and to set.
     """
+
+    _OWN = frozenset({"loader", "device", "depth", "transform", "stall_seconds", "batches"})
 
     def __init__(
         self,
@@ -102,10 +97,9 @@ class Prefetcher:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _PASSED_THROUGH:
-            return getattr(self.loader, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def _wrapped(self) -> Any:
+        return self.loader
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the loader, or to whatever of it has a ``set_epoch``."""

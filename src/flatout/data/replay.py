@@ -8,16 +8,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.data.batch import cloned
+from flatout.data.forwarding import Forwarding
 from flatout.data.source import Epoch, Source, source_of
 
 
-class Replayed(Source):
+class Replayed(Forwarding, Source):
     """A loader whose first epoch begins with batches that were read from it already. Nothing is lost or repeated.
 
     Args:
         loader: the loader; epochs after the first iterate it anew.
         count: batches to read, or all there are.
     """
+
+    _OWN = frozenset({"is_fresh"})
 
     def __init__(self, loader: Iterable[Any], count: int) -> None:
         super().__init__(loader, "")
@@ -67,10 +70,9 @@ class Replayed(Source):
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy looks for these before there is a loader to ask
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+    @property
+    def _wrapped(self) -> Any:
+        return self._loader
 
 
 class _First:

@@ -1,0 +1,104 @@
+"""``run.loader``: the user's batches on their way into training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from flatout._garbage import LongLived
+from flatout.data import InMemoryLoader, Prefetcher
+from flatout.data.forwarding import Forwarding
+from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
+from flatout.data.replay import Replayed
+from flatout.job import Job
+from flatout.mfu import MfuCounter
+from flatout.techniques import Switch
+
+
+class TrainingLoader(Forwarding):
+    """The user's batches, on the device, prefetched. Public attributes are those of the user's loader, to set, too."""
+
+    def __init__(
+        self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None], switches: Iterable[Switch] = ()
+    ) -> None:
+        self._job = job
+        self._watching = [switch for switch in switches if switch.watches]
+        self._counter = counter
+        self._end_of_epoch = end_of_epoch
+        self._goes_on = False
+        self._source: Iterable[Any] | None = None
+
+    @property
+    def _prefetcher(self) -> Prefetcher:
+        """Over what the job trains from now: an undo gives it the user's loader back."""
+        if self._source is not self._job.source:
+            self._source = self._job.source
+            self._made = Prefetcher(self._source, self._job.device, copying=self._counter.copying)
+        return self._made
+
+    @property
+    def original(self) -> Iterable[Any]:
+        """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
+        source, loader = self._job.source, self._job.loader
+        return source if isinstance(source, Replayed) else original_of(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._goes_on:
+            self._end_of_epoch()  # of one that was left by a break
+        is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batch left
+        batches = self._counter.batches(self._prefetcher)
+        with LongLived() as objects:
+            for batch in map(self._show, batches) if self._watching else batches:
+                is_empty = False
+                yield batch
+                objects.between_steps()
+        if is_empty:
+            raise ValueError(
+                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is spent. "
+                "Its __iter__ has to begin again: def __iter__(self): yield from make_batches()"
+            )
+        self._end_of_epoch()
+
+    def __len__(self) -> int:
+        return len(self._prefetcher)
+
+    def _show(self, batch: Any) -> Any:
+        for switch in self._watching:
+            switch.saw(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the epoch training is: see :meth:`flatout.data.Prefetcher.state_dict`."""
+        return self._prefetcher.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was saved: see :meth:`flatout.data.Prefetcher.load_state_dict`."""
+        self._prefetcher.load_state_dict(state)
+        self._goes_on = True
+
+    @property
+    def _wrapped(self) -> Any:
+        return getattr(self._job.loader, SEEDED_FROM, self._job.loader)
+
+    @property
+    def _made_from_it(self) -> list[Any]:
+        """The loaders that were made of the user's, those that batches come from first."""
+        loaders = [self._job.source, self._job.loader, self._wrapped]
+        made = [loader for loader in loaders if isinstance(loader, (DataLoader, InMemoryLoader))]
+        return [loader for loader in made if loader is not original_of(self._job.loader)]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            object.__setattr__(self, name, value)
+        else:
+            set_attribute(original_of(self._job.loader), self._made_from_it, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            object.__delattr__(self, name)
+            return
+        delattr(original_of(self._job.loader), name)
+        for loader in self._made_from_it:
+            vars(loader).pop(name, None)
