@@ -317,7 +317,7 @@ class NativeStep(torch.optim.Optimizer):
                 chosen = {**options.additions_of(old), **options.additions_of(saved), "params": old["params"]}
                 options.normalize(chosen)
                 for p, index in zip(old["params"], saved["params"], strict=False):
-                    check_codes(final["state"].get(index, {}), self._streams({**old, **saved}), p.numel())
+                    check_codes(final["state"].get(index, {}), self._streams({**old, **saved}), p)
 
         before = self.register_load_state_dict_pre_hook(look)
         after = self.register_load_state_dict_post_hook(

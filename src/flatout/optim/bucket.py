@@ -51,14 +51,19 @@ class Kind:
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
     """True when a bucket can hold ``parameter`` and be given ``grad``."""
-    if not _gradients.is_native(_real(parameter)) or not _dtensor.is_settled(parameter):
+    if not _is_native(parameter) or not _dtensor.is_settled(parameter):
         return False
     return grad is None or (
         grad.device == parameter.device
         and grad.is_complex() == parameter.is_complex()
         and _dtensor.alike(grad, parameter)
-        and _gradients.is_native(_real(grad))
+        and _is_native(grad)
     )
+
+
+def _is_native(tensor: Tensor) -> bool:
+    # The type first: other tensors, as lazy parameters, may have no memory and refuse all questions about it.
+    return type(_dtensor.local(tensor)) in _dtensor.PLAIN and _gradients.is_native(_real(tensor))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

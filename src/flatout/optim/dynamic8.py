@@ -28,15 +28,15 @@ def coded(state: dict[str, Any]) -> list[str]:
     return [name for name in state if absmax_name(name) in state]
 
 
-def check_codes(state: dict[str, Any], moments: Iterable[str], numel: int) -> None:
-    """Refuses state in 8 bits of a parameter of ``numel`` elements whose absmaxes are not there, or not its own.
+def check_codes(state: dict[str, Any], moments: Iterable[str], parameter: Tensor) -> None:
+    """Refuse state in 8 bits of ``parameter`` whose absmaxes are missing or not its own.
 
     Raises:
         ValueError: the entry, and what it should be.
     """
-    expected = (-(-numel // BLOCK),)
     for name in moments:
         if getattr(state.get(name), "dtype", None) == torch.uint8:
+            expected = (-(-parameter.numel() // BLOCK),)
             absmax = state.get(absmax_name(name))
             if absmax is None or absmax.dtype != torch.float32 or absmax.shape != expected:
                 found = "none" if absmax is None else f"{absmax.dtype} of {tuple(absmax.shape)}"

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from flatout import _gradients
 from flatout.optim import options
@@ -41,6 +42,8 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
         for p in group["params"]:
             if not _gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
+            if isinstance(p, UninitializedTensorMixin):
+                return f"param_groups[{i}] has a lazy parameter: run the model on one batch first."
             if not takes(p, None):
                 kind = f"{type(p).__name__} of {p.dtype}"
                 return f"param_groups[{i}] has a {kind}: only float and complex tensors, plain or DTensors, are native."
