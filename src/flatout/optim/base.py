@@ -203,7 +203,8 @@ class NativeStep(torch.optim.Optimizer):
             return None
         if "_plan" not in self.__dict__:
             self._plan = Plan()
-        with torch.no_grad():
+        # Not inference mode: state that begins in it could not be written outside.
+        with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)
 
     def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:

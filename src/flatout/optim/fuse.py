@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from flatout import _gradients
 from flatout.optim import options
@@ -42,7 +42,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
         for p in group["params"]:
             if not _gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
-            if isinstance(p, UninitializedTensorMixin):
+            if is_lazy(p):
                 return f"param_groups[{i}] has a lazy parameter: run the model on one batch first."
             if not takes(p, None):
                 kind = f"{type(p).__name__} of {p.dtype}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from flatout import _dtensor
 from flatout.optim.dynamic8 import SMALLEST
@@ -65,7 +65,7 @@ def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
     """
     wanted: bool = (
         group.get("moment_dtype") == torch.uint8
-        and not isinstance(p, UninitializedTensorMixin)
+        and not is_lazy(p)
         and p.numel() >= SMALLEST
         and (p.dtype in _HALF or p.dtype == torch.float32)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,8 @@ class Plan:
                     f"{params[i].stride()}, as expand() makes them): use contiguous()"
                 )
         kinds = self._kinds(optimizer, params, members)
+        if any(_begins_twice(optimizer, kind, [params[i] for i in positions]) for kind, positions in kinds):
+            return FOREIGN
         for kind, positions in kinds:
             shared = sharing([params[i] for i in positions]) if kind.layout.has_master else None
             if shared is not None:
@@ -151,6 +154,17 @@ class Plan:
             (optimizer._kind(group, dtype, in_8_bits), positions)
             for (group, dtype, in_8_bits, *_), positions in found.items()
         ]
+
+
+def _begins_twice(optimizer: NativeStep, kind: Kind, params: list[Tensor]) -> bool:
+    """True when SGD is about to begin the momentum of a parameter that is listed twice.
+
+    torch's loop sets the buffer to the gradient for each mention. Native steps would add to shared zeros twice.
+    """
+    if kind.rule != "sgd" or not kind.streams:
+        return False
+    twice = [p for p, mentions in Counter(params).items() if mentions > 1]
+    return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in twice)
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
