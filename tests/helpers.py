@@ -14,7 +14,8 @@ from flatout._backends import SDP_KERNELS
 def bits(tensor):
     """The raw bytes of a tensor, so that NaNs and signed zeros compare."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return dense.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    copied = dense.cpu().flatten().clone()  # memory that NumPy has seen can no longer be resized
+    return copied.view(torch.uint8).numpy().tobytes()
 
 
 def attention_flags():

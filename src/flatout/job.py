@@ -115,6 +115,12 @@ class Job:
         return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
 
     @property
+    def code(self) -> list[Any]:
+        """The user's objects that a step runs: modules and functions."""
+        functions = (self.loss_fn, self.compute_loss, self.loss_weight)
+        return [self.model, *(function for function in functions if function is not None)]
+
+    @property
     def varies(self) -> bool:
         """Whether ``batches`` come in several shapes."""
         return len({tuple(t.shape for t in tensors_of(batch)) for batch in self.batches}) > 1

@@ -369,7 +369,9 @@ class Run:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise ValueError(f"{what} not of run.state_dict(), version {STATE_VERSION}")
         # On the host: the device may have no room for a second model.
-        before = State.capture(self._job.modules, self.optimizer, self._job.loader, on=torch.device("cpu"))
+        before = State.capture(
+            self._job.modules, self.optimizer, self._job.loader, self._job.code, on=torch.device("cpu")
+        )
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         progress = self._job.progress
         try:
@@ -427,7 +429,7 @@ class Run:
         """The global generators, and those that dataset, model and loss keep; the loader's are in its own state."""
         if self._generators is None:
             dataset = getattr(self._job.loader, "dataset", None)
-            self._generators = generators_in([dataset, *self._job.modules, self._job.loss_fn, self._job.compute_loss])
+            self._generators = generators_in([dataset, *self._job.code])
         return RandomState.of(self._generators)
 
     def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:

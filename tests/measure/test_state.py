@@ -1,6 +1,8 @@
 """State.capture / restore: everything that training changes comes back bit for bit."""
 
 import random
+import warnings
+from collections import deque
 
 import numpy as np
 import pytest
@@ -205,3 +207,231 @@ def test_generators_of_the_dataset_come_back():
     assert [batch.tolist() for batch in loader] != first
     state.restore()
     assert [batch.tolist() for batch in loader] == first
+
+
+class Noise(nn.Module):
+    """Draws from generators that it keeps, one of each kind."""
+
+    def __init__(self, depth=0):
+        super().__init__()
+        self.below = Noise(depth - 1) if depth else None
+        self.own = torch.Generator().manual_seed(1)
+        self.kept = {"python": random.Random(2), "numpy": [np.random.default_rng(3), np.random.RandomState(4)]}
+        self.system = random.SystemRandom()  # has no state
+
+    def forward(self, x):
+        drawn = torch.rand((), generator=self.own).item() + self.kept["python"].random()
+        drawn += sum(generator.random() for generator in self.kept["numpy"])
+        return x * drawn if self.below is None else self.below(x) * drawn
+
+
+def test_generators_of_modules_come_back_however_deep():
+    model = nn.Sequential(*[nn.Identity() for _ in range(70)], Noise(depth=8))
+    state = State.capture([model])
+    first = model(torch.ones(1))
+    assert model(torch.ones(1)) != first
+    state.restore()
+    assert model(torch.ones(1)) == first
+
+
+def test_generators_of_the_loss_and_of_the_optimizer_come_back():
+    generator, held = torch.Generator(), random.Random(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.noise = held
+
+    def compute_loss(model, batch):
+        return torch.rand((), generator=generator).item() + held.random()
+
+    state = State.capture([model], optimizer, code=[compute_loss])
+    first = compute_loss(model, None)
+    assert compute_loss(model, None) != first
+    state.restore()
+    assert compute_loss(model, None) == first
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, and keeps slow weights in attributes, as the implementations in use do."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+        self.slow = {"weights": [p.detach().clone() for group in self.param_groups for p in group["params"]]}
+        self.queue = deque([torch.zeros(2)], maxlen=3)
+        self.updated = set()
+        self.norms = np.zeros(2)
+        self.itself = {"optimizer": self}
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        weights = [p for group in self.param_groups for p in group["params"]]
+        for i, p in enumerate(weights):
+            slow = self.slow["weights"][i].add_(p.detach(), alpha=0.5)
+            if i == 0:
+                self.slow["weights"][i] = slow.clone()
+        self.slow["late"] = torch.ones(1)
+        self.queue.append(self.queue[0].add_(1).clone())
+        self.updated.add(len(self.updated))
+        self.norms += 1
+        self.count = len(self.updated)
+
+
+def test_tensors_in_attributes_of_an_optimizer_come_back():
+    model = Net()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = Lookahead(inner)
+    train(model, optimizer)
+    objects = list(optimizer.slow["weights"])
+
+    def picture():
+        tensors = [*optimizer.slow["weights"], *optimizer.queue]
+        tensors += [value for entry in inner.state.values() for value in entry.values()]
+        return [bits(t) for t in tensors], list(optimizer.slow), optimizer.updated.copy(), optimizer.norms.tolist()
+
+    before, state = picture(), State.capture([model], optimizer)
+    for _ in range(2):
+        train(model, optimizer)
+        assert picture() != before
+        state.restore()
+        assert picture() == before
+    assert all(new is old for new, old in zip(optimizer.slow["weights"], objects, strict=True))
+    assert optimizer.count == len(optimizer.updated)
+
+
+def test_objects_and_lists_in_the_state_of_an_optimizer_come_back():
+    class Preconditioner:
+        def __init__(self):
+            self.statistics = [torch.zeros(2)]
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept, history = Preconditioner(), [torch.zeros(1)]
+    optimizer.state[model.weight] = {"preconditioner": kept, "history": history}
+    state = State.capture([model], optimizer)
+    kept.statistics[0].add_(1)
+    kept.statistics.append(torch.ones(2))
+    history[0] += 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    state.restore()
+    assert optimizer.state[model.weight] == {"preconditioner": kept, "history": history}
+    assert len(kept.statistics) == len(optimizer.param_groups) == 1
+    assert kept.statistics[0].sum() == history[0] == 0
+
+
+class Observer(nn.Module):
+    """Resizes a buffer in place, as observers of ``torch.ao.quantization`` do in their first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("min_val", torch.tensor([]))
+        self.register_buffer("shrinks", torch.arange(6.0))
+        self.register_buffer("is_set", torch.arange(4.0))
+        self.register_buffer("is_replaced", torch.arange(4.0))
+        self.register_buffer("has_other_data", torch.arange(4.0))
+        self.weight = nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x):
+        self.min_val.resize_(x.shape).copy_(x)
+        self.shrinks.resize_(2).fill_(7)
+        self.is_set.set_(torch.zeros(9))
+        self.is_replaced = torch.zeros(5)
+        self.has_other_data.data = torch.zeros(3, 3, dtype=torch.float64)
+        self.weight.data = torch.zeros(8)
+        return x
+
+
+def test_buffers_that_forward_resizes_come_back_with_their_memory():
+    model = Observer()
+    tensors = [*model.buffers(), *model.parameters()]
+    view = model.shrinks[2:]
+    before = snapshot(model)
+    state = State.capture([model])
+    for size in (4, 9):
+        model(torch.ones(size))
+        state.restore()
+        assert snapshot(model) == before
+        assert all(new is old for new, old in zip((*model.buffers(), *model.parameters()), tensors, strict=True))
+        assert view.data_ptr() == model.shrinks[2:].data_ptr()
+
+
+def test_swapped_parameters_come_back():
+    model = nn.Linear(2, 2)
+    before, weight = bits(model.weight), model.weight
+    state = State.capture([model])
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(5, dtype=torch.float64), requires_grad=False))
+    state.restore()
+    assert model.weight is weight
+    assert (bits(weight), weight.dtype, weight.requires_grad) == (before, torch.float32, True)
+
+
+def test_a_freshly_prepared_quantized_model_comes_back():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        torch.ao.quantization.prepare_qat(model, inplace=True)
+    before, state = snapshot(model), State.capture([model])
+    model(torch.randn(2, 4))
+    assert snapshot(model) != before
+    state.restore()
+    assert snapshot(model) == before
+
+
+def test_lazy_parameters_are_uninitialized_again():
+    layer = nn.LazyLinear(2)
+    state = State.capture([layer])
+    weight = layer.weight
+    weight.materialize((2, 3))
+    state.restore()
+    assert layer.weight is weight
+    assert layer.has_uninitialized_params()
+
+
+def test_buffers_made_in_inference_mode_come_back():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+        model.register_buffer("count", torch.zeros(2))
+        state = State.capture([model])
+        model.count += 1
+    state.restore()
+    assert model.count.sum() == 0
+
+
+def test_modes_of_the_process_come_back():
+    state = State.capture([])
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    state.restore()
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+
+
+class Stuck(nn.Module):
+    """Frees the memory of its buffers, in a way that it cannot be allocated again."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.zeros(2))
+
+    def forward(self, x):
+        for buffer in self.buffers():
+            buffer.resize_(0).untyped_storage().resize_(0)
+            buffer.numpy()
+        return x
+
+
+def test_restoring_goes_on_past_a_failure():
+    stuck, model = Stuck(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = snapshot(model, optimizer)
+    state = State.capture([stuck, model], optimizer)
+    stuck(torch.ones(1))
+    train(model, optimizer)
+    model.eval()
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    with pytest.raises(RuntimeError, match="resiz") as failed:
+        state.restore()
+    assert len(failed.value.__notes__) == 1
+    assert snapshot(model, optimizer) == before

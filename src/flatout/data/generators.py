@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import random
-import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-_DEPTH = 8  # attributes of attributes of ...
-_NODES = 20_000  # looked at in all, the nearest first: annotations go on and on
-_WIDTH = 64  # elements looked at in one container: transforms are few, file names many
+from flatout._cleanup import run_all
+from flatout._reach import reachable
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,13 @@ class RandomState:
 
     def restore(self) -> None:
         """Put every generator back."""
-        for each in self._tracked:
-            each.write(each.state)
+        run_all(partial(each.write, each.state) for each in self._tracked)
+
+    def advance(self, later: RandomState) -> None:
+        """Give each generator that is still as it was here the state that it has in ``later``, a ``reread``."""
+        for here, there in zip(self._tracked, later._tracked, strict=True):
+            if not _same(here.state, there.state) and _same(here.read(), here.state):
+                here.write(there.state)
 
     def states(self) -> list[tuple[str, Any]]:
         """Every generator's name and state, of tensors, numbers and strings alone."""
@@ -75,11 +77,17 @@ class RandomState:
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
         """Give the generators the ``states`` that those of the same names once had; one without any stays."""
-        left = list(states)
+        for each in self.given(states)._tracked:
+            each.write(each.state)
+
+    def given(self, states: Sequence[tuple[str, Any]]) -> RandomState:
+        """The generators of these names, with the ``states`` that those of the same names once had."""
+        left, tracked = list(states), []
         for each in self._tracked:
             found = next((i for i, (name, _) in enumerate(left) if name == each.name), None)
             if found is not None:
-                each.write(_like(left.pop(found)[1], each.state))
+                tracked.append(replace(each, state=_like(left.pop(found)[1], each.state)))
+        return RandomState(tracked)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -109,64 +117,8 @@ def _track_found(generator: Any) -> _Tracked:
 def generators_in(root: Any) -> list[Any]:
     """The generators in attributes, containers and closures below ``root``."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    found: list[Any] = []
-    level, seen = [root], {id(root)}
-    for _ in range(_DEPTH):
-        found += [node for node in level if issubclass(type(node), kinds)]  # a dead reference has a type
-        below: list[Any] = []
-        for node in level:
-            for child in _children(node):
-                if id(child) not in seen and len(seen) < _NODES:
-                    seen.add(id(child))
-                    below.append(child)
-        level = below
-    return found
-
-
-def _children(node: Any) -> list[Any]:
-    try:
-        return _looked_into(node)
-    except Exception:  # a closed file, a dead reference: what cannot be looked into cannot be used either
-        return []
-
-
-def _looked_into(node: Any) -> list[Any]:
-    if isinstance(node, (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)):
-        return []
-    if isinstance(node, types.MethodType):
-        return [node.__self__, node.__func__]
-    if isinstance(node, types.FunctionType):
-        return _of_function(node)
-    if isinstance(node, functools.partial):
-        return [node.func, *node.args, *node.keywords.values()]
-    if isinstance(node, dict):
-        return list(itertools.islice(node.values(), _WIDTH))
-    if isinstance(node, (list, tuple)):
-        return list(node[:_WIDTH])
-    methods = (getattr(type(node), name, None) for name in ("__getitem__", "__getitems__", "__call__", "__iter__"))
-    own = [method for method in methods if isinstance(method, types.FunctionType)]
-    return [*getattr(node, "__dict__", {}).values(), *own]
-
-
-def _of_function(function: types.FunctionType) -> list[Any]:
-    """What it can use: what is bound to it, and the globals that it names."""
-    bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    named = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    # Of functions, only those beside this one: a library's may use anything.
-    here = function.__module__
-    return (
-        bound
-        + defaults
-        + [found for found in named if not isinstance(found, types.FunctionType) or found.__module__ == here]
-    )
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
+    found = (node for node in reachable(root) if issubclass(type(node), kinds))  # a dead reference has a type
+    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]  # it has no state
 
 
 def _portable(state: Any) -> Any:

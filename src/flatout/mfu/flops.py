@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data.generators import RandomState
-from flatout.measure.state import ModuleSlots
+from flatout.measure.saved import ModuleSlots
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
 from flatout.mfu.formulas import is_abstract

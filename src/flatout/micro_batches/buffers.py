@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flatout.measure.state import owned
+from flatout.measure.saved import owned
 
 
 class Buffers:

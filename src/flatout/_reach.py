@@ -1,0 +1,123 @@
+"""Objects that an object can use: in attributes, containers, closures, defaults and the globals that its code names."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_DEPTH = 8  # attributes of attributes of ...; all modules of a module are one level
+_NODES = 20_000  # looked at in all, the nearest first: annotations go on and on
+_WIDTH = 64  # elements looked at in one container: transforms are few, file names many
+
+_NO_NODES = (str, bytes, int, float, complex, type, types.ModuleType, np.ndarray, np.generic, torch.dtype, torch.device)
+_OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))
+_METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
+
+
+def reachable(root: Any) -> Iterator[Any]:
+    """Yield ``root`` and the objects below it, nearest first, without numbers, strings, arrays and classes."""
+    level, seen = [root], {id(root)}
+    for _ in range(_DEPTH):
+        yield from level
+        below: list[Any] = []
+        for node in level:
+            for child in _children(node):
+                if id(child) not in seen and len(seen) < _NODES and _is_node(child):
+                    seen.add(id(child))
+                    below.append(child)
+        level = below
+
+
+def _is_node(value: Any) -> bool:
+    if value is None or issubclass(type(value), _NO_NODES):
+        return False
+    return type(value) not in (dict, collections.OrderedDict, list, tuple, set) or len(value) > 0
+
+
+def _children(node: Any) -> list[Any]:
+    try:
+        return _looked_into(node)
+    except Exception:  # a closed file, a dead reference: what cannot be looked into cannot be used either
+        return []
+
+
+def _looked_into(node: Any) -> list[Any]:
+    if node is None or isinstance(node, (*_NO_NODES, types.CodeType)):
+        return []
+    if isinstance(node, torch.Tensor):
+        return _hooks_of(node)
+    if isinstance(node, types.MethodType):
+        return [node.__self__, node.__func__, *_beside(node)]
+    if isinstance(node, types.FunctionType):
+        return _of_function(node)
+    if isinstance(node, functools.partial):
+        return [node.func, *node.args, *node.keywords.values()]
+    if isinstance(node, dict):
+        return list(itertools.islice(node.values(), _WIDTH))
+    if isinstance(node, (list, tuple)):
+        return list(node[:_WIDTH])
+    if isinstance(node, (set, frozenset, collections.deque)):
+        return list(itertools.islice(node, _WIDTH))
+    if isinstance(node, nn.Module):
+        return _of_module(node)
+    return [*getattr(node, "__dict__", {}).values(), *_methods_of(node)]
+
+
+def _of_module(module: nn.Module) -> list[Any]:
+    """All modules in it; its attributes and hooks, and the hooks of its parameters."""
+    attributes = [value for name, value in vars(module).items() if name not in _OF_MODULE]
+    hooks = [hook for parameter in module._parameters.values() for hook in _hooks_of(parameter)]
+    return [*module.modules(), *attributes, *hooks, *_methods_of(module)]
+
+
+def _hooks_of(tensor: torch.Tensor | None) -> list[Any]:
+    """Optimizers that step in the backward hang on hooks."""
+    if tensor is None or not tensor.is_leaf:
+        return []
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
+def _methods_of(node: Any) -> list[Any]:
+    methods = (getattr(type(node), name, None) for name in _METHODS)
+    return [method for method in methods if isinstance(method, types.FunctionType)]
+
+
+def _beside(method: types.MethodType) -> list[Any]:
+    """What the method's class has beside it: other methods, which it may call, and attributes of the class."""
+    name = method.__func__.__qualname__.rpartition(".")[0]
+    owner = next((cls for cls in type(method.__self__).__mro__ if cls.__qualname__ == name), object)
+    return [] if owner is object else list(vars(owner).values())
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    """What it can use: what is bound to it, and the globals that it names."""
+    bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
+    # Of functions, only those beside this one: a library's may use anything.
+    here = function.__module__
+    beside = [found for found in named if not isinstance(found, types.FunctionType) or found.__module__ == here]
+    return [*bound, *defaults, *vars(function).values(), *beside]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that code uses, and the functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _cell_contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
