@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from flatout import mfu, words
+from flatout._cleanup import add_note, run_all
 from flatout._memory import ran_out_of_memory
 from flatout.arguments import (
     BATCH_SIZE,
@@ -182,12 +183,9 @@ def optimize(
                     technique.check(job)
                     technique.forced(job, choices[technique.name])
         rows = {row.technique: row for row in _apply_rules(job, switches)}
-        state = State.capture(job.modules, optimizer, loader)
+        state = State.capture(job.modules, optimizer, loader, job.code)
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)
-        if not bench.rewindable:
-            # Their order was drawn for good: going back would draw the same order for the next epoch again.
-            bench.state = State.capture(job.modules, optimizer, loader)
         job.batches = [to_device(cloned(batch), job.device) for batch in taken]
         here = fingerprint(model, optimizer, job.device, job.batches[0])
         if plan is not None:
@@ -233,15 +231,15 @@ def optimize(
         for switch in bench.kept:
             switch.trials_over()
         bench.rewind(to_train=False)
-    except BaseException:
+    except BaseException as error:
+        restore: list[Callable[[], object]] = []
         if bench is not None:
-            job.reset()
-            for switch in reversed(bench.kept):
-                switch.disable()
-            bench.state.restore()
-        for switch in reversed(switches.values()):
-            switch.disable()
-        attach(model, earlier)
+            restore += [job.reset, *(switch.disable for switch in reversed(bench.kept)), bench.state.restore]
+        restore += [*(switch.disable for switch in reversed(switches.values())), lambda: attach(model, earlier)]
+        try:
+            run_all(restore)
+        except BaseException as failure:
+            add_note(error, f"Not everything could be restored: {words.first_line(failure)}")
         raise
     if seed is not None:
         seed_all(seed)

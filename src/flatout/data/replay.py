@@ -9,11 +9,16 @@ from typing import Any
 
 from flatout.data.batch import cloned
 from flatout.data.forwarding import Forwarding
+from flatout.data.generators import RandomState
 from flatout.data.source import Epoch, Source, source_of
 
 
 class Replayed(Forwarding, Source):
     """A loader whose first epoch begins with batches that were read from it already. Nothing is lost or repeated.
+
+    Reading leaves the random generators as they were. When the first epoch begins, each that is still in that state
+    moves to where reading had left it, so that training draws what it would have drawn without the reading ahead, and
+    the second epoch has another order than the first. A generator that was seeded or drawn from in between stays.
 
     Args:
         loader: the loader; epochs after the first iterate it anew.
@@ -24,6 +29,12 @@ class Replayed(Forwarding, Source):
 
     def __init__(self, loader: Iterable[Any], count: int) -> None:
         super().__init__(loader, "")
+        self._before = RandomState.capture(loader)
+        with self._before.restored():
+            self._read_ahead(loader, count)
+            self._after: RandomState | None = self._before.reread()
+
+    def _read_ahead(self, loader: Iterable[Any], count: int) -> None:
         self._source = source_of(loader)
         self._rest: Epoch | None = self._source.open()
         # Where the loader was behind the batch that was handed out last: not where it is while there are batches left.
@@ -40,8 +51,17 @@ class Replayed(Forwarding, Source):
         return self.open()
 
     def open(self, pinned_for: int | None = None) -> Epoch:
+        if self._rest is None and self._after is None:
+            return self._source.open(pinned_for)
+        return Epoch(_First(self, pinned_for))
+
+    def begin(self, pinned_for: int | None) -> Epoch:
+        """Begin the first epoch; later calls begin another. Returns its batches without those that were read."""
+        if self._after is not None:
+            self._before.advance(self._after)
+            self._after = None
         rest, self._rest = self._rest, None
-        return self._source.open(pinned_for) if rest is None else Epoch(_First(self, rest))
+        return self._source.open(pinned_for) if rest is None else rest
 
     def give_back(self) -> Any:
         """The next of the batches that were read.
@@ -60,11 +80,17 @@ class Replayed(Forwarding, Source):
         return self._source.mark() if self._behind is None else self._behind[0]
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
-        return self._source.state_dict(mark)
+        state = self._source.state_dict(mark)
+        if self._after is None:
+            return state
+        return {"source": state, "generators": [self._before.states(), self._after.states()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state)
-        self._rest, self._behind = None, None
+        before_first = state.keys() == {"source", "generators"}
+        self._source.load_state_dict(state["source"] if before_first else state)
+        self._rest, self._behind, self._after = None, None, None
+        if before_first:
+            self._before, self._after = map(self._before.given, state["generators"])
         self._read.clear()
 
     def __len__(self) -> int:
@@ -76,20 +102,24 @@ class Replayed(Forwarding, Source):
 
 
 class _First:
-    """The first epoch: what was read, and the rest."""
+    """The first epoch: what was read, and the rest. It begins with its first batch, not with ``iter``."""
 
-    def __init__(self, replayed: Replayed, rest: Epoch) -> None:
+    def __init__(self, replayed: Replayed, pinned_for: int | None) -> None:
         self._replayed = replayed
-        self._rest = rest
+        self._pinned_for = pinned_for
+        self._rest: Epoch | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._rest is None:
+            self._rest = self._replayed.begin(self._pinned_for)
         try:
             return self._replayed.give_back()
         except StopIteration:
             return next(self._rest)
 
     def close(self) -> None:
-        self._rest.close()
+        if self._rest is not None:
+            self._rest.close()
