@@ -213,6 +213,16 @@ def test_sparse_gradients_take_torchs_step_and_leave_torchs_state(dense_steps):
     assert optimizer.state[q]["momentum_buffer"].layout == reference.state[p]["momentum_buffer"].layout
 
 
+def test_a_plain_update_leaves_sparse_gradients_as_they_are():
+    """Coalescing adds up duplicates before the step does, which rounds differently."""
+    p = torch.nn.Parameter(torch.ones(4, 2))
+    p.grad = sparse_gradient(p)
+    fo.update(torch.optim.SGD([p], lr=0.1))
+    assert not p.grad.is_coalesced()
+    fo.update(torch.optim.SGD([p], lr=0.1), inv_scale=0.5)
+    assert p.grad.is_coalesced()
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
 def test_sparse_gradients_are_torchs_error_elsewhere(name):
     p = parameter(torch.ones(4, 2))

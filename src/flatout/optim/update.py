@@ -72,7 +72,7 @@ def update(
             factor = _gradients.on_device(inv_scale, ready[0].device)
         if not _steps_at_once(optimizer):
             ready = None
-    else:
+    elif wants_look or inv_scale is not None:  # collecting coalesces sparse gradients, which rounds differently
         grads = _gradients.of_optimizer(optimizer)
         if grads and wants_look:
             look = _gradients.check(grads, inv_scale, max_grad_norm)
