@@ -208,7 +208,7 @@ def test_what_cannot_be_looked_into_holds_no_generator():
     assert generators_in([Closed(), weakref.proxy(Sometimes("not")), generator]) == [generator]
 
 
-@pytest.mark.parametrize("road", ["in memory", "workers made persistent"])
+@pytest.mark.parametrize("road", ["in memory", "workers made persistent", "no workers"])
 def test_orders_of_later_epochs(road):
     """Persistent workers are given their seed once: whoever takes their place draws as they do, and the other way."""
     data = TensorDataset(torch.arange(20))
@@ -223,6 +223,10 @@ def test_orders_of_later_epochs(road):
     if road == "in memory":
         assert epochs(InMemoryLoader(made(True))) == epochs(made(True))
         assert epochs(InMemoryLoader(made(False))) == epochs(made(False))
+    elif road == "no workers":
+        assert epochs(Prefetcher(clone_loader(made(True), num_workers=0), "cpu")) == epochs(made(True))
+        back = clone_loader(clone_loader(made(True), num_workers=0), num_workers=1, persistent_workers=True)
+        assert epochs(Prefetcher(back, "cpu")) == epochs(made(True))
     else:
         assert epochs(Prefetcher(clone_loader(made(False), persistent_workers=True), "cpu")) == epochs(made(False))
         assert epochs(Prefetcher(made(True), "cpu")) == epochs(made(True))

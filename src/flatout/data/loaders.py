@@ -28,8 +28,8 @@ from flatout.data.generators import RandomState
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
-SEEDS_EVERY_EPOCH = "seeds_every_epoch"
-"""Attribute of a clone that was given persistent workers: it is to draw random numbers as if it had not."""
+_SEEDS_ONCE = "seeds_workers_once"
+"""Attribute of a clone: whether the loader that it was made of has persistent workers."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
 TRIAL_BATCHES = 4
@@ -162,8 +162,8 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
 
     Shares dataset, samplers, generator, ``collate_fn`` and all other settings. Settings that only exist with
     worker processes are left out when there are none. Iterating the clone advances shared samplers and
-    generators: capture them first. A clone that is given persistent workers draws their seed once, as torch's do; a
-    ``Prefetcher`` over it draws it every epoch, so that the orders of later epochs are those of ``loader``.
+    generators: capture them first. A clone with persistent workers draws their seed once, and one without draws it
+    every epoch. A ``Prefetcher`` over the clone draws it when ``loader`` would, so that later epochs have its orders.
 
     Args:
         loader: an exact ``DataLoader``.
@@ -194,9 +194,16 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
         vars(clone)["batch_sampler"] = loader.batch_sampler
     for name, value in vars(loader).items():  # what the user attached
         vars(clone).setdefault(name, value)
-    if clone.persistent_workers and not loader.persistent_workers:
-        vars(clone)[SEEDS_EVERY_EPOCH] = True
+    vars(clone)[_SEEDS_ONCE] = seeds_workers_once(loader)
     return clone
+
+
+def seeds_workers_once(loader: DataLoader) -> bool:
+    """Return whether only the first epoch draws a seed for workers, as torch does where those are persistent.
+
+    A clone draws the random numbers of the loader that it was made of, whatever workers it has.
+    """
+    return getattr(loader, _SEEDS_ONCE, loader.persistent_workers)
 
 
 def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:

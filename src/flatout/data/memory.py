@@ -20,7 +20,7 @@ from flatout import _host
 from flatout.data.batch import to_device
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
-from flatout.data.loaders import set_epoch
+from flatout.data.loaders import seeds_workers_once, set_epoch
 from flatout.data.order import Foreign, Order, Span, as_indices, why_not_ordered
 from flatout.data.progress import Progress
 
@@ -287,7 +287,7 @@ class _InMemoryIterator:
         progress, loader = self._loader.progress, self._loader.loader
         order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
         # The seed of workers, which persistent ones are given once.
-        if not progress.goes_on and not (loader.persistent_workers and progress.has_run):
+        if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         progress.has_begun()
         return order

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SubsetRandomSampler
 
-from flatout.data.loaders import SEEDS_EVERY_EPOCH, clone_loader
+from flatout.data.loaders import clone_loader, seeds_workers_once
 from flatout.data.memory import InMemoryLoader
 from flatout.data.order import Foreign, Order, Span
 from flatout.data.progress import Progress
@@ -315,7 +315,7 @@ class _MapStyle(_FromDataLoader):
         self.worker_seed = 0
 
     def open(self, pinned_for: int | None = None) -> Epoch:
-        if self._persistent is not None and hasattr(self._dataloader, SEEDS_EVERY_EPOCH):
+        if self._persistent is not None and not seeds_workers_once(self._dataloader):
             _noted(self._persistent).draws_seed = True
         twin, batches = self._iterate()
         self.progress.has_begun()
@@ -335,9 +335,8 @@ class _MapStyle(_FromDataLoader):
 
     @property
     def _had_workers(self) -> bool:
-        """Whether persistent workers were there before, in another process: what their begin draws was drawn then."""
-        loader = self._dataloader
-        return self.progress.has_run and loader.persistent_workers and not hasattr(loader, SEEDS_EVERY_EPOCH)
+        """Whether an earlier epoch drew the only seed of persistent workers: theirs, or those in whose place it runs."""
+        return self.progress.has_run and seeds_workers_once(self._dataloader)
 
     def mark(self) -> Any:
         position = self.progress.position
