@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
 from flatout.data import tensors_of
+from flatout.data.batch import cloned, with_own_containers
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
@@ -64,6 +65,7 @@ class Job:
         micro_batches: how batches are taken apart that are not computed in one.
         compiled_loss: takes the place of ``loss`` in the steps of a training, and may fall back on it; None: every step
             computes the loss plainly.
+        writes_batches: whether loss or forward change the tensors of their batch in place.
         whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
         last_loss: of the last batch that waits for an update, as ``step`` returns it; None: none waits.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
@@ -89,6 +91,7 @@ class Job:
     failed: set[str] = field(default_factory=set, init=False)
     micro_batches: MicroBatches = field(init=False)
     compiled_loss: Callable[[Any], Tensor] | None = field(default=None, init=False)
+    writes_batches: bool = field(default=False, init=False)
     whole_step: WholeStep | None = field(default=None, init=False)
     work: CountedWork = field(init=False)
     last_loss: Tensor | None = field(default=None, init=False)
@@ -133,7 +136,7 @@ class Job:
             ValueError: an optimizer was given, but nothing says what to minimise.
         """
         if self.compute_loss is not None:
-            return self.compute_loss(self.model, batch)
+            return self.compute_loss(self.model, self.lent(batch))
         output, target = self.forward(batch)
         if self.loss_fn is not None:
             if target is None:
@@ -158,10 +161,18 @@ class Job:
             return self.loss(batch)
         if self.loss_fn is not None and type(batch) is list:
             batch = tuple(batch)  # a loader's list and run.step((x, y)) are one kind of call
-        return self.compiled_loss(batch)
+        return self.compiled_loss(self.lent(batch))
+
+    def lent(self, batch: Any) -> Any:
+        """A batch for the user's code, which may pop its entries, and change its tensors where ``writes_batches``.
+
+        The batch itself stays as it is: trials take it again, and so do steps that ran out of memory.
+        """
+        return cloned(batch) if self.writes_batches else with_own_containers(batch)
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """The model's output for one batch, and the target; None where the batch has none."""
+        batch = self.lent(batch)
         if isinstance(batch, Mapping):
             return self.model(**batch), None
         if isinstance(batch, Tensor):
@@ -176,7 +187,9 @@ class Job:
     def infer(self, batch: Any) -> Any:
         """The model's output for one batch, or what ``compute_loss`` makes of it, under ``inference_mode``."""
         with torch.inference_mode():
-            return self.forward(batch)[0] if self.compute_loss is None else self.compute_loss(self.model, batch)
+            if self.compute_loss is not None:
+                return self.compute_loss(self.model, self.lent(batch))
+            return self.forward(batch)[0]
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Any:
         """Forward, backward and, after ``accumulate`` batches, the update.

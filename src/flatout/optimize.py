@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from flatout import mfu, words
 from flatout._cleanup import add_note, run_all
-from flatout._memory import ran_out_of_memory
 from flatout.arguments import (
     BATCH_SIZE,
     check_arguments,
@@ -35,6 +34,7 @@ from flatout.export import example_of
 from flatout.job import Job
 from flatout.measure.bench import Bench
 from flatout.measure.budget import Budget
+from flatout.measure.first_step import check_step
 from flatout.measure.judge import judged
 from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
@@ -191,7 +191,7 @@ def optimize(
         if plan is not None:
             plan.check(here)
         measures = budget > 0 and plan is None
-        fits = _check_step(job, job.batches[0])
+        fits = check_step(job, job.batches[0])
         with _saying("counting FLOPs"):
             job.work(job.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
@@ -366,33 +366,6 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
         return replace(row, status="not applicable", why=str(reason))
     except Exception as error:  # of the user's code, which training has not run into
         return replace(row, status="not applicable", why=f"looking failed with {words.first_line(error)}")
-
-
-def _check_step(job: Job, batch: Any) -> bool:
-    """Run a forward once and see that there is something to minimise; in inference, to compare.
-
-    Returns:
-        Whether there was memory for it.
-    """
-    if job.inference:
-        if not tensors_of(job.infer(batch)):
-            raise TypeError("the model's output holds no tensor: nothing shows whether a technique changes it")
-        return True
-    try:
-        loss = job.loss(batch)
-    except RuntimeError as error:
-        if job.optimizer is None or not ran_out_of_memory(error):
-            raise
-        return False
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
-    if loss.dim() != 0:
-        raise ValueError(
-            f"the loss must be a scalar (0-dim) tensor, got shape {tuple(loss.shape)}: reduce it, e.g. .mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
-    return True
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:

@@ -104,6 +104,29 @@ def _rebuilt_sequence(batch: Sequence, parts: list) -> Any:
     return _rebuilt(batch, parts)
 
 
+def with_own_containers(batch: Any) -> Any:
+    """Copy the containers of ``batch`` around the same tensors, for code that may add or remove entries.
+
+    Objects with a ``to`` method are copied by ``copy.copy``.
+
+    Args:
+        batch: any nesting.
+    """
+    kind = type(batch)
+    if kind is Tensor or (kind is tuple and all(type(part) is Tensor for part in batch)):
+        return batch  # this runs in every step, and there is nothing to add or remove
+    return map_tensors(_keep, batch, _copied_object)
+
+
+def _copied_object(leaf: Any) -> Any:
+    if isinstance(leaf, (type, nn.Module, PackedSequence)) or not callable(getattr(leaf, "to", None)):
+        return leaf
+    try:
+        return copy.copy(leaf)
+    except Exception:  # of the object's own code
+        return leaf
+
+
 def cloned(batch: Any) -> Any:
     """Copy ``batch``, so that the loader that made it may fill its memory again.
 

@@ -145,7 +145,7 @@ class MicroBatches:
             return [1.0] * len(batches)
         weights: list[Any] = list(sizes)
         if self._job.loss_weight is not None:
-            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._job.loss_weight, batches)]
+            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._weight, batches)]
             total = sum(found)
             # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
             if isinstance(total, Tensor):
@@ -154,6 +154,10 @@ class MicroBatches:
                 weights = found
         total = sum(weights)
         return [weight / total for weight in weights]
+
+    def _weight(self, batch: Any) -> float | Tensor:
+        assert self._job.loss_weight is not None
+        return self._job.loss_weight(self._job.lent(batch))
 
 
 def _is_mean_over_samples(loss_fn: Any) -> bool:

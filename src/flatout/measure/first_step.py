@@ -1,0 +1,65 @@
+"""The first forward of a job: whether there is something to minimize, and what it writes to besides the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout._memory import ran_out_of_memory
+from flatout.data import tensors_of
+from flatout.data.batch import cloned
+from flatout.job import Job
+
+
+def check_step(job: Job, batch: Any) -> bool:
+    """Run a forward once, on a copy of the batch, and set ``job.writes_batches``.
+
+    Args:
+        job: whose state has been captured.
+        batch: on the device.
+
+    Returns:
+        Whether there was memory for it.
+
+    Raises:
+        TypeError: the loss is no tensor; in inference, the output holds none.
+        ValueError: the loss is not a scalar, or depends on nothing that is trained.
+    """
+    given = cloned(batch)
+    try:
+        if job.inference:
+            _check_output(job.infer(given))
+        else:
+            _check_loss(job.loss(given))
+    except RuntimeError as error:
+        if job.optimizer is None or not ran_out_of_memory(error):
+            raise
+        return False
+    finally:
+        job.writes_batches = not all(map(_is_same, tensors_of(batch), tensors_of(given)))
+    return True
+
+
+def _check_output(output: Any) -> None:
+    if not tensors_of(output):
+        raise TypeError("the model's output holds no tensor: nothing shows whether a technique changes it")
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}")
+    if loss.dim() != 0:
+        raise ValueError(
+            f"the loss must be a scalar (0-dim) tensor, got shape {tuple(loss.shape)}: reduce it, e.g. .mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any trainable parameter: backward would do nothing")
+
+
+def _is_same(original: Tensor, copy: Tensor) -> bool:
+    """Whether nothing was written to a copy. Writes through ``.data`` leave the version counter alone."""
+    if copy.is_inference() or copy._version:
+        return copy.is_inference()
+    return copy.layout is not torch.strided or copy.is_nested or torch.equal(original, copy)
