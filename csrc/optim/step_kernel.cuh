@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicAdd(table.ticket, 1u) == gridDim.x - 1;
+    __threadfence();  // other blocks' reads of the counts come before the writes of the last
     if (last) *table.ticket = 0;
   }
   __syncthreads();

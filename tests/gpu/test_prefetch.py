@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import flatout
 from flatout import _host, _native
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.transfer import TorchCopier, make_copier
@@ -68,6 +69,19 @@ def test_values_under_a_delayed_consumer(copier, depth, pinned):
             del batch
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+def test_filling_new_memory_waits_for_a_delayed_consumer(copier):
+    """In deterministic mode torch fills what it allocates: memory of a dropped batch may still be read."""
+    batches = [torch.full((1 << 20,), float(number)) for number in range(32)]  # large: staging is behind this thread
+    means = []
+    with flatout.reproducible(0, warn_only=True):
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        for batch in Prefetcher(batches, DEVICE, 3):
+            delay(2_000_000)
+            means.append(batch.mean())
+            del batch
+    assert torch.stack(means).tolist() == list(range(32))
 
 
 def test_consumer_waits_for_a_delayed_copy(copier):
@@ -156,7 +170,7 @@ def test_data_on_the_device(shuffle, prefetched):
 
 def test_data_that_does_not_fit_on_the_device():
     free = torch.cuda.mem_get_info(DEVICE)[0]
-    data = torch.empty(1, dtype=torch.uint8).expand(1, free)
+    data = torch.empty(1, 1 << 20, dtype=torch.uint8).expand((free >> 20) + 1, 1 << 20)
     with pytest.raises(ValueError, match=r"half of what is free on cuda"):
         InMemoryLoader(DataLoader(TensorDataset(data)), device=DEVICE)
 

@@ -6,6 +6,9 @@ still queued on the user's stream. Every copy therefore waits for a fence: an ev
 stream when the copy is asked for, behind all work that can have used memory which was free by then; and one on every
 other stream that batches were handed out on (an evaluation's, another thread's). The side stream is given to nobody
 else, so nothing allocates from its pool without that fence.
+
+Nothing may run on the side stream between an allocation and its fence. The native copier allocates before its thread
+enqueues the fence, so it allocates bare storage: torch fills every new tensor in deterministic mode.
 """
 
 from __future__ import annotations
@@ -149,7 +152,7 @@ class NativeCopier:
     def start(self, sources: list[Tensor]) -> Copy:
         """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
         outputs: list[Tensor] = []
-        held: list[Any] = []
+        staged: list[Tensor] = []
         transfers: list[tuple[int, int, int]] = []
         for source in sources:
             if not _is_plain(source):
@@ -159,24 +162,27 @@ class NativeCopier:
             output = self._empty_like(source)
             outputs.append(output)
             if source.numel():
-                held.append((source, output))
+                staged.append(source)
                 transfers.append((source.data_ptr(), output.data_ptr(), source.numel() * source.element_size()))
         if not transfers:
             return _Ready(outputs)
         if not self._on_cuda:
-            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, held), outputs)
+            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, (staged, outputs)), outputs)
         fence = torch.cuda.Event()
         fence.record(_wait_for_consumers(self._side))
-        # The owner outlives the copy, and with it whatever the copy reads and writes.
-        stream, owner = self._side.cuda_stream, (held, fence)
+        # The owner outlives the copy, and with it whatever the copy reads, and writes until `tensors` takes it.
+        stream, owner = self._side.cuda_stream, (staged, outputs, fence)
         copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
         return _NativeCopy(copied, outputs, self._side)
 
     def _empty_like(self, source: Tensor) -> Tensor:
+        """Memory for a dense ``source``, on which nothing has been enqueued."""
         if not self._on_cuda:
             return torch.empty_like(source)
+        device = self._side.device
         with torch.cuda.stream(self._side):
-            return torch.empty_like(source, device=self.device)
+            storage = torch.UntypedStorage(source.numel() * source.element_size(), device=device)
+            return torch.empty(0, dtype=source.dtype, device=device).set_(storage, 0, source.shape, source.stride())
 
     def close(self) -> None:
         """Wait for copies under way and end the thread."""
@@ -193,14 +199,21 @@ class _NativeCopy:
         self._copied.wait()
 
     def tensors(self) -> list[Tensor]:
-        self._copied.wait()
+        outputs = self._take()
         if self._side is not None:
             self._copied.block(_consumer_of(self._side).cuda_stream)
-        return self._outputs
+        return outputs
 
     def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
-        self._copied.wait()  # its copies are on the stream now
-        return (work(self._outputs), None) if self._side is None else _run_on(self._side, work, self._outputs)
+        outputs = self._take()
+        return (work(outputs), None) if self._side is None else _run_on(self._side, work, outputs)
+
+    def _take(self) -> list[Tensor]:
+        """Take the outputs from the stager: enqueued, copies come before all later uses of their memory."""
+        self._copied.wait()
+        outputs = self._outputs[:]
+        self._outputs.clear()
+        return outputs
 
 
 class TorchCopier:
