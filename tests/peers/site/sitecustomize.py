@@ -1,0 +1,7 @@
+"""Runs as Python starts: the processes that a test spawns have flatout's classes, too."""
+
+import os
+import sys
+
+if os.environ.get("FLATOUT_IN_PLACE") and any("multiprocessing.spawn" in word for word in sys.orig_argv):
+    import flatout_in_place  # noqa: F401
