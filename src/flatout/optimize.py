@@ -85,7 +85,9 @@ def optimize(
     A model in eval mode that comes without an optimizer is tuned for inference: its forward under ``inference_mode``.
 
     Trials leave no trace: weights, buffers, gradients, optimizer state, random-number generators, modes and
-    backend flags are bit-equal before and after, and ``state_dict`` keys never change.
+    backend flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for modules,
+    optimizers, loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python
+    attributes and hooks that ``forward``, loss or dataset set are the user's.
 
     Args:
         model: any ``nn.Module``; stays the same object.
@@ -93,7 +95,8 @@ def optimize(
         optimizer: updates the model; leave it out to keep a loop of your own:
             ``model, loader = flatout.optimize(model, loader)``.
         loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
-        compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit.
+        compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit. It may remove entries from its batch
+            and write to the tensors: it gets its own.
         loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor: what the loss of a batch is a mean over, where
             that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked where a batch is
             computed in parts.
@@ -133,7 +136,9 @@ def optimize(
         ValueError: an argument has a value that cannot work, or one that is not the plan's, or the loader is empty, the
             model has nothing to train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing
             has changed then.
-        RuntimeError: too late for ``deterministic``: cuBLAS has started already. Nothing has changed either.
+        RuntimeError: too late for ``deterministic``: cuBLAS has started already. Or the loss steps an optimizer that
+            was not found, or writes to another module later than in its first call, so that trials cannot restore it.
+            Nothing has changed either, except what such a later write has changed.
     """
     choices = asked = choices_of(techniques, precision)
     check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
@@ -174,6 +179,7 @@ def optimize(
     earlier = detach(model)
     switches: dict[str, Switch] = {}
     bench: Bench | None = None
+    guard = contextlib.ExitStack()
     try:
         if plan is not None:
             plan.check(fingerprint(model, optimizer, job.device))
@@ -184,6 +190,7 @@ def optimize(
                     technique.forced(job, choices[technique.name])
         rows = {row.technique: row for row in _apply_rules(job, switches)}
         state = State.capture(job.modules, optimizer, loader, job.code)
+        guard.enter_context(state.guarded())
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)
         job.batches = [to_device(cloned(batch), job.device) for batch in taken]
@@ -191,7 +198,7 @@ def optimize(
         if plan is not None:
             plan.check(here)
         measures = budget > 0 and plan is None
-        fits = check_step(job, job.batches[0])
+        fits = check_step(job, state, job.batches[0])
         with _saying("counting FLOPs"):
             job.work(job.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
@@ -241,6 +248,8 @@ def optimize(
         except BaseException as failure:
             add_note(error, f"Not everything could be restored: {words.first_line(failure)}")
         raise
+    finally:
+        guard.close()
     if seed is not None:
         seed_all(seed)
     kept = [*switches.values(), *bench.kept]

@@ -75,6 +75,7 @@ class Bench:
             switch.disable()
         self.job.reset()
         self.state.restore()
+        self.state.check()
         for switch in self.kept:
             switch.enable()
         if to_train and self.job.optimizer is not None and not self.job.model.training:

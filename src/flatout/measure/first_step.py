@@ -11,13 +11,15 @@ from flatout._memory import ran_out_of_memory
 from flatout.data import tensors_of
 from flatout.data.batch import cloned
 from flatout.job import Job
+from flatout.measure.state import State
 
 
-def check_step(job: Job, batch: Any) -> bool:
+def check_step(job: Job, state: State, batch: Any) -> bool:
     """Run a forward once, on a copy of the batch, and set ``job.writes_batches``.
 
     Args:
-        job: whose state has been captured.
+        job: a job that nothing has changed yet.
+        state: of the job; extended by the tensors that the forward writes to.
         batch: on the device.
 
     Returns:
@@ -29,10 +31,9 @@ def check_step(job: Job, batch: Any) -> bool:
     """
     given = cloned(batch)
     try:
-        if job.inference:
-            _check_output(job.infer(given))
-        else:
-            _check_loss(job.loss(given))
+        with state.extended():
+            result = job.infer(given) if job.inference else job.loss(given)
+        (_check_output if job.inference else _check_loss)(result)
     except RuntimeError as error:
         if job.optimizer is None or not ran_out_of_memory(error):
             raise

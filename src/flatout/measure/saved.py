@@ -33,26 +33,41 @@ class SavedTensor:
         tensor: any tensor; an uninitialized one has no bits.
         on: the device for the copy; default: the tensor's own.
         copied: whether to copy the bits now. ``copy_bits`` copies them later, before a write.
+
+    Attributes:
+        tensor: the tensor itself.
+        bits: a copy of its elements; None while there is none.
     """
 
-    def __init__(self, tensor: Tensor, on: torch.device | None, *, copied: bool = True) -> None:
+    def __init__(self, tensor: Tensor, on: torch.device | None = None, *, copied: bool = True) -> None:
         self.tensor = tensor
         self._on = on
         self._kind = type(tensor)
         self._place = tensor.data  # shares the memory, and keeps its own sizes and strides
         self._layout = None if is_lazy(tensor) else _layout(tensor)
-        self._bits: Tensor | None = None
+        self.bits: Tensor | None = None
+        self._version = None if tensor.is_inference() else tensor._version
         if copied:
             self.copy_bits()
 
     def copy_bits(self) -> None:
         """Copy the bits that the tensor has now; nothing happens where there is a copy."""
-        if self._bits is None and not is_lazy(self.tensor):
+        if self.bits is None and not is_lazy(self.tensor):
             bits = owned(self.tensor).detach()
-            self._bits = bits.clone() if self._on is None else bits.to(self._on, copy=True)
+            self.bits = bits.clone() if self._on is None else bits.to(self._on, copy=True)
+
+    def has_changed(self) -> bool:
+        """Whether ``restore`` would change anything, as far as that can be seen."""
+        if self.bits is None or self._layout is None or _layout(self.tensor) != self._layout:
+            return True
+        return not torch.equal(owned(self.tensor), self.bits)
 
     def restore(self) -> None:
-        """Put memory, sizes and bits back."""
+        """Put memory, sizes and bits back.
+
+        Raises:
+            RuntimeError: the tensor was written to, and its bits were not copied before.
+        """
         if type(self.tensor) is not self._kind:  # a lazy parameter has been initialized
             self.tensor.data = self._place
             self.tensor.__class__ = self._kind
@@ -61,9 +76,15 @@ class SavedTensor:
             if storage.nbytes() < size:  # never smaller: views that were made since may reach beyond its end
                 storage.resize_(size)
             self.tensor.data = self._place
-        if self._bits is not None:
+        if self.bits is not None:
             with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
-                owned(self.tensor).copy_(self._bits)
+                owned(self.tensor).copy_(self.bits)
+        elif self._version is not None and self.tensor._version != self._version:
+            raise RuntimeError(
+                f"compute_loss must write to tensors outside the model in its first call, or not at all, got a later "
+                f"write to a tensor of shape {tuple(self.tensor.shape)}. Keep your own loop: "
+                "`model, loader = flatout.optimize(model, loader)`"
+            )
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
@@ -204,6 +225,17 @@ class Saved:
         if tensor.is_leaf:
             self._parts.append(SavedGradient(tensor, self._on))
 
+    def gradient(self, tensor: Tensor) -> None:
+        """Add the gradient of a leaf, and not its bits."""
+        if self._is_new(tensor):
+            self._parts.append(SavedGradient(tensor, self._on))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies of tensors, without gradients."""
+        tensors = (part.bits for part in self._parts if isinstance(part, SavedTensor))
+        return sum(bits.nbytes for bits in tensors if bits is not None)
+
     @property
     def has_uncopied(self) -> bool:
         """Whether there are tensors whose bits are not copied yet."""
@@ -217,36 +249,33 @@ class Saved:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters, state and every attribute; an optimizer that is wrapped by this one as well."""
+        self._is_new(optimizer)
         self.value(optimizer.state, with_objects=True)
-        self.attributes(optimizer)
+        self.value(vars(optimizer))
 
-    def attributes(self, owner: Any) -> None:
-        """Add the attributes of an object and the tensors in them."""
-        self._is_new(owner)
-        self.value(vars(owner))
-
-    def value(self, value: Any, *, with_objects: bool = False) -> None:
+    def value(self, value: Any, *, with_objects: bool = False, copied: bool = True) -> None:
         """Add a tensor, a container with what is in it, a module, or an object with a ``state_dict`` of its own.
 
         Args:
             value: of any kind; one of another kind is not looked into.
             with_objects: whether to add the attributes of any other object, too.
+            copied: as in ``tensor``.
         """
         if isinstance(value, Tensor):
-            self.tensor(value)
+            self.tensor(value, copied=copied)
         elif isinstance(value, nn.Module):
             if value not in self:
                 self.module(value)
         elif isinstance(value, tuple):
-            self._values(value, with_objects)
+            self._values(value, with_objects, copied)
         elif isinstance(value, _NOT_LOOKED_INTO) or not self._is_new(value):
             return
         elif isinstance(value, MutableMapping):
             self._parts.append(_SavedMapping(value))
-            self._values(value.values(), with_objects)
+            self._values(value.values(), with_objects, copied)
         elif isinstance(value, MutableSequence):
             self._parts.append(_SavedSequence(value))
-            self._values(value, with_objects)
+            self._values(value, with_objects, copied)
         elif isinstance(value, MutableSet):
             self._parts.append(_SavedSet(value))
         elif isinstance(value, np.ndarray):
@@ -254,11 +283,11 @@ class Saved:
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizer(value)
         elif is_stateful(value) or (with_objects and hasattr(value, "__dict__")):
-            self.value(vars(value), with_objects=with_objects)
+            self.value(vars(value), with_objects=with_objects, copied=copied)
 
-    def _values(self, values: Iterable[Any], with_objects: bool) -> None:
+    def _values(self, values: Iterable[Any], with_objects: bool, copied: bool) -> None:
         for value in values:
-            self.value(value, with_objects=with_objects)
+            self.value(value, with_objects=with_objects, copied=copied)
 
     def _is_new(self, value: Any) -> bool:
         if value in self:

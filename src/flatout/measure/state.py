@@ -7,6 +7,7 @@ the user's, tensors and hooks among them, and are not touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flatout._backends import AttentionKernels, Float32Precision
 from flatout._cleanup import run_all
 from flatout._malloc import MallocSetting
 from flatout.data.generators import RandomState
+from flatout.measure.foreign import StepGuard, add_foreign, copied_before_writes
 from flatout.measure.saved import Saved
 
 
@@ -58,8 +60,10 @@ class State:
     optimizer's state.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
+    def __init__(self, saved: Saved, *parts: Any) -> None:
+        self._saved = saved
+        self._parts = (saved, *parts)
+        self._guard = StepGuard(saved)
 
     @classmethod
     def capture(
@@ -78,7 +82,8 @@ class State:
             optimizer: its parameters, state, hyper-parameters and attributes, with the tensors, containers and
                 optimizers in them.
             loader: the random generators that it, its samplers and its dataset keep.
-            code: callables of the step, such as the loss: the random generators that they use.
+            code: callables of the step, such as the loss: the random generators that they use, and the modules,
+                optimizers and tensors that they can reach.
             on: the device for the copies; default: where the originals are.
         """
         modules = list(modules)
@@ -87,8 +92,9 @@ class State:
             saved.module(module)
         if optimizer is not None:
             saved.optimizer(optimizer)
-        # Restored last: restoring the other parts must not find them changed, nor change them.
-        return cls([saved, RandomState.capture([loader, *modules, *code, optimizer]), _BackendFlags()])
+        add_foreign(saved, list(code))
+        # Restored in this order: flags last, as techniques that are taken back turn them.
+        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), _BackendFlags())
 
     def restore(self) -> None:
         """Put everything back as it was when captured. May be called any number of times.
@@ -97,3 +103,20 @@ class State:
             BaseException: the first failure of a part, with others as its notes. All other parts are restored then.
         """
         run_all(part.restore for part in self._parts)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Inside, no optimizer may step that this state does not hold.
+
+        Raises:
+            RuntimeError: before the step of such an optimizer.
+        """
+        return self._guard.on()
+
+    def check(self) -> None:
+        """Raise what a guarded step raised: a trial takes it for a failure of its candidate."""
+        if self._guard.error is not None:
+            raise self._guard.error
+
+    def extended(self) -> AbstractContextManager[None]:
+        """Inside, tensors that ``code`` can reach are copied before they are written to."""
+        return copied_before_writes(self._saved)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.data.generators import RandomState
-from flatout.measure.saved import ModuleSlots
+from flatout.measure.saved import ModuleSlots, SavedTensor
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
 from flatout.mfu.formulas import is_abstract
@@ -132,17 +132,16 @@ def _leaves(results: list[Tensor]) -> list[Tensor]:
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and modes back."""
     slots = ModuleSlots(module)
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if _is_comparable(b)]
+    buffers = [SavedTensor(b) for b in module.buffers() if _is_comparable(b)]
     try:
         with _gradients_aside(list(module.parameters())):
             yield
     finally:
         slots.restore()
-        for buffer, saved_bits in buffers:
+        for saved in buffers:
             # Batch norm writes without a new version number; a needless write breaks graphs that hold the buffer.
-            if not torch.equal(buffer, saved_bits):
-                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                    buffer.copy_(saved_bits)
+            if saved.has_changed():
+                saved.restore()
 
 
 def _is_comparable(buffer: Tensor) -> bool:

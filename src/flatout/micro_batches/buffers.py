@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flatout.measure.saved import owned
+from flatout.measure.saved import SavedTensor, owned
 
 
 class Buffers:
@@ -19,15 +19,17 @@ class Buffers:
     """
 
     def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
-        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._kept: list[tuple[dict[str, Tensor | None], str, SavedTensor, Tensor]] = []
         self._means: dict[int, Tensor] = {}
         self._moved = set()
         for i, own in enumerate(slots):
             for name, buffer in own.items():
                 if buffer is None:
                     continue
-                position, bits = len(self._kept), owned(buffer).detach().clone()
-                self._kept.append((own, name, buffer, bits))
+                position, saved = len(self._kept), SavedTensor(buffer)
+                bits = saved.bits
+                assert bits is not None
+                self._kept.append((own, name, saved, bits))
                 if moved is not None and moved[i]:
                     self._moved.add(position)
                 elif bits.is_floating_point() or bits.is_complex():
@@ -52,13 +54,13 @@ class Buffers:
         """As they are after one update: what parts cannot share, counts say, is left as the last part has it."""
         with torch.no_grad():
             for position, mean in self._means.items():
-                slots, name, buffer, bits = self._kept[position]
+                slots, name, saved, bits = self._kept[position]
                 now = self._now(position)
                 if now is None:
                     continue
                 total = bits + mean
                 total = torch.where(total.isnan(), now, total)  # infinities, of masks, have no difference
-                if slots[name] is buffer:
+                if slots[name] is saved.tensor:
                     now.copy_(total)
                 else:  # what was put in its place may be part of anything
                     slots[name] = total
@@ -71,12 +73,11 @@ class Buffers:
         return None if buffer is None else owned(buffer)
 
     def _write_back(self, position: int) -> None:
-        slots, name, buffer, bits = self._kept[position]
-        if slots.get(name) is not buffer:
-            slots[name] = buffer
+        slots, name, saved, _ = self._kept[position]
+        if slots.get(name) is not saved.tensor:
+            slots[name] = saved.tensor
             return
-        with torch.no_grad():
-            owned(buffer).copy_(bits)
+        saved.restore()
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -1,0 +1,130 @@
+"""What a loss can reach besides the model: other modules, their optimizers, loss scalers, averages of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout._reach import reachable
+from flatout.measure.saved import Saved, is_stateful
+
+_SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+"""Objects whose tensors are copied at once: there are few numbers in them."""
+
+
+def add_foreign(saved: Saved, code: Any) -> None:
+    """Add every module, optimizer and object with a ``state_dict`` that code can reach.
+
+    Copied are parameters that a reachable optimizer holds, its state, loss scalers, learning-rate schedulers, and
+    buffers of modules in train mode. All other tensors of such objects, such as the weights of a frozen teacher, are
+    copied when they are first written to under ``copied_before_writes``. A tensor outside of such objects is the user's
+    own, as the numbers beside it are: only its gradient is saved.
+
+    Args:
+        saved: holds the job's own modules and optimizer already.
+        code: functions and modules of the step.
+    """
+    found = list(reachable(code))
+    for node in found:
+        if isinstance(node, torch.optim.Optimizer):
+            saved.value(node)
+    for node in found:
+        if isinstance(node, nn.Module) and node not in saved:
+            _add_module(saved, node)
+        elif isinstance(node, Tensor) and node.is_leaf and node.requires_grad:
+            saved.gradient(node)
+    for node in found:
+        if not isinstance(node, nn.Module) and is_stateful(node):
+            saved.value(node, copied=isinstance(node, _SMALL))
+
+
+def _add_module(saved: Saved, root: nn.Module) -> None:
+    for module in root.modules():
+        for buffer in module._buffers.values():
+            if buffer is not None and module.training:
+                saved.tensor(buffer)
+    for tensor in (*root.parameters(), *root.buffers()):
+        saved.tensor(tensor, copied=False)
+    saved.slots(root)
+
+
+@contextlib.contextmanager
+def copied_before_writes(saved: Saved) -> Iterator[None]:
+    """Copy the tensors of ``saved`` that have no copy yet before an operator inside the block writes to them."""
+    if not saved.has_uncopied:
+        yield
+        return
+    with _CopyBeforeWrite(saved):
+        yield
+
+
+class _CopyBeforeWrite(TorchDispatchMode):
+    """Looks at the arguments that an operator's schema marks as written to."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__()
+        self._saved = saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(tensor, Tensor):
+                        self._saved.before_write(tensor)
+        return func(*args, **kwargs)
+
+
+class StepGuard:
+    """Raises before the step of an optimizer that was not found, and so cannot be restored.
+
+    An optimizer that is made while the guard is on may step: the loss makes it for itself.
+
+    Args:
+        saved: the optimizers that may step.
+
+    Attributes:
+        error: what was raised; a trial takes it for a failure of its candidate.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self.error: RuntimeError | None = None
+        self._saved = saved
+        self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Look at every step inside the block."""
+        optimizer_class: Any = torch.optim.Optimizer
+        note, made = optimizer_class._patch_step_function, self._made
+
+        def noting(optimizer: torch.optim.Optimizer) -> None:
+            made.add(optimizer)
+            note(optimizer)
+
+        handle = register_optimizer_step_pre_hook(self._check)
+        optimizer_class._patch_step_function = noting  # called by constructors and copies alike
+        try:
+            yield
+        finally:
+            optimizer_class._patch_step_function = note
+            handle.remove()
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._saved or optimizer in self._made:
+            return
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        self.error = RuntimeError(
+            f"compute_loss must step only optimizers that trials can restore, got a step of a {name} that was not "
+            "found. Let compute_loss reach it by a closure, an attribute or a global. Or keep your own loop: "
+            "`model, loader = flatout.optimize(model, loader)` and `flatout.optim.fuse(optimizer)`"
+        )
+        raise self.error

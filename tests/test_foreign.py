@@ -1,0 +1,359 @@
+"""A loss that trains or averages something besides the model: trials leave that alone, too, or refuse the job."""
+
+import copy
+import functools
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+
+import flatout
+from flatout.measure.state import State
+from tests.helpers import bits, snapshot
+from tests.jobs import QUICK
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+QUICKLY = QUICK | {"fused_optimizer": False, "channels_last": False, "in_memory": False}
+
+
+def make_job():
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(4)]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, batches, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def make_critic():
+    """A module with buffers and random draws, its optimizer, and a gradient and state from before."""
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=0.1)
+    critic(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+    return critic, optimizer
+
+
+def gan_loss(model, batch, critic, optimizer):
+    output = model(batch[0])
+    optimizer.zero_grad()
+    critic(output.detach()).mean().backward()
+    optimizer.step()
+    return functional.cross_entropy(output, batch[1]) - critic(output).mean()
+
+
+def by_closure(critic, optimizer):
+    return lambda model, batch: gan_loss(model, batch, critic, optimizer)
+
+
+def by_defaults(critic, optimizer):
+    def compute_loss(model, batch, critic=critic, *, optimizer=optimizer):
+        return gan_loss(model, batch, critic, optimizer)
+
+    return compute_loss
+
+
+def by_partial(critic, optimizer):
+    return functools.partial(gan_loss, critic=critic, optimizer=optimizer)
+
+
+class Trainer:
+    """Keeps everything in attributes, and steps in a method that the loss calls."""
+
+    def __init__(self, critic, optimizer):
+        self.parts = {"critic": critic}
+        self.optimizers = [None, optimizer]
+
+    def compute_loss(self, model, batch):
+        return gan_loss(model, batch, self.parts["critic"], self.optimizers[1])
+
+    __call__ = compute_loss
+
+
+def by_method(critic, optimizer):
+    return Trainer(critic, optimizer).compute_loss
+
+
+def by_global(critic, optimizer):
+    globals().update(CRITIC=critic, CRITICS_OPTIMIZER=optimizer)
+
+    def compute_loss(model, batch):
+        return gan_loss(model, batch, CRITIC, CRITICS_OPTIMIZER)  # noqa: F821
+
+    return compute_loss
+
+
+def by_attribute(critic, optimizer):
+    def compute_loss(model, batch):
+        return gan_loss(model, batch, *compute_loss.parts)
+
+    compute_loss.parts = critic, optimizer
+    return compute_loss
+
+
+WAYS = (by_closure, by_defaults, by_partial, Trainer, by_method, by_global, by_attribute)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_optimizer_leaves_no_trace(way):
+    model, batches, opt = make_job()
+    critic, optimizer = make_critic()
+    before = snapshot(critic, optimizer), snapshot(model, opt)
+    run = flatout.optimize(model, batches, opt, compute_loss=way(critic, optimizer), techniques=QUICKLY, budget=0)
+    run.undo()
+    assert (snapshot(critic, optimizer), snapshot(model, opt)) == before
+
+
+def test_measured_trials_of_a_second_optimizer_leave_no_trace_and_training_is_the_plain_loop():
+    model, batches, opt = make_job()
+    critic, optimizer = make_critic()
+    torch.manual_seed(1)
+    expected = []
+    for batch in batches:
+        opt.zero_grad()
+        loss = gan_loss(model, batch, critic, optimizer)
+        loss.backward()
+        opt.step()
+        expected.append(loss.item())
+    model, batches, opt = make_job()
+    critic, optimizer = make_critic()
+    before = snapshot(critic, optimizer)
+    run = flatout.optimize(
+        model, batches, opt, compute_loss=by_closure(critic, optimizer), techniques=QUICKLY, budget=1
+    )
+    assert snapshot(critic, optimizer) == before
+    torch.manual_seed(1)
+    assert [run.step(batch).item() for batch in run.loader] == expected
+
+
+def test_an_optimizer_inside_the_model_leaves_no_trace():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+            self.critic, self.critics = make_critic()
+
+        def forward(self, x):
+            return self.body(x)
+
+    _, batches, _ = make_job()
+    model = Model()
+    opt = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    before = snapshot(model, model.critics)
+    run = flatout.optimize(
+        model,
+        batches,
+        opt,
+        compute_loss=lambda model, batch: gan_loss(model.body, batch, model.critic, model.critics),
+        techniques=QUICKLY,
+        budget=0,
+    )
+    run.undo()
+    assert snapshot(model, model.critics) == before
+
+
+def test_optimizers_that_step_in_the_backward_leave_no_trace():
+    model, batches, _ = make_job()
+    extra = nn.Linear(3, 3)
+    model = nn.Sequential(model, extra)
+    opt = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizers = {p: torch.optim.Adam([p]) for p in extra.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in extra.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    before = snapshot(model)
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=1)
+    run.undo()
+    assert snapshot(model) == before
+    assert not any(optimizer.state for optimizer in optimizers.values())
+
+
+@pytest.mark.parametrize("from_call", [1, 6])
+def test_an_optimizer_that_is_not_found_raises_before_its_first_step(from_call):
+    model, batches, opt = make_job()
+    critic, optimizer = make_critic()
+    hidden, calls = weakref.ref(optimizer), 0
+
+    def compute_loss(model, batch):
+        nonlocal calls
+        calls += 1
+        optimizer = hidden() if calls >= from_call else torch.optim.SGD(copy.deepcopy(critic).parameters(), lr=0.1)
+        return gan_loss(model, batch, critic, optimizer)
+
+    before = snapshot(critic, optimizer), snapshot(model, opt), random.getstate()
+    with pytest.raises(RuntimeError, match=r"flatout\.optim\.fuse"):
+        flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=5)
+    assert (snapshot(critic, optimizer), snapshot(model, opt), random.getstate()) == before
+    optimizer.step()  # nobody looks any more
+
+
+def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
+    model, batches, opt = make_job()
+    template = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+    def compute_loss(model, batch):
+        inner = copy.deepcopy(model)
+        for optimizer in (torch.optim.SGD(inner.parameters(), lr=0.1), copy.deepcopy(template)):
+            functional.cross_entropy(inner(batch[0]), batch[1]).backward()
+            optimizer.step()
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+
+
+class Average:
+    """As torch-ema's: a plain object with a ``state_dict``."""
+
+    def __init__(self, model):
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+        self.updates = 0
+
+    def update(self, model):
+        self.updates += 1
+        for shadow, p in zip(self.shadow, model.parameters(), strict=True):
+            shadow.lerp_(p.detach(), 0.5)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+
+    def picture(self):
+        return [bits(t) for t in self.shadow], self.updates
+
+
+class Teacher(nn.Linear):
+    """Follows the model by way of ``.data``, in eval mode."""
+
+    def update(self, model):
+        for mine, p in zip(self.parameters(), model.parameters(), strict=True):
+            mine.data = 0.5 * mine.data + 0.5 * p.data
+
+    def picture(self):
+        return snapshot(self)["parameters"]
+
+
+class Averaged(AveragedModel):
+    def update(self, model):
+        self.update_parameters(model)
+
+    def picture(self):
+        return snapshot(self)["parameters"], snapshot(self)["buffers"]
+
+
+@pytest.mark.parametrize("make", [Average, lambda model: Teacher(4, 3).eval(), Averaged])
+def test_averages_of_the_weights_leave_no_trace(make):
+    model, batches, opt = make_job()
+    average = make(model)
+
+    def compute_loss(model, batch):
+        average.update(model)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    before = average.picture()
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+    assert average.picture() == before
+
+
+def test_an_average_that_is_first_written_to_later_is_an_error():
+    model, batches, opt = make_job()
+    average, calls = nn.Linear(4, 3), 0
+
+    def compute_loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            with torch.no_grad():
+                average.weight.copy_(model.weight)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    before = snapshot(model, opt)
+    with pytest.raises(RuntimeError, match="compute_loss"):
+        flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+    assert snapshot(model, opt) == before
+
+
+def test_a_scaler_and_a_scheduler_in_the_loss_leave_no_trace():
+    model, batches, opt = make_job()
+    critic, optimizer = make_critic()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def compute_loss(model, batch):
+        output = model(batch[0])
+        optimizer.zero_grad()
+        scaler.scale(critic(output.detach()).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        return functional.cross_entropy(output, batch[1])
+
+    before = scaler.state_dict(), scheduler.state_dict(), snapshot(critic, optimizer)
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    assert (scaler.state_dict(), scheduler.state_dict(), snapshot(critic, optimizer)) == before
+
+
+def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
+    teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    bias = torch.zeros(3, requires_grad=True)
+
+    def compute_loss(model, batch):
+        return functional.mse_loss(model(batch[0]), teacher(batch[0]) + bias)
+
+    copies = State.capture([], code=[compute_loss])._saved.copied_bytes
+    assert copies == 0
+    model, batches, opt = make_job()
+    before = snapshot(teacher)
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    assert snapshot(teacher) == before
+    assert bias.grad is None
+
+
+class Observed(nn.Module):
+    """Observers resize their buffers in the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("min_val", torch.tensor([]))
+
+    def forward(self, x):
+        self.min_val.resize_(3).copy_(x[0, :3])
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_buffers_that_forward_resizes_are_as_before(budget):
+    _, batches, _ = make_job()
+    model = Observed()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = snapshot(model, opt)
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=budget)
+    run.undo()
+    assert snapshot(model, opt) == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
+    _, batches, _ = make_job()
+    model = Observed()
+    run = flatout.optimize(
+        model,
+        batches,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        techniques=QUICKLY | {"batch_size": {"micro_batch": 4}},
+        budget=0,
+    )
+    assert model.min_val.shape == (0,)
+    run.step(batches[0])
+    assert model.min_val.shape == (3,)
