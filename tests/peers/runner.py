@@ -37,7 +37,7 @@ class Result:
         failed: tests that fail with flatout's classes and pass with torch's, and pytest's words.
         differences: those of ``failed`` that ``differences.py`` explains.
         not_applicable: tests that the suite skips here, or that fail with torch's classes too.
-        stale: entries of ``differences.py`` that explain no failure.
+        stale: entries of ``differences.py`` without a test, or with one that passes.
     """
 
     suite: Suite
@@ -66,7 +66,7 @@ def run(suite: Suite, sources: Path, known: Iterable[Difference] = DIFFERENCES) 
     outcomes = _outcomes(suite, sources, suite.found(sources), suite.parts)
     failed = [test for test, outcome in outcomes.items() if outcome.kind == "failed"]
     with_torch = _outcomes(suite, sources, failed, ()) if failed else {}
-    known = [difference for difference in known if difference.suite in ("*", suite.name)]
+    known = [difference for difference in known if difference.suite == suite.name]
     for test, outcome in outcomes.items():
         if outcome.kind == "passed":
             result.passed.append(test)
@@ -77,8 +77,10 @@ def run(suite: Suite, sources: Path, known: Iterable[Difference] = DIFFERENCES) 
             reason = next((difference for difference in known if fnmatchcase(test, difference.test)), None)
             if reason is not None:
                 result.differences[test] = reason
-    used = set(result.differences.values())
-    result.stale = [difference for difference in known if difference.suite != "*" and difference not in used]
+    for difference in known:
+        explained = [test for test in outcomes if fnmatchcase(test, difference.test)]
+        if not explained or not set(explained).isdisjoint(result.passed):
+            result.stale.append(difference)
     return result
 
 

@@ -59,6 +59,8 @@ def _lightning(name: str, package: str, *tests: str) -> Suite:
 
 
 TRAINING = ("optim", "amp", "clip")
+# Of torch's tests of DataLoader, those whose datasets are tensors: an InMemoryLoader takes no others.
+OF_TENSORS = "TestDataLoader and not Persistent and (sequential or shuffle or random_sampler or batch or len or last)"
 SUITES = (
     _torch("torch, learning-rate schedulers", ("optim",), "optim/test_lrscheduler.py"),
     _torch("torch, optimizers", ("optim",), "test_optim.py", select="not TestLRScheduler and not TestSWAUtils"),
@@ -66,7 +68,7 @@ SUITES = (
     _torch("torch, GradScaler", TRAINING, "test_torch.py", select="grad_scal or pickle_gradscaler"),
     _torch("torch, clip_grad_norm_", ("clip",), "test_nn.py", select="clip_grad_norm"),
     _torch("torch, DataLoader in a Prefetcher", ("data",), "test_dataloader.py"),
-    _torch("torch, DataLoader in an InMemoryLoader", ("memory",), "test_dataloader.py"),
+    _torch("torch, DataLoader in an InMemoryLoader", ("memory",), "test_dataloader.py", select=OF_TENSORS),
     Suite(
         "timm, optimizers and schedulers",
         "pytorch-image-models",

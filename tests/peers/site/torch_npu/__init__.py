@@ -29,7 +29,10 @@ def _on_cpu(tests: type, scope: dict[str, Any], only_for: Any = None, **kwargs: 
 
 for _name in ("npu", "contrib", "testing", "testing.common_distributed", "testing.common_utils", "testing.decorator"):
     sys.modules[f"{__name__}.{_name}"] = _Absent(f"{__name__}.{_name}")
+# Restricts tests to models of the vendor's device; torch's own have no such decorator.
+sys.modules[f"{__name__}.testing.common_utils"].SupportedDevices = lambda models: lambda test: test
 testing = sys.modules[f"{__name__}.testing"]
+torch.Tensor.is_npu = False
 npu = torch.npu = sys.modules[f"{__name__}.npu"]
 npu.is_available = lambda: False
 npu.device_count = lambda: 0
