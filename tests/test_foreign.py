@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 import flatout
 from flatout.measure.state import State
+from flatout.optim.update import _steps_at_once
 from tests.helpers import bits, snapshot
 from tests.jobs import QUICK
 
@@ -357,3 +359,31 @@ def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
     assert model.min_val.shape == (0,)
     run.step(batches[0])
     assert model.min_val.shape == (3,)
+
+
+def test_looking_at_steps_keeps_no_update_from_its_fast_path():
+    model, batches, _ = make_job()
+    opt = flatout.optim.SGD(model.parameters(), lr=0.1)
+    at_once = set()
+
+    def compute_loss(model, batch):
+        at_once.add(_steps_at_once(opt))
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    assert at_once == {True}
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: None)
+    try:
+        assert not _steps_at_once(opt)
+    finally:
+        handle.remove()
+
+
+def test_a_dead_proxy_is_no_obstacle():
+    model, batches, opt = make_job()
+    opt.owner = proxy = weakref.proxy(nn.Linear(1, 1))
+
+    def compute_loss(model, batch, proxy=proxy):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)

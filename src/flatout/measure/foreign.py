@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout._reach import reachable
+from flatout._step_hook import before_steps
 from flatout.measure.saved import Saved, is_stateful
 
 _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
@@ -31,7 +31,7 @@ def add_foreign(saved: Saved, code: Any) -> None:
         saved: holds the job's own modules and optimizer already.
         code: functions and modules of the step.
     """
-    found = list(reachable(code))
+    found = [node for node in reachable(code) if type(node) not in weakref.ProxyTypes]  # which may be dead
     for node in found:
         if isinstance(node, torch.optim.Optimizer):
             saved.value(node)
@@ -110,15 +110,14 @@ class StepGuard:
             made.add(optimizer)
             note(optimizer)
 
-        handle = register_optimizer_step_pre_hook(self._check)
         optimizer_class._patch_step_function = noting  # called by constructors and copies alike
         try:
-            yield
+            with before_steps(self._check):
+                yield
         finally:
             optimizer_class._patch_step_function = note
-            handle.remove()
 
-    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._saved or optimizer in self._made:
             return
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Iterable, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
@@ -261,6 +262,8 @@ class Saved:
             with_objects: whether to add the attributes of any other object, too.
             copied: as in ``tensor``.
         """
+        if type(value) in weakref.ProxyTypes:  # which may be dead
+            return
         if isinstance(value, Tensor):
             self.tensor(value, copied=copied)
         elif isinstance(value, nn.Module):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from flatout import _gradients
 from flatout._dtensor import Ranks
+from flatout._step_hook import has_users_pre_hooks
 from flatout.optim.base import NativeStep, is_patched, unhooked_step
 from flatout.optim.bucket import Bucket
 
@@ -107,7 +107,7 @@ def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:
     """Nobody can change gradients between a call of ``optimizer.step`` and ours: no hook, no step of the user's."""
     return (
         not optimizer._optimizer_step_pre_hooks
-        and not _global_optimizer_pre_hooks
+        and not has_users_pre_hooks()
         and not is_patched(optimizer)
         and unhooked_step(type(optimizer)) is NativeStep.step
     )

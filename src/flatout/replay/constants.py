@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from flatout._step_hook import has_users_pre_hooks
 from flatout.mfu.wrapped import behind_update, is_wrapped
 from flatout.optim.base import is_patched
 
@@ -112,6 +113,7 @@ class Constants:
         assert job.optimizer is not None
         return (
             any(self._hooks)
+            or has_users_pre_hooks()
             or any(hook is not behind_update for hook in torch_optimizer._global_optimizer_post_hooks.values())
             or any(map(is_wrapped, job.modules))
             or any(map(_tensor_hooks, self.trained))
@@ -173,7 +175,6 @@ _GLOBAL_HOOKS = (
     nn.modules.module._global_forward_pre_hooks,
     nn.modules.module._global_backward_hooks,
     nn.modules.module._global_backward_pre_hooks,
-    torch_optimizer._global_optimizer_pre_hooks,
 )
 
 
