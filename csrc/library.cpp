@@ -2,10 +2,13 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
+  // Every operator raises, and has changed nothing, where arguments do not fit: dtypes, devices, lengths,
+  // layouts, memory that two of them share or that one has lost.
+  //
   // One read of the gradients (of one device, any dtypes): 0-dim tensors on their device. grad_factor =
   // inv_scale x clip coefficient is what the step multiplies each gradient with, in registers. found_inf is
   // float32; grad_norm (of the unscaled gradients, of order 1, 2 or inf) and grad_factor are float32, float64
-  // where all gradients are.
+  // where all gradients are. Without gradients: 0, 0 and what a norm of 0 gives, on the device of inv_scale.
   m.def(
       "unscale_and_check(Tensor[] grads, Tensor? inv_scale, float? max_norm, float norm_type=2.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
@@ -48,9 +51,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] absmaxes, Tensor[] steps, "
       "Tensor[] averages, Tensor[] lows, int[] ids) -> int");
   m.def("free_bucket(int bucket) -> ()");
-  // Gradients for the next step, of the weights at the indices `which` ([]: all). Only their addresses are
-  // kept. 0: ready; 1: the bucket's tensors have moved, it must be made anew; 2: a gradient's shape or
-  // strides are not its weight's; 3: a gradient is not strided, not float or elsewhere.
+  // Gradients for the next step, of the weights at the ascending indices `which` ([]: all). Kept alive until
+  // that step, or until no gradients are set. 0: ready; 1: the bucket's tensors have moved, it must be made
+  // anew; 2: a gradient's shape or strides are not its weight's; 3: a gradient is not strided, not float or
+  // elsewhere. Between this call and the step no storage may be resized.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
   // unscale_and_check over the gradients set in buckets of one device.
   m.def(

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <exception>
 #include <limits>
+#include <new>
+#include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -34,6 +36,10 @@ bool without_throwing(F&& work) {
     return true;
   } catch (pybind11::error_already_set& error) {
     error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

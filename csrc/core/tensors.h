@@ -1,11 +1,13 @@
 // tensors.h: checks lists of tensors before anything is changed, and turns them into flat arrays.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -51,8 +53,27 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+inline int32_t device_type(const Tensor& tensor) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type;
+}
+
 inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+  return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
+}
+
+// False where the storage of a dense tensor was resized below its `numel` elements (FSDP frees memory so).
+inline bool has_memory(const Tensor& tensor, int64_t numel, size_t element_size) {
+  if (numel == 0) return true;
+  int64_t bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return (tensor.storage_offset() + numel) * static_cast<int64_t>(element_size) <= bytes;
+}
+
+inline void check_memory(const Tensor& tensor, const char* name, size_t i) {
+  STD_TORCH_CHECK(has_memory(tensor, tensor.numel(), tensor.element_size()), name, "[", i,
+                  "] must have storage for ", tensor.numel(), " elements. Resize its storage back");
 }
 
 inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
@@ -73,6 +94,7 @@ inline void check_leader(const TensorList& list, const char* name) {
     STD_TORCH_CHECK(same_device(list[i], list[0]), name, "[", i, "] must be on the device of ", name, "[0]");
     STD_TORCH_CHECK(is_dense(list[i]), name, "[", i,
                     "] must be dense (contiguous in some order of its dimensions)");
+    check_memory(list[i], name, i);
   }
 }
 
@@ -83,6 +105,7 @@ inline void check_beside(const Tensor& tensor, const char* name, size_t i, const
                   i, "]");
   STD_TORCH_CHECK(same_layout(tensor, leader), name, "[", i, "] must have the shape and strides of ",
                   leader_name, "[", i, "]");
+  check_memory(tensor, name, i);
 }
 
 // The absmaxes of a leader's tensor in 8 bits.
@@ -93,35 +116,47 @@ inline void check_absmax(const Tensor& absmax, const char* name, size_t i, const
                       absmax.numel() == blocks && same_device(absmax, leader),
                   name, "[", i, "] must be ", blocks, " contiguous float32 numbers on the device of ",
                   leader_name, "[", i, "]");
+  check_memory(absmax, name, i);
 }
+
+struct NamedList {
+  const TensorList& tensors;
+  const char* name;
+};
 
 // Kernels write many tensors at once: of two that share memory, one would be rewritten while the other is
 // read.
-inline void check_apart(const TensorList& list, const char* name) {
+inline void check_apart(std::initializer_list<NamedList> lists) {
   struct Extent {
     uintptr_t begin, end;
+    const char* name;
     size_t tensor;
   };
   std::vector<Extent> extents;
-  extents.reserve(list.size());
-  for (size_t i = 0; i < list.size(); ++i) {
-    const auto begin = reinterpret_cast<uintptr_t>(list[i].data_ptr());
-    if (list[i].numel() != 0) extents.push_back({begin, begin + list[i].numel() * list[i].element_size(), i});
+  for (const auto& [tensors, name] : lists) {
+    extents.reserve(extents.size() + tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto begin = reinterpret_cast<uintptr_t>(tensors[i].data_ptr());
+      if (tensors[i].numel() != 0)
+        extents.push_back({begin, begin + tensors[i].numel() * tensors[i].element_size(), name, i});
+    }
   }
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
   for (size_t i = 1; i < extents.size(); ++i)
-    STD_TORCH_CHECK(extents[i - 1].end <= extents[i].begin, name, "[", extents[i - 1].tensor, "] and ", name,
-                    "[", extents[i].tensor, "] share memory");
+    STD_TORCH_CHECK(extents[i - 1].end <= extents[i].begin, extents[i - 1].name, "[", extents[i - 1].tensor,
+                    "] and ", extents[i].name, "[", extents[i].tensor, "] share memory");
 }
 
 inline void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
   STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
                   leader.size(), "), got ", steps.size());
-  for (size_t i = 0; i < steps.size(); ++i)
+  for (size_t i = 0; i < steps.size(); ++i) {
     STD_TORCH_CHECK(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1 &&
                         same_device(steps[i], leader[i]),
                     name, "[", i, "] must be one float32 number on the device of weights[", i, "]");
+    check_memory(steps[i], name, i);
+  }
 }
 
 // A number on the tensors' device, or `otherwise` when none is given.
@@ -135,6 +170,7 @@ inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const cha
                   " must be one float32 or float64 number, got ", tensor->numel(), " elements of ",
                   torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(same_device(*tensor, leader), name, " must be on the device of the parameters");
+  check_memory(*tensor, name, 0);
   scalar.address = tensor->const_data_ptr();
   scalar.is_double = dtype == ScalarType::Double;
   return scalar;

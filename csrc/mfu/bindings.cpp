@@ -1,5 +1,4 @@
-// bindings.cpp: the step counter and the profiler ranges for Python; arguments are checked by the Python
-// face.
+// bindings.cpp: the step counter and the profiler ranges for Python.
 #include "mfu/bindings.h"
 
 #include <pybind11/stl.h>
@@ -8,6 +7,7 @@
 
 #include "core/fast_call.h"
 #include "core/nvtx.h"
+#include "core/unmade.h"
 #include "mfu/signature.h"
 #include "mfu/step_counter.h"
 #include "mfu/step_types.h"
@@ -117,9 +117,10 @@ void bind_mfu(py::module_& m) {
       .def("window", &StepCounter::window)
       .def("total", &StepCounter::total);
 
+  for (const char* name : {"StepReading", "StepTimer", "StepCounter"}) refuse_unmade(m.attr(name));
   m.add_object("signature", mfu::signature_function());
   m.def("show_ranges", &mfu::show_ranges, py::arg("profiler"), py::arg("range"));
-  m.def("range_push", &nvtx::push, py::arg("name"));
+  m.def("range_push", &nvtx::push, py::arg("name").none(false));
   m.def("range_pop", &nvtx::pop);
   m.def("nvtx_listens", &nvtx::listens);
 }

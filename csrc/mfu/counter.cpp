@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 namespace flatout::mfu {
 namespace {
@@ -62,6 +63,11 @@ Reading Sums::reading() const {
     }
   }
   return reading;
+}
+
+Counter::Counter(std::size_t window) : capacity_(window) {
+  if (window == 0) throw std::invalid_argument("window must be >= 1, got 0");
+  ring_.reserve(window);
 }
 
 void Counter::add(Step step) {

@@ -84,7 +84,7 @@ class Sums {
 // Thread-safe.
 class Counter {
  public:
-  explicit Counter(std::size_t window) : capacity_(window) { ring_.reserve(window); }
+  explicit Counter(std::size_t window);  // at least 1
 
   void add(Step step);
   void reset();

@@ -39,7 +39,8 @@ class Signature {
       return false;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
-      if (!add_tensor(PyList_GET_ITEM(tensors.ptr(), i))) return false;
+      const auto tensor = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(tensors.ptr(), i));
+      if (!add_tensor(tensor.ptr())) return false;
     }
     return true;
   }

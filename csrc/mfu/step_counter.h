@@ -3,8 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 
 #include "mfu/counter.h"
@@ -17,6 +19,7 @@ class StepCounter {
  public:
   using Token = StepTimer::Token;
 
+  // Throws std::invalid_argument, here and below, where a number makes no sense.
   explicit StepCounter(std::size_t window)
       : counter_(window), own_(make_host_timer(counter_)), timer_(own_.get()) {}
 
@@ -30,24 +33,50 @@ class StepCounter {
   // A timer of Python's, which the caller keeps alive; it hands its steps to `add`.
   void use_timer(StepTimer* timer) { timer_ = timer; }
 
-  void measure_phases_every(std::int64_t steps) { timer_->measure_phases_every(steps); }
+  void measure_phases_every(std::int64_t steps) {
+    require(steps >= 0, "steps must be >= 0");
+    timer_->measure_phases_every(steps);
+  }
   void pause() { timer_->pause(); }
-  void add(const Step& step) { counter_.add(step); }
+  void add(const Step& step) {
+    check(step.work);
+    require(std::isfinite(step.seconds), "seconds must be finite");
+    require(!std::isinf(step.gap), "gap must be finite or None");
+    require_duration(step.waited, "waited must be finite and >= 0");
+    if (step.phases)
+      for (const double seconds : *step.phases) require_duration(seconds, "phases must be finite and >= 0");
+    counter_.add(step);
+  }
 
-  // Called in every step.
-  Token begin() { return timer_->begin(stream()); }
+  // Called in every step. Each asks for the stream first: Python code may replace the timer there.
+  Token begin() {
+    const std::uintptr_t where = stream();
+    return timer_->begin(where);
+  }
   bool measures_phases(Token token) { return timer_->measures_phases(token); }
-  void mark(Token token, std::int64_t phase) { timer_->mark(token, static_cast<Phase>(phase), stream()); }
-  void touch(Token token) { timer_->touch(token, stream()); }
+  void mark(Token token, std::int64_t phase) {
+    require(phase >= 0 && phase < static_cast<std::int64_t>(kPhases), "phase must be an index of PHASES");
+    const std::uintptr_t where = stream();
+    timer_->mark(token, static_cast<Phase>(phase), where);
+  }
+  void touch(Token token) {
+    const std::uintptr_t where = stream();
+    timer_->touch(token, where);
+  }
   void finish(Token token, std::int64_t samples, std::int64_t tokens, double flops, double hardware_flops) {
-    timer_->finish(token, Work{samples, tokens, flops, hardware_flops});
+    const Work work{samples, tokens, flops, hardware_flops};
+    check(work);
+    timer_->finish(token, work);
   }
   void end(Token token, const Work& work) {
-    timer_->touch(token, stream());
+    touch(token);
     timer_->finish(token, work);
   }
   void drop(Token token) { timer_->drop(token); }
-  void waited(double seconds) { timer_->waited(seconds); }
+  void waited(double seconds) {
+    require_duration(seconds, "seconds must be finite and >= 0");
+    timer_->waited(seconds);
+  }
 
   void reset() {
     timer_->reset();
@@ -65,6 +94,17 @@ class StepCounter {
   }
 
  private:
+  static void require(bool fits, const char* otherwise) {
+    if (!fits) throw std::invalid_argument(otherwise);
+  }
+  static void require_duration(double seconds, const char* otherwise) {
+    require(std::isfinite(seconds) && seconds >= 0, otherwise);
+  }
+  static void check(const Work& work) {
+    require(work.samples >= 0 && work.tokens >= 0, "samples and tokens must be >= 0");
+    require(!std::isinf(work.flops) && !std::isinf(work.hardware_flops), "flops must be finite or None");
+  }
+
   std::uintptr_t stream() const {
     if (!current_stream_) return 0;
     const auto stream = pybind11::reinterpret_steal<pybind11::object>(

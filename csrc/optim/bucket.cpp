@@ -21,6 +21,18 @@ bool is_strided(const Tensor& tensor) {
   return layout == strided;
 }
 
+// The same memory, whatever becomes of the tensors: `tensor.data = other` gives one other memory.
+TensorList aliases_of(const TensorList& tensors) {
+  TensorList aliases;
+  aliases.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    StableIValue stack[] = {torch::stable::detail::from(tensor)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::detach", "", stack, TORCH_ABI_VERSION));
+    aliases.push_back(torch::stable::detail::to<Tensor>(stack[0]));
+  }
+  return aliases;
+}
+
 }  // namespace
 
 Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
@@ -28,13 +40,12 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
                const TensorList& lows, const std::vector<int64_t>& ids)
     : rule_(rule_named(rule)), states_(0), steps_(steps) {
   check_leader(weights, "weights");
-  check_apart(weights, "weights");
   const size_t count = weights.size();
   compute_ = weights[0].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   grad_dtype_ = weights[0].scalar_type();
-  is_cuda_ = weights[0].is_cuda();
+  device_type_ = device_type(weights[0]);
   device_ = weights[0].get_device_index();
-  streams_.push_back({weights, 0});
+  streams_.push_back({weights, 0, aliases_of(weights)});
   STD_TORCH_CHECK(states.size() % count == 0 && states.size() / count <= kMaxStates,
                   "states must hold 0 to 3 tensors per weight (", count, "), got ", states.size());
   states_ = static_cast<int>(states.size() / count);
@@ -51,9 +62,10 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
     STD_TORCH_CHECK((streams_.back().tensors[0].scalar_type() == ScalarType::Byte) == codes_,
                     "states must be uint8 all or none");
     if (!codes_) continue;
-    streams_.push_back({stream_of(absmaxes, s), 4 + states_ + s});
     for (size_t i = 0; i < count; ++i)
-      check_absmax(streams_.back().tensors[i], "absmaxes", s * count + i, weights[i], "weights");
+      check_absmax(absmaxes[s * count + i], "absmaxes", s * count + i, weights[i], "weights");
+    const TensorList stream = stream_of(absmaxes, s);
+    streams_.push_back({stream, 4 + states_ + s, aliases_of(stream)});
   }
   if (!averages.empty()) {
     STD_TORCH_CHECK(averages[0].scalar_type() == compute_, "averages must be ",
@@ -71,16 +83,22 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
   }
   if (!steps.empty()) {
     check_steps(steps, "steps", weights);
-    check_apart(steps, "steps");
+    kept_steps_ = aliases_of(steps);
   }
+  check_apart({{weights, "weights"},
+               {states, "states"},
+               {absmaxes, "absmaxes"},
+               {steps, "steps"},
+               {averages, "averages"},
+               {lows, "lows"}});
   STD_TORCH_CHECK(ids.empty() || ids.size() == count, "ids must hold as many numbers as weights (", count,
                   "), got ", ids.size());
   flat_.resize(count);
   for (size_t i = 0; i < count; ++i) {
     flat_[i].numel = weights[i].numel();
     flat_[i].id = static_cast<uint32_t>(ids.empty() ? static_cast<int64_t>(i) : ids[i]);
-    for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.tensors[i].data_ptr();
-    if (!steps.empty()) flat_[i].step = static_cast<float*>(steps[i].data_ptr());
+    for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.kept[i].data_ptr();
+    if (!steps.empty()) flat_[i].step = static_cast<float*>(kept_steps_[i].data_ptr());
     contiguous_.push_back(weights[i].is_contiguous());
   }
   narrow_ = narrowest_stream();
@@ -101,13 +119,14 @@ void Bucket::add_stream(TensorList tensors, const char* name, int slot) {
                     "] must have the dtype of its neighbours");
     check_beside(tensors[i], name, i, weights[i], "weights");
   }
-  streams_.push_back({std::move(tensors), slot});
+  TensorList kept = aliases_of(tensors);
+  streams_.push_back({std::move(tensors), slot, std::move(kept)});
 }
 
 ScalarType Bucket::narrowest_stream() const {
   ScalarType found = compute_;
   for (const Stream& stream : streams_) {
-    const ScalarType dtype = stream.tensors[0].scalar_type();
+    const ScalarType dtype = stream.kept[0].scalar_type();
     if (!is_16_bit(dtype)) continue;
     STD_TORCH_CHECK(compute_ == ScalarType::Float, "float64 weights have no 16-bit companions");
     STD_TORCH_CHECK(found == compute_ || found == dtype,
@@ -120,7 +139,7 @@ ScalarType Bucket::narrowest_stream() const {
 Storage Bucket::storage() const {
   Storage storage{};
   for (const Stream& stream : streams_)
-    if (stream.tensors[0].scalar_type() == compute_) storage.wide |= 1u << stream.slot;
+    if (stream.kept[0].scalar_type() == compute_) storage.wide |= 1u << stream.slot;
   if (grad_dtype_ == compute_) storage.wide |= 2u;
   storage.average = (storage.wide >> (2 + states_) & 1u) != 0;
   storage.low = low_;
@@ -128,21 +147,20 @@ Storage Bucket::storage() const {
   return storage;
 }
 
-// Of the weights' own memory and strides the caller takes care.
 bool Bucket::has_moved(size_t tensor) const {
   const FlatTensor& flat = flat_[tensor];
-  for (size_t s = 1; s < streams_.size(); ++s)
-    if (streams_[s].tensors[tensor].data_ptr() != flat.address[streams_[s].slot]) return true;
+  for (const Stream& stream : streams_)
+    if (stream.tensors[tensor].data_ptr() != flat.address[stream.slot]) return true;
   return !steps_.empty() && steps_[tensor].data_ptr() != flat.step;
 }
 
 // Called for thousands of tensors in every step, so what is known of the weights is not asked again.
 Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, size_t tensor) const {
   if (has_moved(tensor)) return Fit::kMoved;
-  if (!is_strided(grad) || grad.scalar_type() != dtype || grad.is_cuda() != is_cuda_ ||
-      (is_cuda_ && grad.get_device_index() != device_))
+  if (!is_strided(grad) || grad.scalar_type() != dtype || device_type(grad) != device_type_ ||
+      grad.get_device_index() != device_)
     return Fit::kNotNative;
-  const Tensor& weight = streams_[0].tensors[tensor];
+  const Tensor& weight = streams_[0].kept[tensor];
   if (contiguous_[tensor] && grad.is_contiguous()) {
     const auto sizes = grad.sizes(), expected = weight.sizes();
     return sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin())
@@ -152,36 +170,45 @@ Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, size_t tensor) con
   return same_layout(grad, weight) ? Fit::kReady : Fit::kOtherStrides;
 }
 
-Bucket::Fit Bucket::set_grads(const TensorList& grads, const std::vector<int64_t>& which) {
+Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& which) {
   held_.clear();
+  grads_.clear();
+  if (grads.empty() && which.empty()) return Fit::kReady;
   const size_t count = which.empty() ? flat_.size() : which.size();
   STD_TORCH_CHECK(grads.size() == count, "grads must hold one tensor per weight (", count, "), got ",
                   grads.size());
   const ScalarType dtype = is_strided(grads[0]) ? grads[0].scalar_type() : ScalarType::Short;
   if (dtype != compute_ && !(is_16_bit(dtype) && (narrow_ == dtype || narrow_ == ScalarType::Float)))
     return Fit::kNotNative;
+  const size_t element_size = grads[0].element_size();
   std::vector<FlatTensor> held;
   held.reserve(count);
   Fit worst = Fit::kReady;
   for (size_t i = 0; i < count; ++i) {
     const size_t at = which.empty() ? i : static_cast<size_t>(which[i]);
-    STD_TORCH_CHECK(at < flat_.size(), "which[", i, "] must be below ", flat_.size(), ", got ", at);
+    STD_TORCH_CHECK(at < flat_.size() && (i == 0 || which.empty() || which[i] > which[i - 1]), "which[", i,
+                    "] must be below ", flat_.size(), " and above the one before, got ", at);
     const Fit here = fit(grads[i], dtype, at);
     if (here == Fit::kMoved || here == Fit::kNotNative) return here;
     if (here == Fit::kOtherStrides) worst = here;
+    STD_TORCH_CHECK(here != Fit::kReady || has_memory(grads[i], flat_[at].numel, element_size), "grads[", i,
+                    "] must have storage for ", flat_[at].numel, " elements. Resize its storage back");
     held.push_back(flat_[at]);
     held.back().address[1] = grads[i].data_ptr();
   }
   grad_dtype_ = dtype;
   if (worst == Fit::kReady) {
     held_ = std::move(held);
+    grads_ = std::move(grads);
     which_ = which;
   }
   return worst;
 }
 
 void Bucket::step(const StepNumbers& numbers) {
-  const std::vector<FlatTensor> tensors = std::exchange(held_, {});  // forgotten whatever happens
+  // Forgotten whatever happens.
+  const std::vector<FlatTensor> tensors = std::exchange(held_, {});
+  const TensorList grads = std::exchange(grads_, {});
   if (tensors.empty()) return;
   StepConfig config;
   config.lr = device_scalar(numbers.lr_tensor, "lr_tensor", leader(), numbers.lr);
@@ -232,8 +259,9 @@ Registry& registry() {
   return instance;
 }
 
-int64_t set_grads(int64_t bucket, const TensorList& grads, const std::vector<int64_t>& which) {
-  return static_cast<int64_t>(registry().find(bucket)->set_grads(grads, which));
+// Takes `grads`, the list that torch made for this call.
+int64_t set_grads(int64_t bucket, TensorList& grads, const std::vector<int64_t>& which) {
+  return static_cast<int64_t>(registry().find(bucket)->set_grads(std::move(grads), which));
 }
 
 CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::optional<Tensor>& inv_scale,

@@ -44,6 +44,8 @@ void convert(const Tensor& values, const Tensor& codes, const Tensor& absmax, bo
                   torch::headeronly::toString(values.scalar_type()), " and ",
                   torch::headeronly::toString(codes.scalar_type()));
   check_absmax(absmax, "absmax", 0, values, "values");
+  const TensorList value_list{values}, code_list{codes}, absmax_list{absmax};
+  check_apart({{value_list, "values"}, {code_list, "codes"}, {absmax_list, "absmax"}});
   FlatTensor flat{};
   flat.numel = values.numel();
   const std::vector<FlatTensor> list{flat};

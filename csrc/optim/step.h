@@ -23,8 +23,8 @@ struct StepNumbers {
   std::optional<Tensor> grad_factor, found_inf;
 };
 
-// Parameters of one device and dtype with everything that belongs to them but gradients. Keeps the tensors
-// alive, and looks before each step whether they are still where they were.
+// Parameters of one device and dtype with everything that belongs to them but gradients. Keeps their memory
+// alive, and looks before each step whether the caller's tensors still lie there. One thread at a time.
 class Bucket {
  public:
   Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
@@ -35,15 +35,15 @@ class Bucket {
   virtual ~Bucket() = default;
 
   enum class Fit : uint8_t { kReady = 0, kMoved = 1, kOtherStrides = 2, kNotNative = 3 };
-  // Only addresses are kept: the caller keeps the gradients until the step. No `which`: all of them.
-  Fit set_grads(const TensorList& grads, const std::vector<int64_t>& which);
+  // Keeps the gradients alive until the step. No `which`: all of them; no gradients either: forgets them.
+  Fit set_grads(TensorList grads, const std::vector<int64_t>& which);
   // Updates what gradients were set for, and forgets them.
   void step(const StepNumbers& numbers);
 
   // One verdict over gradients on the bucket's device.
   virtual CheckResult check(const Check& check) const = 0;
 
-  const Tensor& leader() const { return streams_[0].tensors[0]; }
+  const Tensor& leader() const { return streams_[0].kept[0]; }
   const std::vector<FlatTensor>& held() const { return held_; }
   // Which tensors gradients were set for last; empty: all.
   const std::vector<int64_t>& which() const { return which_; }
@@ -58,8 +58,9 @@ class Bucket {
  private:
   // One tensor per weight: the weights, a state, the averages, the 16-bit companions or a state's absmaxes.
   struct Stream {
-    TensorList tensors;
-    int slot;  // in FlatTensor::address
+    TensorList tensors;  // the caller's, which may come to lie elsewhere
+    int slot;            // in FlatTensor::address
+    TensorList kept;     // aliases of the memory that steps work on
   };
   void add_stream(TensorList tensors, const char* name, int slot);
   bool has_moved(size_t tensor) const;
@@ -73,15 +74,15 @@ class Bucket {
   bool codes_ = false;  // states are of 8 bits
   Low low_ = Low::kNone;
   std::vector<Stream> streams_;
-  TensorList steps_;
+  TensorList steps_, kept_steps_;
   std::vector<FlatTensor> flat_;  // without gradients
   std::vector<char> contiguous_;  // of the weights
   std::vector<FlatTensor> held_;  // those that gradients were set for
+  TensorList grads_;              // of held_
   std::vector<int64_t> which_;
-  ScalarType compute_;  // float64 for float64 weights, else float32
-  ScalarType narrow_;   // the 16-bit type among the streams, else compute_
-  bool is_cuda_;
-  int32_t device_;  // its index
+  ScalarType compute_;            // float64 for float64 weights, else float32
+  ScalarType narrow_;             // the 16-bit type among the streams, else compute_
+  int32_t device_type_, device_;  // device_: its index
   ScalarType grad_dtype_;
 };
 

@@ -4,12 +4,15 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "core/unmade.h"
 #include "prefetch/dlpack.h"
 #include "prefetch/stager.h"
 
@@ -18,7 +21,8 @@ namespace py = pybind11;
 namespace flatout::prefetch {
 namespace {
 
-// Addresses come from Python as integers: tensor.data_ptr() is one.
+// Addresses come from Python as integers: tensor.data_ptr() is one. They are trusted, and with them how much
+// memory lies there; all other numbers are checked.
 // NOLINTBEGIN(performance-no-int-to-ptr)
 const std::byte* source_pointer(std::uintptr_t address) {
   return reinterpret_cast<const std::byte*>(address);
@@ -28,6 +32,23 @@ const std::int64_t* index_pointer(std::uintptr_t address) {
   return reinterpret_cast<const std::int64_t*>(address);
 }
 // NOLINTEND(performance-no-int-to-ptr)
+
+void require(bool fits, const char* otherwise) {
+  if (!fits) throw std::invalid_argument(otherwise);
+}
+
+// No object is larger; a sum of several such products does not overflow either.
+constexpr std::size_t most_bytes = std::size_t{1} << 56;
+// Batches under way at a time, and threads: more are a mistake.
+constexpr std::size_t most_ahead = std::size_t{1} << 16;
+constexpr int most_threads = 1024;
+
+std::size_t bytes_of(std::size_t count, std::size_t each) {
+  std::size_t bytes = 0;
+  require(!__builtin_mul_overflow(count, each, &bytes) && bytes <= most_bytes,
+          "count must not ask for more than 2^56 bytes");
+  return bytes;
+}
 
 // The tensors that batches are gathered from; keeps them alive.
 class Columns {
@@ -43,11 +64,20 @@ class Columns {
   using Spec = std::tuple<std::vector<PartSpec>, std::size_t, int, int, std::vector<std::int64_t>>;
 
   Columns(const std::vector<Spec>& specs, py::object owner) : owner_(std::move(owner)) {
+    require(!specs.empty(), "specs must hold at least one column");
     auto columns = std::make_shared<std::vector<Column>>();
     for (const auto& [parts, row_bytes, code, bits, row_shape] : specs) {
+      require(!parts.empty(), "specs must hold at least one tensor per column");
       std::vector<Part> column;
-      for (const auto& [address, rows, stride] : parts)
+      std::size_t all_rows = 0;
+      for (const auto& [address, rows, stride] : parts) {
+        require(rows >= 0, "rows must be >= 0");
+        require(address != 0 || rows == 0 || row_bytes == 0, "address must not be 0");
+        all_rows += bytes_of(static_cast<std::size_t>(rows), 1);
         column.push_back({source_pointer(address), rows, stride});
+      }
+      bytes_of(all_rows, std::max<std::size_t>(row_bytes, 1));
+      check_layout(code, bits, row_shape, row_bytes);
       columns->emplace_back(std::move(column), row_bytes);
       layouts_.push_back({{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1}, row_shape});
     }
@@ -58,6 +88,19 @@ class Columns {
   const std::vector<Layout>& layouts() const { return layouts_; }
 
  private:
+  // A tensor over gathered rows must not reach beyond them.
+  static void check_layout(int code, int bits, const std::vector<std::int64_t>& row_shape,
+                           std::size_t row_bytes) {
+    require(code >= 0 && code <= 6, "code must be one of DLPack's types, 0 to 6");
+    require(bits == 8 || bits == 16 || bits == 32 || bits == 64 || bits == 128, "bits must be whole bytes");
+    std::size_t bytes = static_cast<std::size_t>(bits) / 8;
+    for (const std::int64_t size : row_shape) {
+      require(size >= 0, "row_shape must not be negative");
+      bytes = bytes_of(static_cast<std::size_t>(size), bytes);
+    }
+    require(bytes == row_bytes, "row_bytes must be those of row_shape");
+  }
+
   std::shared_ptr<const std::vector<Column>> columns_;
   std::vector<Layout> layouts_;
   py::object owner_;
@@ -111,7 +154,17 @@ class Batches {
         indices_(index_pointer(indices)),
         first_(first),
         count_(count),
-        left_(batches) {}
+        left_(batches) {
+    const std::size_t rows = bytes_of(std::max<std::size_t>(batches, 1), count);
+    for (const Column& column : *columns_->columns()) {
+      bytes_of(count, column.row_bytes);
+      // Out of range is an error of the batch; but the numbers of rows must be numbers.
+      require(indices_ != nullptr || count <= static_cast<std::size_t>(column.first_rows.back()),
+              "count must not be more than there are rows");
+    }
+    bytes_of(rows, sizeof(std::int64_t));
+    require(first >= 0 && static_cast<std::size_t>(first) <= most_bytes, "first must be a row");
+  }
 
   // Jobs read what this object keeps alive.
   ~Batches() {  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
@@ -128,6 +181,7 @@ class Batches {
   Batches& operator=(const Batches&) = delete;
 
   void start(std::size_t ahead) {
+    require(ahead <= most_ahead, "ahead must be at most 65536");
     while (left_ > 0 && under_way_.size() < ahead) {
       under_way_.push_back(stager_->gather(columns_->columns(), indices_, first_, count_));
       if (indices_ != nullptr) indices_ += count_;
@@ -174,6 +228,7 @@ class PyCopied {
   }
 
   void block(cuda::Stream stream) const {
+    require(copied_->ticket->done(), "block must come after wait");
     if (copied_->event) copied_->event->block(stream, device_);
   }
 
@@ -188,7 +243,10 @@ class PyCopied {
 class PyStager {
  public:
   PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
-      : device_(device), stager_(std::make_shared<Stager>(std::move(ring), threads, device, max_in_flight)) {}
+      : device_(device), stager_(std::make_shared<Stager>(std::move(ring), threads, device, max_in_flight)) {
+    require(threads <= most_threads, "threads must be at most 1024");
+    require(device >= host_device, "device must be the index of a GPU, or -1");
+  }
   ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
   PyStager(const PyStager&) = delete;
   PyStager& operator=(const PyStager&) = delete;
@@ -203,10 +261,15 @@ class PyStager {
   PyCopied copy(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& transfers,
                 bool pinned_direct, cuda::Stream stream, cuda::EventHandle fence, py::object owner) {
     forget_ended();
+    require(device_ != host_device || (stream == 0 && fence == 0), "stream and fence must be 0 on the host");
     std::vector<Transfer> jobs;
     jobs.reserve(transfers.size());
-    for (const auto& [from, to, bytes] : transfers)
+    std::size_t all_bytes = 0;
+    for (const auto& [from, to, bytes] : transfers) {
+      require(bytes == 0 || (from != 0 && to != 0), "addresses must not be 0");
+      all_bytes = bytes_of(1, all_bytes + bytes_of(1, bytes));
       jobs.push_back({source_pointer(from), pointer(to), bytes});
+    }
     auto copied = stager_->copy(std::move(jobs),
                                 pinned_direct ? PinnedSources::direct : PinnedSources::staged, stream, fence);
     copies_.push_back({copied, std::move(owner)});
@@ -254,7 +317,11 @@ void bind_prefetch(py::module_& module) {
 
   py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring",
                                           "Host buffers, reused; pinned for a device, or ordinary.")
-      .def(py::init<int, std::size_t>(), arg("device"), arg("max_idle"))
+      .def(py::init([](int device, std::size_t max_idle) {
+             require(device >= host_device, "device must be the index of a GPU, or -1");
+             return std::make_shared<Ring>(device, max_idle);
+           }),
+           arg("device"), arg("max_idle"))
       .def("clear", &Ring::clear, "Frees the idle buffers.")
       .def_property_readonly("device", &Ring::device, "The device that the memory is pinned for, or -1.")
       .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
@@ -277,10 +344,10 @@ void bind_prefetch(py::module_& module) {
 
   py::class_<PyStager>(module, "Stager",
                        "Threads that gather and copy batches, in the order they were asked to.")
-      .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t>(), arg("ring"), arg("threads") = 1,
-           arg("device") = host_device, arg("max_in_flight") = 4)
-      .def("gather", &PyStager::gather, arg("columns"), arg("indices"), arg("first"), arg("count"),
-           arg("batches"), arg("owner"),
+      .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t>(), arg("ring").none(false),
+           arg("threads") = 1, arg("device") = host_device, arg("max_in_flight") = 4)
+      .def("gather", &PyStager::gather, arg("columns").none(false), arg("indices"), arg("first"),
+           arg("count"), arg("batches"), arg("owner"),
            "So many batches of `count` rows each: those of indices[0], indices[1], ..., or from `first` on "
            "when "
            "`indices` is 0. `owner` is kept meanwhile.")
@@ -289,4 +356,6 @@ void bind_prefetch(py::module_& module) {
            "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile. "
            "`pinned_direct`: pinned sources are not written again, so they need no staging.")
       .def("close", &PyStager::close, "Ends the threads. Idempotent.");
+  for (const char* name : {"Ring", "Columns", "Batches", "Copied", "Stager"})
+    flatout::refuse_unmade(module.attr(name));
 }

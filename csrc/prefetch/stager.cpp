@@ -140,10 +140,11 @@ void Stager::enqueue(const std::vector<Transfer>& transfers, PinnedSources pinne
   }
   if (staged_bytes != 0) copied.slot = ring_->acquire(staged_bytes);
 
-  if (fence != 0) cuda::wait_event(stream, fence);
+  if (on_device && fence != 0) cuda::wait_event(stream, fence);
   std::size_t offset = 0;
   for (std::size_t i = 0; i < transfers.size(); ++i) {
     const auto [from, to, bytes] = transfers[i];
+    if (bytes == 0) continue;
     const std::byte* source = from;
     if (!direct[i]) {
       std::byte* staged = copied.slot->data() + offset;

@@ -49,24 +49,36 @@ inline VerdictAddress address_of(const CheckResult& result) {
           grad_norm.scalar_type() == ScalarType::Double};
 }
 
-// Gradients of one device (there is at least one, or torch could not have found the operator) as flat arrays,
-// by dtype.
+// The tensor that says which device the gradients are on. Without gradients it is the factor: torch finds an
+// operator by one of the two.
+inline const Tensor& leader_of(const TensorList& grads, const std::optional<Tensor>& factor) {
+  STD_TORCH_CHECK(!grads.empty() || factor.has_value(), "grads must hold at least one tensor");
+  return grads.empty() ? *factor : grads[0];
+}
+
+// Gradients of one device as flat arrays, by dtype.
 using FlatGrads = std::map<ScalarType, std::vector<FlatTensor>>;
 
 inline FlatGrads flatten_grads(const TensorList& grads) {
-  const int32_t device = grads[0].get_device_index();
-  const bool cuda = grads[0].is_cuda();
   FlatGrads flat;
+  if (grads.empty()) return flat;
+  const int32_t device = grads[0].get_device_index(), type = device_type(grads[0]);
+  uint64_t chunks = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    STD_TORCH_CHECK(grads[i].get_device_index() == device && grads[i].is_cuda() == cuda, "grads[", i,
+    STD_TORCH_CHECK(grads[i].get_device_index() == device && device_type(grads[i]) == type, "grads[", i,
                     "] must be on the device of grads[0]");
+    const ScalarType dtype = check_dtype(grads[i], "grads");
     STD_TORCH_CHECK(is_dense(grads[i]), "grads[", i,
                     "] must be dense (contiguous in some order of its dimensions)");
+    check_memory(grads[i], "grads", i);
     FlatTensor tensor{};
     tensor.address[0] = grads[i].data_ptr();
     tensor.numel = grads[i].numel();
-    flat[check_dtype(grads[i], "grads")].push_back(tensor);
+    chunks += chunks_of(tensor.numel);
+    flat[dtype].push_back(tensor);
   }
+  STD_TORCH_CHECK(chunks <= UINT32_MAX, "grads must hold at most ", uint64_t{UINT32_MAX} * kChunk,
+                  " elements. Call the operator on parts of the list");
   return flat;
 }
 
@@ -88,8 +100,8 @@ inline Check prepare_check(const FlatGrads& flat, const Tensor& leader,
 
 inline Check prepare_rewrite(const FlatGrads& flat, const TensorList& grads,
                              const std::optional<Tensor>& inv_scale) {
-  check_apart(grads, "grads");
-  Check check = prepare_check(flat, grads[0], inv_scale, std::nullopt, 2);
+  check_apart({{grads, "grads"}});
+  Check check = prepare_check(flat, leader_of(grads, inv_scale), inv_scale, std::nullopt, 2);
   check.rewrite = true;
   return check;
 }

@@ -119,22 +119,23 @@ Partial sum_list(const std::vector<FlatTensor>& tensors, double inv_scale, bool 
 
 CheckResult unscale_and_check(const TensorList& grads, const std::optional<Tensor>& inv_scale,
                               std::optional<double> max_norm, double norm_type) {
+  const Tensor& leader = leader_of(grads, inv_scale);
   const FlatGrads flat = flatten_grads(grads);
-  return check_on_cpu(prepare_check(flat, grads[0], inv_scale, max_norm, norm_type), grads[0]);
+  return check_on_cpu(prepare_check(flat, leader, inv_scale, max_norm, norm_type), leader);
 }
 
 std::tuple<Tensor, Tensor> unscale_and_check_(const TensorList& grads,
                                               const std::optional<Tensor>& inv_scale) {
   const FlatGrads flat = flatten_grads(grads);
   const auto [found_inf, grad_norm, grad_factor] =
-      check_on_cpu(prepare_rewrite(flat, grads, inv_scale), grads[0]);
+      check_on_cpu(prepare_rewrite(flat, grads, inv_scale), leader_of(grads, inv_scale));
   return {found_inf, grad_norm};
 }
 
 void scale_(const TensorList& grads, const Tensor& factor) {
   const FlatGrads flat = flatten_grads(grads);
-  check_apart(grads, "grads");
-  const double value = device_scalar(factor, "factor", grads[0], 1).get();
+  check_apart({{grads, "grads"}});
+  const double value = device_scalar(factor, "factor", grads.empty() ? factor : grads[0], 1).get();
   if (value == 1) return;
   for (const auto& entry : flat) {
     const std::vector<FlatTensor>& tensors = entry.second;

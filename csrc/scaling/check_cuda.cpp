@@ -39,23 +39,25 @@ namespace {
 
 CheckResult unscale_and_check_cuda(const TensorList& grads, const std::optional<Tensor>& inv_scale,
                                    std::optional<double> max_norm, double norm_type) {
+  const Tensor& leader = leader_of(grads, inv_scale);
   const FlatGrads flat = flatten_grads(grads);
-  return check_on_cuda(prepare_check(flat, grads[0], inv_scale, max_norm, norm_type), grads[0]);
+  return check_on_cuda(prepare_check(flat, leader, inv_scale, max_norm, norm_type), leader);
 }
 
 std::tuple<Tensor, Tensor> unscale_and_check_cuda_(const TensorList& grads,
                                                    const std::optional<Tensor>& inv_scale) {
   const FlatGrads flat = flatten_grads(grads);
   const auto [found_inf, grad_norm, grad_factor] =
-      check_on_cuda(prepare_rewrite(flat, grads, inv_scale), grads[0]);
+      check_on_cuda(prepare_rewrite(flat, grads, inv_scale), leader_of(grads, inv_scale));
   return {found_inf, grad_norm};
 }
 
 void scale_cuda_(const TensorList& grads, const Tensor& factor) {
   const FlatGrads flat = flatten_grads(grads);
-  check_apart(grads, "grads");
-  const DeviceScalar value = device_scalar(factor, "factor", grads[0], 1);
-  const CudaScope scope(grads[0]);
+  check_apart({{grads, "grads"}});
+  const Tensor& leader = grads.empty() ? factor : grads[0];
+  const DeviceScalar value = device_scalar(factor, "factor", leader, 1);
+  const CudaScope scope(leader);
   const nvtx::Range range("flatout::scale");
   for (const auto& entry : flat)
     with_dtype(entry.first, [&]<class T>(T*) { launch_scale<T>(entry.second, value, scope.stream()); });
@@ -63,6 +65,7 @@ void scale_cuda_(const TensorList& grads, const Tensor& factor) {
 
 bool cuda_kernels_run(int64_t device) {
   if (current_stream_function() == nullptr) return false;
+  STD_TORCH_CHECK(device >= 0 && device <= INT8_MAX, "device must be the index of a GPU, got ", device);
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   const bool run = cudaSetDevice(static_cast<int>(device)) == cudaSuccess && kernels_run();
   static_cast<void>(cudaGetLastError());  // "no" is an answer, not an error to leave behind

@@ -21,8 +21,9 @@ constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads, double inv_scale,
                                                         double max_norm, double norm_type, bool rewrite,
                                                         int64_t threads, int64_t seed) {
+  const Tensor& leader = leader_of(grads, std::nullopt);
   const FlatGrads flat = flatten_grads(grads);
-  Check check = prepare_check(flat, grads[0], std::nullopt, max_norm, norm_type);
+  Check check = prepare_check(flat, leader, std::nullopt, max_norm, norm_type);
   check.inv_scale.value = inv_scale;
   const auto width = static_cast<uint32_t>(threads);
   uint32_t chunks = 0, finished = 0;

@@ -10,6 +10,18 @@ from flatout.mfu.flop_count import FlopCount
 
 built_with_cuda: bool
 
+# Trusted: nothing can check them. All other arguments are checked, and raise.
+Address = int
+"""Memory that the caller keeps valid: ``tensor.data_ptr()``."""
+Extent = int
+"""How much of the memory at an address is used: bytes, rows or indices."""
+Handle = int
+"""A ``cudaStream_t`` or ``cudaEvent_t``; 0 on the host."""
+Transfer = tuple[Address, Address, Extent]
+"""From, to, bytes."""
+Column = tuple[list[tuple[Address, Extent, Extent]], Extent, int, int, Sequence[int]]
+"""Of each tensor its address, rows and bytes between rows; bytes of a row, DLPack type code, bits, shape of a row."""
+
 # -- counting (csrc/mfu) --
 
 class StepReading:
@@ -126,9 +138,7 @@ class Ring:
     def allocations(self) -> int: ...
 
 class Columns:
-    def __init__(
-        self, specs: Sequence[tuple[list[tuple[int, int, int]], int, int, int, Sequence[int]]], owner: Any
-    ) -> None: ...
+    def __init__(self, specs: Sequence[Column], owner: Any) -> None: ...
 
 class Batches:
     def start(self, ahead: int) -> None: ...
@@ -136,26 +146,23 @@ class Batches:
 
 class Copied:
     def wait(self) -> None: ...
-    def block(self, stream: int) -> None: ...
+    def block(self, stream: Handle) -> None: ...
     def finished(self) -> bool: ...
 
 class Stager:
     def __init__(self, ring: Ring, threads: int = 1, device: int = -1, max_in_flight: int = 4) -> None: ...
-    def gather(self, columns: Columns, indices: int, first: int, count: int, batches: int, owner: Any) -> Batches: ...
+    def gather(
+        self, columns: Columns, indices: Address, first: int, count: Extent, batches: Extent, owner: Any
+    ) -> Batches: ...
     def copy(
-        self,
-        transfers: Sequence[tuple[int, int, int]],
-        pinned_direct: bool,
-        stream: int,
-        fence: int,
-        owner: Any,
+        self, transfers: Sequence[Transfer], pinned_direct: bool, stream: Handle, fence: Handle, owner: Any
     ) -> Copied: ...
     def close(self) -> None: ...
 
 # -- the cache of samples (csrc/cache) --
 
 class RowStates:
-    def __init__(self, address: int, rows: int, owner: Any) -> None: ...
+    def __init__(self, address: Address, rows: Extent, owner: Any) -> None: ...
     def claim(self, row: int) -> bool: ...
     def complete(self, row: int) -> None: ...
     def give_up(self, row: int) -> None: ...

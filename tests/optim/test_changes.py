@@ -415,7 +415,7 @@ def test_gradients_are_converted_once_per_update(monkeypatch):
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     calls = []
     before = Bucket._set
-    monkeypatch.setattr(Bucket, "_set", lambda self: (calls.append(1), before(self))[1])
+    monkeypatch.setattr(Bucket, "_set", lambda self, grads: (calls.append(1), before(self, grads))[1])
     for step in range(3):
         set_grads(params, step)
         fo.update(optimizer, inv_scale=torch.tensor(1.0), max_grad_norm=1.0)

@@ -212,13 +212,9 @@ class Bucket:
             [position + (part << _PART_SHIFT) for position in positions],
         )
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
-        self._grads: list[Tensor] = []
         self._which: list[int] = []
-
-    @property
-    def given(self) -> int:
+        self.given = 0
         """How many gradients are set."""
-        return len(self._grads)
 
     def _is_walked(self, p: Tensor) -> bool:
         return not self._complex and _gradients.is_dense(_dtensor.local(p))
@@ -230,7 +226,7 @@ class Bucket:
     def set_grads(self, grads: list[Tensor | None]) -> int:
         """Takes its own out of the gradients of all parameters; says how that went.
 
-        Gradients are kept until the step. Those laid out unlike their parameter are copied.
+        The core keeps gradients until the step. Those laid out unlike their parameter are copied.
         """
         mine: list[Any] = list(map(grads.__getitem__, self._positions))
         which = [i for i, grad in enumerate(mine) if grad is not None]
@@ -240,20 +236,20 @@ class Bucket:
             return FOREIGN
         if self._complex or self._distributed:
             mine = list(map(_real, mine))
-        self._grads, self._which = mine, which
-        status = self._set() if mine else READY
+        self._which = which
+        status = self._set(mine)
         if status == STRIDES and any(map(self._has_other_layout, which)):
             return STALE
         if status in (STRIDES, FOREIGN) and all(takes(self._params[i], grads[self._positions[i]]) for i in which):
             leaders = [_real(self._leaders[i]) for i in which]
             wide = compute_dtype(leaders[0].dtype) if status == FOREIGN else None  # gradients of several dtypes
-            self._grads = [like(grad, leader, wide) for grad, leader in zip(mine, leaders, strict=True)]
-            status = self._set()
+            status = self._set([like(grad, leader, wide) for grad, leader in zip(mine, leaders, strict=True)])
         return status
 
-    def _set(self) -> int:
-        everything = len(self._which) == len(self._params)
-        status: int = _ops.set_grads(self.handle, self._grads, [] if everything else self._which)
+    def _set(self, grads: list[Tensor]) -> int:
+        everything = len(grads) == len(self._params)
+        status: int = _ops.set_grads(self.handle, grads, [] if everything else self._which)
+        self.given = len(grads) if status == READY else 0
         return status
 
     def step(self, options: list[float], **scalars: Any) -> None:
@@ -262,6 +258,7 @@ class Bucket:
         for i in stand_ins:
             self._leaders[i].copy_(self._params[i])
         _ops.step_bucket_(self.handle, options, **scalars)
+        self.given = 0
         torch.autograd.graph.increment_version(self._stepped(self._params) + self._stepped(self._copies))
         for i in stand_ins:
             self._params[i].copy_(self._leaders[i])
@@ -269,8 +266,10 @@ class Bucket:
             self._versions = self._seen()
 
     def forget_grads(self) -> None:
-        """Holds no gradient any more."""
-        self._grads = []
+        """Let the core release gradients that no step has used."""
+        if self.given:
+            _ops.set_grads(self.handle, [], [])
+            self.given = 0
 
     def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[i] for i in self._which] if tensors and len(self._which) < len(tensors) else tensors
