@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
-from flatout.data import tensors_of
+from flatout.data import tensors_of, tensors_within
 from flatout.data.batch import cloned, with_own_containers
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
@@ -25,6 +25,7 @@ from flatout.micro_batches import LossWeight, MicroBatches, Part
 from flatout.optim import update
 from flatout.optim.base import NativeStep
 from flatout.optim.whole import AllOrNothing
+from flatout.suggestion import compute_loss_line
 from flatout.techniques.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Job:
     @property
     def varies(self) -> bool:
         """Whether ``batches`` come in several shapes."""
-        return len({tuple(t.shape for t in tensors_of(batch)) for batch in self.batches}) > 1
+        return len({tuple(t.shape for t in tensors_within(batch)) for batch in self.batches}) > 1
 
     def loss(self, batch: Any) -> Tensor:
         """Forward pass and loss of one batch that is already on the device.
@@ -141,15 +142,19 @@ class Job:
         if self.loss_fn is not None:
             if target is None:
                 raise TypeError(
-                    f"loss_fn needs (x, y) batches, got {type(batch).__name__}: "
-                    "give compute_loss=(model, batch) -> loss instead"
+                    f"batches must be (x, y) pairs for loss_fn, got {type(batch).__name__}. "
+                    f"Give optimize() in its place: {compute_loss_line(self.model, batch, has_loss_fn=True)}"
                 )
             return self.loss_fn(output, target)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is not None:
             return loss
         if self.optimizer is not None:
-            raise ValueError("the model's output has no .loss: give loss_fn or compute_loss")
+            raise ValueError(
+                f"model must return an output with .loss where there is no loss_fn or compute_loss, got "
+                f"{type(output).__name__}. Give loss_fn, or "
+                f"{compute_loss_line(self.model, batch, has_loss_fn=True)}"
+            )
         return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
 
     def objective(self, batch: Any) -> Tensor:
@@ -179,10 +184,9 @@ class Job:
             return self.model(batch), None
         if isinstance(batch, Sequence) and len(batch) == 2:
             return self.model(batch[0]), batch[1]
-        raise TypeError(
-            "batches must be (x, y) pairs or mappings, or compute_loss=(model, batch) -> loss be given; "
-            f"got {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
-        )
+        given = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+        line = compute_loss_line(self.model, batch, has_loss_fn=self.loss_fn is not None)
+        raise TypeError(f"batches must be (x, y) pairs or mappings, got {given}. Say what the loss is: {line}")
 
     def infer(self, batch: Any) -> Any:
         """The model's output for one batch, or what ``compute_loss`` makes of it, under ``inference_mode``."""

@@ -26,7 +26,7 @@ from flatout.arguments import (
     planned_batch_size,
 )
 from flatout.batch_size.change import Change
-from flatout.data import is_rewindable, tensors_of, to_device
+from flatout.data import is_rewindable, objects_of, tensors_of, to_device
 from flatout.data.batch import cloned
 from flatout.data.loaders import TRIAL_BATCHES, first_batches
 from flatout.data.replay import Replayed
@@ -313,8 +313,11 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
         taken = job.source.read
     if not taken:
         raise ValueError("the loader is empty: it yielded no batch")
-    if not tensors_of(taken[0]):
-        raise ValueError(f"the loader's batches hold no tensor: got {type(taken[0]).__name__}")
+    if not tensors_of(taken[0]) and not objects_of(taken[0]):
+        raise ValueError(
+            f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
+            f"{type(taken[0]).__name__}. Give the class of your batches that method"
+        )
     return taken
 
 

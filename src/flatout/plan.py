@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatout.checkpoint import newest_in
-from flatout.data import tensors_of
+from flatout.data import objects_of, tensors_of
 from flatout.data.machine import usable_cores
 
 SCHEMA_VERSION = 2
@@ -128,7 +128,8 @@ def fingerprint(
         "optimizer": updated_by,
     }
     if batch is not None:
-        found["batch"] = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch))
+        tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch)]
+        found["batch"] = ", ".join([*tensors, *(type(leaf).__qualname__ for leaf in objects_of(batch))])
     return found
 
 

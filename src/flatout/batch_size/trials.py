@@ -10,7 +10,7 @@ import torch
 
 from flatout._memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.batch_size.finder import Found, Probe, find
-from flatout.data import batch_size_of, resized, tensors_of
+from flatout.data import batch_size_of, resized, tensors_within
 from flatout.data.machine import available_memory
 from flatout.measure.memory import step_memory
 from flatout.measure.trial import seconds
@@ -105,7 +105,7 @@ class SizeTrials:
         allocated = step_memory(self._stepping(batch), self._job.device, is_warm=True)
         if allocated is None:
             return None
-        return allocated + sum(t.nbytes for t in tensors_of(batch)) + resident_bytes(self._job)
+        return allocated + sum(t.nbytes for t in tensors_within(batch)) + resident_bytes(self._job)
 
     def _stepping(self, batch: Any) -> Callable[[], None]:
         def step() -> None:

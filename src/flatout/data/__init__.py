@@ -1,6 +1,15 @@
 """The data path: loaders that keep a training loop fed."""
 
-from flatout.data.batch import batch_size_of, map_tensors, resized, split, tensors_of, to_device
+from flatout.data.batch import (
+    batch_size_of,
+    map_tensors,
+    objects_of,
+    resized,
+    split,
+    tensors_of,
+    tensors_within,
+    to_device,
+)
 from flatout.data.cache import CachedDataset, cache_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.memory import InMemoryLoader, why_not_in_memory
@@ -28,10 +37,12 @@ __all__ = [
     "is_rewindable",
     "map_tensors",
     "movable_transforms",
+    "objects_of",
     "resized",
     "seed_samples",
     "split",
     "tensors_of",
+    "tensors_within",
     "to_device",
     "tune",
     "why_not_in_memory",

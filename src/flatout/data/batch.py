@@ -180,46 +180,102 @@ def _cloned_object(leaf: Any) -> Any:
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of ``batch``, in the order in which :func:`map_tensors` visits them."""
     found: list[Tensor] = []
-    _collect(batch, found)
+    _collect(batch, found, [])
     return found
 
 
-def _collect(batch: Any, found: list[Tensor]) -> None:
+def objects_of(batch: Any) -> list[Any]:
+    """The objects of ``batch`` that have a ``to`` method and are no tensors, in order."""
+    others: list[Any] = []
+    _collect(batch, [], others)
+    return [leaf for leaf in others if not isinstance(leaf, (type, nn.Module)) and callable(getattr(leaf, "to", None))]
+
+
+def tensors_within(batch: Any) -> list[Tensor]:
+    """The tensors of ``batch``, then those in attributes of its objects that have a ``to`` method.
+
+    What such an object keeps outside of its attributes, in a library's own memory, is not found.
+    """
+    found: list[Tensor] = []
+    left: list[Any] = [batch]
+    seen: set[int] = set()
+    for part in left:  # which grows
+        _collect(part, found, [])
+        new = [leaf for leaf in objects_of(part) if id(leaf) not in seen]
+        seen.update(map(id, new))
+        left.extend(map(_attributes, new))
+    return found
+
+
+def _attributes(leaf: Any) -> list[Any]:
+    if isinstance(leaf, PackedSequence):
+        return list(leaf)
+    slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+
+
+def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
     kind = type(batch)
     if kind is Tensor or isinstance(batch, Tensor):
         found.append(batch)
     elif kind is tuple or kind is list:  # this runs in every step: what is usual is asked first
         for part in batch:
-            _collect(part, found)
+            _collect(part, found, others)
     elif kind is dict:
         for part in batch.values():
-            _collect(part, found)
-    elif batch is None or isinstance(batch, (str, bytes, int, float, complex, PackedSequence)):
+            _collect(part, found, others)
+    elif batch is None or isinstance(batch, (str, bytes, int, float, complex)):
         return
+    elif isinstance(batch, PackedSequence):
+        others.append(batch)
     elif isinstance(batch, Mapping):
         for part in batch.values():
-            _collect(part, found)
+            _collect(part, found, others)
     elif isinstance(batch, Sequence) and not isinstance(batch, (bytearray, memoryview, range)):
         for part in batch:
-            _collect(part, found)
+            _collect(part, found, others)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                _collect(getattr(batch, field.name), found)
+                _collect(getattr(batch, field.name), found, others)
+    else:
+        others.append(batch)
 
 
 def batch_size_of(batch: Any) -> int:
     """Number of samples in ``batch``: the leading dimension of its first tensor, 1 if that tensor is 0-dim.
 
+    A first tensor without samples, such as the boxes of images that have none, does not count where others have some.
+
+    Where there are objects with a ``to`` method in the place of tensors, the first of them counts: by its
+    ``num_graphs`` or ``batch_size``; else by ``len``, unless it has ``keys()``, which ``len`` would count; else by the
+    first tensor in its attributes; else it is one sample.
+
     Raises:
-        ValueError: there is no tensor in ``batch``.
+        ValueError: there is neither in ``batch``.
     """
-    if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])
-    tensors = tensors_of(batch)
-    if tensors:
-        return tensors[0].size(0) if tensors[0].dim() else 1
+    sizes = [tensor.size(0) if tensor.dim() else 1 for tensor in tensors_of(batch)]
+    if sizes:
+        return next((size for size in sizes if size), 0)
+    for leaf in objects_of(batch):
+        return _samples_of(leaf)
     raise ValueError(f"batch must hold at least one tensor, got {type(batch).__name__} without any")
+
+
+def _samples_of(leaf: Any) -> int:
+    """The samples of an object that stands for a batch."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    for name in ("num_graphs", "batch_size"):
+        number = getattr(leaf, name, None)
+        if isinstance(number, tuple) and number:  # a torch.Size
+            number = number[0]
+        if isinstance(number, int) and not isinstance(number, bool):
+            return number
+    if hasattr(type(leaf), "__len__") and not hasattr(leaf, "keys"):
+        return len(leaf)
+    within = tensors_within(leaf)
+    return batch_size_of(within) if within else 1
 
 
 def tokens_of(batch: Any) -> int:

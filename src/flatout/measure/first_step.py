@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flatout._memory import ran_out_of_memory
-from flatout.data import tensors_of
+from flatout.data import tensors_of, tensors_within
 from flatout.data.batch import cloned
 from flatout.job import Job
 from flatout.measure.state import State
+from flatout.suggestion import compute_loss_line, why_not_taken
 
 
 def check_step(job: Job, state: State, batch: Any) -> bool:
@@ -26,7 +27,7 @@ def check_step(job: Job, state: State, batch: Any) -> bool:
         Whether there was memory for it.
 
     Raises:
-        TypeError: the loss is no tensor; in inference, the output holds none.
+        TypeError: the model does not take such batches, or the loss is no tensor; in inference, the output holds none.
         ValueError: the loss is not a scalar, or depends on nothing that is trained.
     """
     given = cloned(batch)
@@ -34,12 +35,18 @@ def check_step(job: Job, state: State, batch: Any) -> bool:
         with state.extended():
             result = job.infer(given) if job.inference else job.loss(given)
         (_check_output if job.inference else _check_loss)(result)
+    except TypeError as error:
+        reason = "" if job.compute_loss is not None else why_not_taken(job.model, batch)
+        if not reason:
+            raise
+        line = compute_loss_line(job.model, batch, has_loss_fn=job.loss_fn is not None)
+        raise TypeError(f"{reason}. Say what the loss is: {line}") from error
     except RuntimeError as error:
         if job.optimizer is None or not ran_out_of_memory(error):
             raise
         return False
     finally:
-        job.writes_batches = not all(map(_is_same, tensors_of(batch), tensors_of(given)))
+        job.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
     return True
 
 
@@ -61,6 +68,8 @@ def _check_loss(loss: Any) -> None:
 
 def _is_same(original: Tensor, copy: Tensor) -> bool:
     """Whether nothing was written to a copy. Writes through ``.data`` leave the version counter alone."""
+    if original.shape != copy.shape or original.dtype != copy.dtype:
+        return False  # an object's attributes were replaced
     if copy.is_inference() or copy._version:
         return copy.is_inference()
     return copy.layout is not torch.strided or copy.is_nested or torch.equal(original, copy)

@@ -14,7 +14,7 @@ import torch
 
 from flatout import words
 from flatout._memory import free_memory, ran_out_of_memory
-from flatout.data import batch_size_of, tensors_of
+from flatout.data import batch_size_of, tensors_within
 from flatout.measure.bench import COSTS_SHARE, Bench, off, on
 from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
 from flatout.measure.statistics import paired_gain
@@ -318,7 +318,9 @@ class Tuner:
 
     def _shapes(self) -> list[Any]:
         """A batch of every shape."""
-        return list({tuple(t.shape for t in tensors_of(batch)): batch for batch in self._bench.job.batches}.values())
+        return list(
+            {tuple(t.shape for t in tensors_within(batch)): batch for batch in self._bench.job.batches}.values()
+        )
 
     def _is_hopeless(self, candidate: Switch) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""

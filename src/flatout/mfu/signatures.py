@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatout import words
 from flatout._host import signature
-from flatout.data.batch import batch_size_of, tensors_of, tokens_of
+from flatout.data.batch import batch_size_of, objects_of, tensors_of, tensors_within, tokens_of
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import taking_turns
 
@@ -56,12 +56,13 @@ class CountedWork:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
         """The work of such a call."""
-        key = signature((args, kwargs), Tensor, tensors_of)
+        key = signature((args, kwargs), Tensor, tensors_within)
         known = self._known.get(key)
         if known is not None:
             return known
-        tensors = tensors_of((args, kwargs))
-        work = Work(batch_size_of(tensors) if tensors else 0, tokens_of(tensors), None)
+        given = (args, kwargs)
+        samples = batch_size_of(given) if tensors_of(given) or objects_of(given) else 0
+        work = Work(samples, tokens_of(given), None)
         begun = time.perf_counter()
         if not self._known:
             self._since = begun

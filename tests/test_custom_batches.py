@@ -1,0 +1,195 @@
+"""Batches that are objects of a class of the user's own: moved by ``to``, copied, counted, handed on whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import flatout
+from flatout.data import batch_size_of, map_tensors, objects_of, split, tensors_of, tensors_within, to_device
+from tests.helpers import bits, trained_state
+from tests.jobs import QUICK, Net, make_data
+
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
+class Batch:
+    """As PyTorch Geometric's Data: ``to`` moves it in place, ``len`` counts its keys."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._store = {"x": x, "y": y}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_store"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def keys(self) -> list[str]:
+        return list(self._store)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def to(self, device: Any) -> Batch:
+        self._store = {name: value.to(device) for name, value in self._store.items()}
+        return self
+
+
+class Counted(Batch):
+    """As PyTorch Geometric's Batch."""
+
+    @property
+    def num_graphs(self) -> int:
+        return self.x.shape[0]
+
+    def clone(self) -> Counted:
+        return type(self)(self.x.clone(), self.y.clone())
+
+
+class Slotted:
+    """Has no ``__dict__``, and a length."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def to(self, device: Any) -> Slotted:
+        return Slotted(self.x.to(device), self.y.to(device))
+
+
+class Opaque:
+    """Keeps its tensors where nobody finds them, as graphs in a library's own memory."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._get = lambda: (x, y)
+
+    x = property(lambda self: self._get()[0])
+    y = property(lambda self: self._get()[1])
+    batch_size = torch.Size([16])
+
+    def to(self, device: Any) -> Opaque:
+        return Opaque(self.x.to(device), self.y.to(device))
+
+
+KINDS: list[Callable[[Tensor, Tensor], Any]] = [Batch, Counted, Slotted, Opaque]
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+class Loader:
+    """Makes its batches anew in each epoch."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in DataLoader(make_data(), batch_size=16):
+            yield self.kind(x, y)
+
+
+def job(kind: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    model.body[3].p = 0.0  # no random numbers: a loader draws some, too
+    return model, Loader(kind), torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_and_evaluates_as_a_plain_loop(kind: Any) -> None:
+    model, loader, optimizer = job(kind)
+    before = trained_state(model, optimizer)
+    run = flatout.optimize(
+        model, loader, optimizer, compute_loss=loss, techniques=QUICK | {"fused_optimizer": False}, budget=1
+    )
+    assert trained_state(model, optimizer) == before
+    losses = [float(run.step(batch)) for batch in run.loader]
+
+    twin, plain, twin_optimizer = job(kind)
+    expected = []
+    for batch in plain:
+        twin_optimizer.zero_grad()
+        value = loss(twin, batch)
+        value.backward()
+        twin_optimizer.step()
+        expected.append(value.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert run.evaluate(loader)["loss"] > 0
+    assert run._job.work(next(iter(loader))).samples == 16
+    assert run.plan.fingerprint["batch"] == kind.__qualname__
+
+
+@pytest.mark.parametrize("kind", [Batch, Counted, Slotted])
+def test_a_loss_that_writes_to_its_batch_leaves_the_users_alone(kind: Any) -> None:
+    model, _, optimizer = job(kind)
+    batches = [kind(x, y) for x, y in DataLoader(make_data(), batch_size=16)]
+    kept = [bits(batch.x) for batch in batches]
+
+    def scaling(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch.x.mul_(2)), batch.y)
+
+    flatout.optimize(model, batches, optimizer, compute_loss=scaling, techniques=QUICK, budget=1)
+    assert [bits(batch.x) for batch in batches] == kept
+
+
+def test_memory_that_is_short_is_an_error_that_says_why() -> None:
+    def hungry(model: nn.Module, batch: Any) -> Tensor:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return loss(model, batch)
+
+    full: list[bool] = []
+    model, loader, optimizer = job(Batch)
+    run = flatout.optimize(model, loader, optimizer, compute_loss=hungry, techniques=QUICK, budget=0)
+    full.append(True)
+    with pytest.raises(torch.OutOfMemoryError, match="taken apart"):
+        run.step(next(iter(loader)))
+
+
+def test_a_loader_without_tensors_or_objects_that_move_is_refused() -> None:
+    class Still:
+        def __init__(self, x: Tensor, y: Tensor) -> None:
+            self.x, self.y = x, y
+
+    model, loader, optimizer = job(Still)
+    with pytest.raises(ValueError, match=r"to\(device\)"):
+        flatout.optimize(model, loader, optimizer, compute_loss=loss, budget=0)
+
+
+def test_an_object_without_compute_loss_is_told_the_line() -> None:
+    model, loader, optimizer = job(Batch)
+    with pytest.raises(TypeError, match=r"compute_loss=lambda model, batch: loss_fn\(model\(batch.x\), batch.y\)"):
+        flatout.optimize(model, loader, optimizer, functional.cross_entropy, techniques=QUICK, budget=0)
+
+
+def test_what_is_in_objects_is_found_and_counted() -> None:
+    x, y = torch.ones(5, 2), torch.zeros(5)
+    batch = Batch(x, y)
+    assert tensors_of([batch]) == []
+    assert objects_of([batch, 1, "a", nn.Linear(1, 1), Batch, y]) == [batch]
+    assert [t.shape for t in tensors_within([y, batch])] == [y.shape, x.shape, y.shape]
+    assert len(tensors_within(Slotted(x, y))) == 2
+    assert not tensors_within(Opaque(x, y))
+    assert [batch_size_of(made) for made in (batch, Counted(x, y), Slotted(x, y), Opaque(x, y))] == [5, 5, 5, 16]
+    assert batch_size_of((batch, torch.ones(3))) == 3  # tensors count first
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2)] * 4)
+    assert batch_size_of(packed) == batch_size_of([packed]) == 4
+    assert split(batch, [2, 3]) is None
+    moved = to_device([Slotted(x, y)], "meta")
+    assert moved[0].x.is_meta
+    assert map_tensors(torch.neg, batch) is batch
+    holds_itself = Batch(x, y)
+    holds_itself._store["me"] = holds_itself  # type: ignore[assignment]
+    assert len(tensors_within(holds_itself)) == 2
