@@ -11,6 +11,9 @@ QUICK = {"compile": False, "precision": False, "workers": False}
 FORCED = {"compile": False, "workers": False, "precision": "bf16", "fused_optimizer": True, "in_memory": True}
 """Everything quick turned on and nothing measured."""
 
+FORCED_IN_OWN_LOOP = {name: value for name, value in FORCED.items() if name != "fused_optimizer"}
+"""The same for a loop that has the optimizer to itself."""
+
 
 class Net(nn.Module):
     """BatchNorm and Dropout: a trial that leaves a trace leaves it here."""

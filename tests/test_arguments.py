@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
+from flatout.techniques import REGISTRY, Rule
 from tests.helpers import snapshot
-from tests.jobs import QUICK, Net, make_data
+from tests.jobs import QUICK, Net, SlowSamples, make_data
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -178,3 +180,187 @@ def test_a_scheduler_of_the_users_own_needs_a_step() -> None:
     for wrong in (Own, torch.optim.lr_scheduler.StepLR, lambda step: 0.1):
         with pytest.raises(TypeError, match="scheduler must have a step"):
             tuned(scheduler=wrong)
+
+
+# -- techniques that are asked for -----------------------------------------------------------------------------
+
+
+class Augmented(SlowSamples):
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i)[0] + torch.rand(8), i % 3
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (SlowSamples()[i] for i in range(16))
+
+
+class Sized(DataLoader[Any]):
+    """A subclass may mean anything by its batches."""
+
+
+CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "workers for a list": ({"workers": 2}, {}),
+    "workers for a stream": ({"workers": 2}, {"loader": lambda: DataLoader(Streamed(), 8)}),
+    "workers for augmented samples": ({"workers": 2}, {"loader": lambda: DataLoader(Augmented(), 8)}),
+    "workers for data in memory": (
+        {"workers": 2, "in_memory": True},
+        {"loader": lambda: DataLoader(make_data(), batch_size=16)},
+    ),
+    "workers for a subclass": ({"workers": {"num_workers": 2}}, {"loader": lambda: Sized(SlowSamples(), 8)}),
+    "augmented samples in memory": ({"in_memory": True}, {"loader": lambda: DataLoader(Augmented(), 8)}),
+    "a list on the device": ({"in_memory": "device"}, {}),
+    "a graph on the CPU": ({"cuda_graph": True}, {"device": "cpu"}),
+    "cuDNN on the CPU": ({"cudnn_benchmark": True}, {"device": "cpu"}),
+    "TF32 on the CPU": ({"tf32": True}, {"device": "cpu"}),
+    "TF32 on the CPU by its argument": ({}, {"precision": "tf32", "device": "cpu"}),
+    "bf16 for a double model": ({"precision": "bf16"}, {"model": lambda: Net().double()}),
+    "fp16 for a bf16 model": ({}, {"precision": "fp16", "model": lambda: Net().bfloat16()}),
+    "fp32 for a bf16 model": ({}, {"precision": "fp32", "model": lambda: Net().bfloat16()}),
+    "channels_last without convolutions": ({"channels_last": True}, {}),
+    "an attention kernel without attention": ({"sdpa_backend": "math"}, {}),
+    "a fused LBFGS's kin": ({"fused_optimizer": True}, {"optimizer": torch.optim.Rprop}),
+    "TorchScript that fails": ({"torchscript": "script"}, {"model": lambda: Untyped()}),
+}
+
+
+class Untyped(Net):
+    """TorchScript cannot compile it."""
+
+    def forward(self, *args: Any, **how: Any) -> Any:
+        return super().forward(*args, **how)
+
+
+@pytest.mark.parametrize(("techniques", "job"), CANNOT.values(), ids=CANNOT)
+def test_a_technique_that_is_forced_and_cannot_serve_is_an_error(techniques: Any, job: dict[str, Any]) -> None:
+    job = dict(job)
+    model = job.pop("model", Net)()
+    optimizer = job.pop("optimizer", torch.optim.SGD)(model.parameters(), 0.1)
+    loader = job.pop("loader", batches)()
+    name = next(iter(techniques), "precision")
+    before, settings = snapshot(model, optimizer), {"compile": False, **techniques}
+    with pytest.raises(ValueError, match=name):
+        tuned(loader, model=model, optimizer=optimizer, techniques=settings, **job)
+    assert snapshot(model, optimizer) == before
+
+
+def test_an_optimizer_is_needed_for_what_its_step_does() -> None:
+    for name in ("fused_optimizer", "torchscript"):
+        with pytest.raises(ValueError, match=name):
+            flatout.optimize(Net(), batches(), techniques={"compile": False, name: True}, budget=0)
+
+
+def test_what_is_so_already_is_not_refused() -> None:
+    tuned(techniques=QUICK | {"workers": 0})
+    tuned(DataLoader(make_data(), batch_size=16), techniques={"compile": False, "in_memory": True, "workers": 0})
+    tuned(Sized(SlowSamples(), 8, num_workers=1), techniques={"compile": False, "workers": 1})
+    model = Net()
+    tuned(model=model, optimizer=flatout.optim.SGD(model.parameters(), 0.1), techniques={"fused_optimizer": True})
+    tuned(techniques=QUICK | {"cpu_threads": torch.get_num_threads()})
+    wide = [(x.bfloat16(), y) for x, y in batches()]
+    tuned(wide, model=Net().bfloat16(), precision="bf16", techniques={"compile": False})
+
+
+def test_workers_that_are_asked_for_load_the_batches() -> None:
+    loader = DataLoader(SlowSamples(), batch_size=16)
+    run = tuned(loader, techniques={"compile": False, "precision": False, "workers": 1}, budget=2)
+    assert run.plan.decisions["workers"]["num_workers"] == 1
+    assert "in_memory" not in run.plan.decisions
+
+
+def test_a_plan_may_hold_what_does_not_apply_here() -> None:
+    plan = flatout.Plan({"channels_last": True}, tuned().plan.fingerprint)
+    assert tuned(techniques=None, plan=plan).plan.decisions == {}
+    with pytest.raises(ValueError, match="channels_last"):
+        tuned(techniques={"channels_last": True}, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("precision", "techniques"),
+    [
+        ("fp32", {"precision": "bf16"}),
+        ("bf16", {"precision": False}),
+        ("bf16", {"precision": "fp16"}),
+        ("bf16", {"precision": True}),
+        ("fp32", {"tf32": True}),
+        ("tf32", {"tf32": False}),
+        ("auto", {"torchscript": True, "compile": True}),
+    ],
+)
+def test_choices_that_contradict_each_other_are_refused(precision: str, techniques: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"techniques\["):
+        tuned(precision=precision, techniques=techniques)
+
+
+def test_choices_that_agree_may_be_given_twice() -> None:
+    run = tuned(precision="bf16", techniques={"compile": False, "precision": "bf16"})
+    assert run.plan.decisions["precision"] == "bf16"
+    tuned(precision="fp32", techniques={"compile": False, "precision": False, "tf32": None})
+
+
+@pytest.mark.parametrize("rule", [t for t in REGISTRY if isinstance(t, Rule)], ids=lambda rule: rule.name)
+def test_a_rule_is_not_called_unknown(rule: Rule) -> None:
+    with pytest.raises(ValueError, match="is a rule") as refused:
+        tuned(techniques={rule.name: False})
+    assert (f"optimize({rule.argument}=" in str(refused.value)) == bool(rule.argument)
+
+
+def test_techniques_are_a_dict() -> None:
+    with pytest.raises(TypeError, match="techniques must be a dict"):
+        tuned(techniques=["compile"])
+
+
+# -- models and batches that are not there yet -----------------------------------------------------------------
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    for at in range(3):
+        loader = batches()
+        loader[at] = loader[at][0][:0], loader[at][1][:0]
+        with pytest.raises(ValueError, match=f"at least one sample, got none in batch {at}"):
+            tuned(loader)
+
+
+def test_a_tensor_without_samples_beside_others_is_no_empty_batch() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean() + batch["boxes"].sum()
+
+    loader = [{"boxes": torch.ones(0, 4), "x": x} for x, _ in batches()]
+    run = tuned(loader, loss_fn=None, compute_loss=loss)
+    run.step(loader[0])
+    assert run.evaluate(loader)["loss"] > 0
+
+
+def test_a_batch_without_samples_does_not_count_in_an_evaluation() -> None:
+    run = tuned()
+    expected = run.evaluate(batches())
+    x, y = batches()[0]
+    assert run.evaluate([*batches(), (x[:0], y[:0])]) == expected
+
+
+def test_a_lazy_model_is_refused_until_it_has_run_once() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # torch allows it before
+    with pytest.raises(ValueError, match=r"model must be initialized, got '0\.weight'"):
+        tuned(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="loss_fn must be initialized"):
+        tuned(loss_fn=nn.LazyLinear(1))
+    model(next(iter(batches()))[0])
+    tuned(model=model, optimizer=optimizer).fit(1, progress=False)
+
+
+def test_a_model_on_meta_is_refused_until_it_has_memory() -> None:
+    with torch.device("meta"):
+        model, loss = Net(), nn.CrossEntropyLoss(weight=torch.ones(3))
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="model must have its weights in memory"):
+        tuned(model=model, optimizer=early)
+    with pytest.raises(ValueError, match="loss_fn must have its weights in memory"):
+        tuned(loss_fn=loss)
+    model.to_empty(device="cpu").load_state_dict(Net().state_dict())
+    with pytest.raises(ValueError, match="optimizer must be made"):
+        tuned(model=model, optimizer=early)
+    tuned(model=model).fit(1, progress=False)
+    model.body[1] = nn.BatchNorm1d(16, device="meta")  # a part alone
+    with pytest.raises(ValueError, match=r"'body.1.weight' on the meta device"):
+        tuned(model=model)

@@ -36,7 +36,7 @@ def bad_jobs():
     detached = lambda out, y: ce(out.detach(), y)  # noqa: E731
     yield "detached loss", (net, loader, opt(net.parameters()), detached), {}, ValueError, "does not depend"
     job = (net, loader, opt(net.parameters()), ce)
-    yield "misspelt", job, {"techniques": {"compil": False}}, ValueError, "did you mean 'compile'"
+    yield "misspelt", job, {"techniques": {"compil": False}}, ValueError, "Did you mean 'compile'"
     yield "bad value", job, {"techniques": {"workers": -1}}, ValueError, "number of workers"
     yield "bad precision", job, {"precision": "fp8"}, ValueError, "'fp8'"
     yield "bad norm", job, {"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be > 0, got -1.0"

@@ -357,10 +357,10 @@ def test_host_memory_is_not_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.data.cache.available_memory", lambda: 1000)
     model, _, opt = make_job()
     loader = DataLoader(SlowSamples(), batch_size=16)
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": True}, budget=0)
-    row = rows_of(run)["in_memory"]
-    assert row.status == "not applicable"
-    assert "bytes" in row.why
+    with pytest.raises(ValueError, match=r"in_memory.* bytes"):
+        flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": True}, budget=0)
+    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK, budget=2, expected_steps=10**6)
+    assert rows_of(run)["in_memory"].status != "kept"
     assert len(list(run.loader)) == 4
 
 

@@ -21,7 +21,7 @@ from flatout.measure.bench import Bench
 from flatout.measure.track import Track
 from flatout.report.model import Pace
 from tests.helpers import bits, snapshot, trained_state
-from tests.jobs import FORCED, OPTIMIZERS, QUICK, Net, SlowSamples, make_data, make_job, train
+from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, OPTIMIZERS, QUICK, Net, SlowSamples, make_data, make_job, train
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -206,7 +206,7 @@ def test_optimizing_twice_is_the_same_as_once():
 
 def test_copies_and_pickles_are_plain_models():
     model, loader, _ = make_job()
-    model, loader = flatout.optimize(model, loader, techniques=FORCED, budget=0)
+    model, loader = flatout.optimize(model, loader, techniques=FORCED_IN_OWN_LOOP, budget=0)
     x = torch.randn(4, 8)
     model.eval()
     assert model(x).dtype is torch.float32
@@ -229,7 +229,7 @@ def test_two_value_form_keeps_the_users_loop():
 
 def test_the_users_own_autocast_wins():
     model, loader, _ = make_job()
-    model, loader = flatout.optimize(model, loader, techniques=FORCED, budget=0)
+    model, loader = flatout.optimize(model, loader, techniques=FORCED_IN_OWN_LOOP, budget=0)
     with torch.autocast("cpu", torch.float16):
         assert model.body[0](torch.randn(4, 8)).dtype is torch.float16
         assert model(torch.randn(4, 8)).dtype is torch.float16

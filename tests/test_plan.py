@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.plan import SCHEMA_VERSION
 from tests.helpers import snapshot
-from tests.jobs import FORCED, Net, make_data, make_job
+from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, Net, make_data, make_job
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -59,7 +59,6 @@ WHAT_WAS_ASKED_FOR = {
     "a number": {"techniques": {"workers": 1, "cpu_threads": 1}},
     "advice": {"techniques": {"transforms": False}},
     "implied": {"techniques": {"torchscript": True}},
-    "not to be had": {"techniques": {"channels_last": True}},  # nothing convolves
 }
 
 
@@ -94,11 +93,13 @@ def test_what_a_plan_has_decided_otherwise_is_refused_by_both_values(decided: An
     assert snapshot(model, opt) == before
 
 
-def test_what_cannot_serve_any_more_is_no_disagreement() -> None:
+def test_what_does_not_apply_is_left_out_of_a_plan_and_is_an_error_where_it_is_asked_for() -> None:
     plan = flatout.Plan({"channels_last": True}, planned().fingerprint)
     model, loader, opt = make_job()
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, techniques={"channels_last": True})
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan)
     assert run.plan.decisions == {}
+    with pytest.raises(ValueError, match="channels_last"):
+        flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, techniques={"channels_last": True})
 
 
 def test_a_plan_decides_about_what_nobody_asked_for() -> None:
@@ -190,7 +191,7 @@ def test_another_optimizer_or_use_is_refused() -> None:
     assert_refused(plan, "optimizer", model, loader)
     # Before any decision is looked at: this one has no candidate without an optimizer.
     assert_refused(flatout.Plan({"precision": "fp16"}, plan.fingerprint), "optimizer", model, loader)
-    own_loop = flatout.optimize(model, loader, techniques=FORCED, budget=0).plan
+    own_loop = flatout.optimize(model, loader, techniques=FORCED_IN_OWN_LOOP, budget=0).plan
     flatout.undo(model)
     with pytest.raises(ValueError, match="another optimizer: none, in training there, none, in inference here"):
         flatout.optimize(model.eval(), loader, plan=own_loop)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flatout.batch_size.learning_rate import lr_factor
-from flatout.data.loaders import check_reiterable
-from flatout.techniques import REGISTRY, Advice, BatchSize, Measured
+from flatout.data.loaders import check_reiterable, is_rewindable
+from flatout.techniques import REGISTRY, Advice, BatchSize, LoaderTechnique, Measured, NotApplicable, Rule
+
+if TYPE_CHECKING:
+    from flatout.job import Job
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
 """The technique that all others depend on: as far as it can be, it is decided before them."""
@@ -19,27 +24,121 @@ BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, B
 
 def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:
     """What the user forbids or forces, by technique name."""
-    choices = dict(techniques or {})
-    names = [t.name for t in REGISTRY if isinstance(t, (Measured, Advice))]
-    advice = [t.name for t in REGISTRY if isinstance(t, Advice)]
-    for name, value in choices.items():
-        if name in advice and value is not False:
-            raise ValueError(f"techniques[{name!r}] must be False, or be left out: it is advice; got {value!r}")
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
-            raise ValueError(f"unknown technique {name!r} in techniques: {hint}")
+    if techniques is not None and not isinstance(techniques, Mapping):
+        raise TypeError(f"techniques must be a dict, got {techniques!r}. Write techniques={{'compile': False}}")
+    for name, value in (techniques or {}).items():
+        _check_choice(name, value)
+    choices = _given(techniques)
     if precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
         raise ValueError(f"precision must be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16', got {precision!r}")
-    if precision != "auto":
-        choices["precision"] = False if precision in ("fp32", "tf32") else precision
-    if precision in ("fp32", "tf32"):
-        choices["tf32"] = precision == "tf32"
-    if choices.get("torchscript", False) is not False:
-        choices.setdefault("compile", False)  # one of the two runs the model
-    if choices.get("cuda_graph", False) is not False:
+    for name, value in _choices_of_precision(precision).items():
+        if choices.setdefault(name, value) != value:
+            raise ValueError(
+                f"techniques[{name!r}] must agree with precision={precision!r}, got {choices[name]!r}. Give one of them"
+            )
+    if _forces(choices, "torchscript"):
+        if _forces(choices, "compile"):
+            raise ValueError(
+                f"techniques['torchscript'] must not be forced beside techniques['compile'], got both: "
+                f"{choices['torchscript']!r} and {choices['compile']!r}. One of the two runs the model: leave one out"
+            )
+        choices.setdefault("compile", False)
+    if _forces(choices, "cuda_graph"):
         choices.setdefault("fused_optimizer", True)  # its update is the one that can be captured
+    if _forces(choices, "tf32"):
+        choices.setdefault("precision", False)  # 16-bit products leave no float32 ones
+    if _forces(choices, "workers") and choices["workers"] != 0:
+        choices.setdefault("in_memory", False)  # data gathered from memory leaves them nothing to do
     return choices
+
+
+def forced_by_name(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, str]:
+    """Return, by the name of each technique that is forced, how an error about that begins."""
+    given, by_precision = _given(techniques), _choices_of_precision(precision)
+    forced = {name: f"techniques[{name!r}] must serve this job, got {given[name]!r}" for name in given}
+    forced |= {name: f"precision must serve this job, got {precision!r}" for name in by_precision}
+    return {name: begins for name, begins in forced.items() if _forces(given | by_precision, name)}
+
+
+def check_forced(
+    technique: Measured, job: Job, choices: Mapping[str, Any], forced: Mapping[str, str], reason: str
+) -> None:
+    """Refuse to go on without a technique that is forced, unless the job is already what it asks for.
+
+    Args:
+        technique: does not apply.
+        job: that it does not apply to.
+        choices: of ``choices_of``.
+        forced: of ``forced_by_name``.
+        reason: why it does not apply.
+
+    Raises:
+        ValueError: names the argument, and the reason.
+    """
+    if technique.name in forced and not technique.is_so(job, choices[technique.name]):
+        raise ValueError(f"{forced[technique.name]}: {reason}. Leave it out")
+
+
+def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, str]) -> None:
+    """Refuse forced techniques that cannot serve, as far as that can be known before the first step.
+
+    Raises:
+        ValueError: as ``check_forced``, or a technique has no candidate of that value.
+    """
+    for technique in REGISTRY:
+        if not isinstance(technique, Measured) or not _forces(choices, technique.name):
+            continue
+        try:
+            technique.check(job)
+            if isinstance(technique, LoaderTechnique) and not is_rewindable(job.loader):
+                raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
+            technique.forced(job, choices[technique.name])
+        except NotApplicable as reason:
+            if reason.lasts:
+                check_forced(technique, job, choices, forced, str(reason))
+
+
+def check_precision(model: nn.Module, precision: str) -> None:
+    """Refuse float32 for a model whose parameters are something else."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision in ("fp32", "tf32") and not dtypes <= {torch.float32}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"precision must fit a model of {names}, got {precision!r}. Call model.float() before")
+
+
+def _given(techniques: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ``techniques`` decides; None leaves it to a trial."""
+    return {name: value for name, value in (techniques or {}).items() if value is not None}
+
+
+def _forces(choices: Mapping[str, Any], name: str) -> bool:
+    return choices.get(name, False) is not False  # 0 workers are a number of workers
+
+
+def _choices_of_precision(precision: str) -> dict[str, Any]:
+    if precision in ("fp32", "tf32"):
+        return {"precision": False, "tf32": precision == "tf32"}
+    return {} if precision == "auto" else {"precision": precision}
+
+
+def _check_choice(name: str, value: Any) -> None:
+    """Refuse what is no technique, and what is none that can be chosen."""
+    technique = next((t for t in REGISTRY if t.name == name), None)
+    if isinstance(technique, Rule):
+        governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"
+        raise ValueError(
+            f"techniques[{name!r}] must not be given: {technique.title} is a rule, applied without a trial; "
+            f"got {value!r}. {governed}"
+        )
+    if isinstance(technique, Advice) and value is not False:
+        raise ValueError(
+            f"techniques[{name!r}] must be False: it is advice, which changes nothing; got {value!r}. Leave it out"
+        )
+    if technique is None:
+        names = [t.name for t in REGISTRY if not isinstance(t, Rule)]
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}"
+        raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
 
 
 def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any, loss_weight: Any) -> None:
@@ -49,20 +148,43 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
     check_reiterable(loader)
+    for name, module in (("model", model), ("loss_fn", loss_fn), ("compute_loss", compute_loss)):
+        if isinstance(module, nn.Module):
+            _check_materialized(name, module)
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable and (optimizer is not None or model.training):
         raise ValueError("the model has no parameter that requires gradients: there is nothing to train")
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not held & trainable:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(not is_lazy(p) and p.is_meta for p in parameters):
+            raise ValueError(
+                "optimizer must be made of the model's weights as they are now, got parameters on the meta device. "
+                f"Make it after model.to_empty(...): optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+            )
+        if not {id(p) for p in parameters} & trainable:
             raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
     for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("loss_weight", loss_weight)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     if loss_fn is not None and compute_loss is not None:
         raise ValueError("give loss_fn or compute_loss, not both")
+
+
+def _check_materialized(name: str, module: nn.Module) -> None:
+    """Refuse a module that has shapes or values still to come."""
+    for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} must be initialized, got {key!r} of a lazy module. Run one batch through it before: "
+                "model(next(iter(loader))[0]), or model(**next(iter(loader)))"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} must have its weights in memory, got {key!r} on the meta device. Give them memory and values "
+                f"before the optimizer is made: {name}.to_empty(device='cpu'); {name}.load_state_dict(...)"
+            )
 
 
 def check_schedule(

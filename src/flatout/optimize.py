@@ -17,16 +17,20 @@ from flatout import mfu, words
 from flatout._cleanup import add_note, run_all
 from flatout.arguments import (
     BATCH_SIZE,
+    check_applicable,
     check_arguments,
     check_batch_size,
+    check_forced,
     check_numbers,
+    check_precision,
     check_schedule,
     choices_of,
     device_of,
+    forced_by_name,
     planned_batch_size,
 )
 from flatout.batch_size.change import Change
-from flatout.data import is_rewindable, objects_of, tensors_of, to_device
+from flatout.data import batch_size_of, is_rewindable, objects_of, tensors_of, to_device
 from flatout.data.batch import cloned
 from flatout.data.loaders import TRIAL_BATCHES, first_batches
 from flatout.data.replay import Replayed
@@ -120,13 +124,15 @@ def optimize(
             ``flatout.reproducible`` techniques are chosen as with True.
         seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
             sample of random augmentation (:func:`flatout.data.seed_samples`).
-        techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name.
+        techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name. One that is forced is
+            applied, or an error says why it cannot be.
         expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of
             a warm-up; default: 10 epochs.
         budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes a
             twentieth of it on top at most.
-        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured. ``techniques`` and ``precision``
-            may be given, too, as when it was made: they have to come to what it has decided.
+        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured. What of it does not apply here
+            is left out, and its row says so. ``techniques`` and ``precision`` may be given, too, as when it was made:
+            they have to come to what it has decided.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -141,7 +147,9 @@ def optimize(
             Nothing has changed either, except what such a later write has changed.
     """
     choices = asked = choices_of(techniques, precision)
+    forced = forced_by_name(techniques, precision)
     check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
+    check_precision(model, precision)
     check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight, batch_size, memory_limit)
     check_numbers(accumulate, max_grad_norm, expected_steps, budget, memory_limit)
     check_batch_size(batch_size, lr_rule, accumulate, choices)
@@ -183,11 +191,7 @@ def optimize(
     try:
         if plan is not None:
             plan.check(fingerprint(model, optimizer, job.device))
-        for technique in REGISTRY:
-            if isinstance(technique, Measured) and choices.get(technique.name, False) is not False:
-                with contextlib.suppress(NotApplicable):
-                    technique.check(job)
-                    technique.forced(job, choices[technique.name])
+        check_applicable(job, choices, forced)
         rows = {row.technique: row for row in _apply_rules(job, switches)}
         state = State.capture(job.modules, optimizer, loader, job.code)
         guard.enter_context(state.guarded())
@@ -203,7 +207,9 @@ def optimize(
             job.work(job.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
         if choices.get(BATCH_SIZE.name):
-            rows[BATCH_SIZE.name] = tuner.decide(BATCH_SIZE)
+            rows[BATCH_SIZE.name] = row = tuner.decide(BATCH_SIZE)
+            if row.status != "kept":
+                check_forced(BATCH_SIZE, job, asked, forced, row.why)
         elif optimizer is not None and plan is None and choices.get(BATCH_SIZE.name) is None:
             looks = not fits or memory_limit is not None or (measures and job.device.type == "cuda")
             rows |= _impose_batch_size(tuner, bench, batch_size, looks=looks)
@@ -221,7 +227,8 @@ def optimize(
             if isinstance(technique, Measured):
                 with _saying(f"trying {technique.title}"):
                     rows[technique.name] = row = tuner.decide(technique)
-                # What cannot serve is not there, whoever asks for it.
+                if row.status != "kept":
+                    check_forced(technique, job, asked, forced, row.why)
                 if plan is not None and technique.name in asked and row.status != "not applicable":
                     plan.check_choice(technique.name, tuner.decisions.get(technique.name, False))
         with _saying("racing the tuned loop against the original"):
@@ -313,11 +320,17 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
         taken = job.source.read
     if not taken:
         raise ValueError("the loader is empty: it yielded no batch")
-    if not tensors_of(taken[0]) and not objects_of(taken[0]):
-        raise ValueError(
-            f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
-            f"{type(taken[0]).__name__}. Give the class of your batches that method"
-        )
+    for i, batch in enumerate(taken):
+        if not tensors_of(batch) and not objects_of(batch):
+            raise ValueError(
+                f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
+                f"{type(batch).__name__}. Give the class of your batches that method"
+            )
+        if batch_size_of(batch) == 0:
+            raise ValueError(
+                f"loader must yield batches of at least one sample, got none in batch {i}. "
+                "Leave such batches out, or check what the sampler and collate_fn do with the last samples"
+            )
     return taken
 
 

@@ -480,11 +480,13 @@ class Run:
             self.model.eval()
             with torch.inference_mode():
                 for batch in loader:
+                    size = batch_size_of(batch)
+                    if size == 0:
+                        continue  # a mean over no samples is NaN
                     batch = to_device(batch, self._job.device)
                     outputs.clear()
                     values = {"loss": self._job.loss(batch)}
                     values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
-                    size = batch_size_of(batch)
                     for name, value in values.items():
                         totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
                     samples += size

@@ -218,7 +218,7 @@ def test_models_that_come_compiled_are_accepted_and_left_alone(make, said):
         batches,
         torch.optim.SGD(model.parameters(), 0.1),
         functional.cross_entropy,
-        techniques={"compile": True, "precision": False, "workers": False, "fused_optimizer": True},
+        techniques={"precision": False, "workers": False, "fused_optimizer": True},
         budget=0,
     )
     row = next(row for row in run.report.rows if row.technique == "compile")
@@ -655,7 +655,8 @@ def test_where_no_step_computes_a_loss_of_the_users_the_model_is_compiled(model,
     if "loss_fn" in given:
         loader = DataLoader(make_data(), batch_size=16)
     opt = torch.optim.SGD(model.parameters(), 0.1) if "optimizer" in given else None
-    run = flatout.optimize(model, loader, opt, given.get("loss_fn"), techniques=ALONE, budget=0)
+    techniques = {"compile": True, "precision": False, "workers": False}
+    run = flatout.optimize(model, loader, opt, given.get("loss_fn"), techniques=techniques, budget=0)
     assert isinstance(model._compiled_call_impl, CompiledCall)
     assert run._job.compiled_loss is None
 

@@ -23,6 +23,7 @@ from tests.helpers import bits, snapshot, trained_state
 TRIED = {t.name: False for t in REGISTRY if isinstance(t, Measured)} | {"fused_optimizer": True}
 del TRIED["cuda_graph"]
 FUSED = TRIED | {"cuda_graph": False}
+UNFUSED = FUSED | {"fused_optimizer": False}
 CPU = torch.device("cpu")
 
 
@@ -804,9 +805,8 @@ def job_of(model=None, optimizer=None, **settings):
         batches_of(16, 16),
         (optimizer or adamw)(model),
         functional.cross_entropy,
-        techniques=FUSED,
         budget=0,
-        **settings,
+        **{"techniques": FUSED} | settings,
     )
     return run._job
 
@@ -842,8 +842,11 @@ def patched(model):
         (lambda: job_of(listened(Net())), "hooks, and a replay runs no Python"),
         (lambda: job_of(scripted(Net())), "ScriptModule"),
         (lambda: job_of(optimizer=one_cycle), "changes momentum"),
-        (lambda: job_of(optimizer=patched), "not flatout's fused one"),
-        (lambda: job_of(optimizer=lambda m: torch.optim.RMSprop(m.parameters())), "not flatout's fused one"),
+        (lambda: job_of(optimizer=patched, techniques=UNFUSED), "not flatout's fused one"),
+        (
+            lambda: job_of(optimizer=lambda m: torch.optim.RMSprop(m.parameters()), techniques=UNFUSED),
+            "not flatout's fused one",
+        ),
     ],
 )
 def test_what_cannot_be_captured_is_told_in_a_sentence(make, said):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import flatout
 from flatout.techniques.evaluation import SURE_AFTER, WatchSwitch
-from tests.jobs import FORCED, QUICK, Net, make_job
+from tests.jobs import FORCED_IN_OWN_LOOP, QUICK, Net, make_job
 
 X, Y = torch.randn(16, 8), torch.randint(0, 3, (16,))
 
@@ -40,7 +40,7 @@ def own_loop(techniques=QUICK):
     return model, loader, opt
 
 
-@pytest.mark.parametrize("techniques", [QUICK, FORCED], ids=["plain", "autocast"])
+@pytest.mark.parametrize("techniques", [QUICK, FORCED_IN_OWN_LOOP], ids=["plain", "autocast"])
 def test_it_is_said_once_with_the_line(techniques):
     model, _, _ = own_loop({k: v for k, v in techniques.items() if k not in ("fused_optimizer", "in_memory")})
     (said,) = warned(lambda: [evaluate(model) for _ in range(3)])

@@ -325,8 +325,8 @@ def test_it_is_left_alone_where_compile_serves_and_in_a_loop_of_ones_own() -> No
     )
     assert row_of(run).status == "not applicable", row_of(run).why
     assert "deprecated" in row_of(run).why
-    run = flatout.optimize(model, loader, techniques={"torchscript": True}, budget=0)
-    assert row_of(run).status == "not applicable"
+    with pytest.raises(ValueError, match="torchscript"):
+        flatout.optimize(model, loader, techniques={"torchscript": True}, budget=0)
     with pytest.raises(ValueError, match="'script' or 'trace'"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={"torchscript": "both"}, budget=0)
 
@@ -334,7 +334,7 @@ def test_it_is_left_alone_where_compile_serves_and_in_a_loop_of_ones_own() -> No
 def test_it_leaves_a_loss_alone_that_is_compiled_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda call, mode: call)
     model, loader, opt = make_job()
-    techniques = OTHERS | {"compile": True, "torchscript": True}
+    techniques = OTHERS | {"compile": True}
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
     assert row_of(run).status == "not applicable"
     assert "torch.compile runs the model already" in row_of(run).why

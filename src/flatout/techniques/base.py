@@ -120,7 +120,16 @@ class Source(Protocol):
 
 
 class NotApplicable(Exception):
-    """Why a technique (or one candidate of it) cannot serve this job: one sentence for the report."""
+    """Why a technique (or one candidate of it) cannot serve this job: one sentence for the report.
+
+    Args:
+        reason: the sentence.
+        lasts: whether the techniques that are decided before this one cannot change that.
+    """
+
+    def __init__(self, reason: str, *, lasts: bool = True) -> None:
+        super().__init__(reason)
+        self.lasts = lasts
 
 
 class NothingBetter(Exception):
@@ -170,9 +179,11 @@ class Rule(Technique):
 
     Attributes:
         costs_speed: whether a trial is to show, for the report, what its switch costs; it stays on in any case.
+        argument: the argument of ``optimize`` that turns it on; empty for a rule that is always applied.
     """
 
     costs_speed: ClassVar[bool] = False
+    argument: ClassVar[str] = ""
 
     def switch(self, job: Job) -> Switch | None:
         """What to turn on; None when there is nothing to turn (the technique is how ``Run`` works)."""
@@ -201,6 +212,10 @@ class Measured(Technique):
         Raises:
             ValueError: no candidate has that value.
         """
+
+    def is_so(self, job: Job, value: Any) -> bool:
+        """Return whether the job is already what ``techniques={name: value}`` asks for."""
+        return False
 
 
 class StepTechnique(Measured):

@@ -84,6 +84,10 @@ class ChannelsLast(StepTechnique):
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
         return self.candidates(job)[0]
 
+    def is_so(self, job: Job, value: Any) -> bool:
+        """Every convolution's weights are in that format already."""
+        return any(isinstance(m, CONVOLUTIONS) for m in job.model.modules()) and not self._weights(job)
+
     @staticmethod
     def _weights(job: Job) -> list[nn.Parameter]:
         weights = {

@@ -310,6 +310,11 @@ class Compile(StepTechnique):
             raise ValueError("techniques['compile']='reduce-overhead' replays CUDA graphs: it needs a GPU")
         return _switch(job, mode)
 
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The model comes compiled, in a mode of the user's."""
+        by_user = isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None
+        return value is True and by_user
+
 
 def _switch(job: Job, mode: str) -> Switch:
     return CompileLossSwitch(job, mode) if _compiles_loss(job) else CompileSwitch(job.model, mode)

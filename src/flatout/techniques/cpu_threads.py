@@ -56,15 +56,16 @@ class CpuThreads(StepTechnique):
     is_verified = True
 
     def check(self, job: Job) -> None:
-        """A step on the CPU, and another number than torch's to try."""
+        """A step on the CPU."""
         if job.device.type != "cpu":
             raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
-        if not self._numbers():
-            raise NotApplicable("there is one core to use, and one thread on it")
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """All usable cores where torch uses more or fewer; half of them; one."""
-        return [ThreadsSwitch(number) for number in self._numbers()]
+        numbers = self._numbers()
+        if not numbers:
+            raise NotApplicable("there is one core to use, and one thread on it")
+        return [ThreadsSwitch(number) for number in numbers]
 
     def forced(self, job: Job, value: Any) -> Switch:
         """A number of threads."""

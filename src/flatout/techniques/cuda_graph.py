@@ -95,7 +95,8 @@ class CudaGraph(StepTechnique):
             raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
         if reason:
-            raise NotApplicable(reason)
+            # An optimizer may be fused by the time that graphs are decided.
+            raise NotApplicable(reason, lasts=isinstance(job.optimizer, NativeStep))
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The one switch."""

@@ -12,7 +12,7 @@ from torch.backends import cudnn
 from torch.nn.modules.conv import _ConvNd
 
 from flatout._host import signature
-from flatout.data import tensors_of
+from flatout.data import tensors_within
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ShapeWatch:
     def varies(self, batch: Any) -> bool:
         """Whether with this batch the latest ``WITHIN`` have brought ``MOST_NEW`` new shapes."""
         self._batches += 1
-        key = signature(batch, Tensor, tensors_of)
+        key = signature(batch, Tensor, tensors_within)
         if key in self._known:
             return False
         self._known.add(key)
@@ -141,6 +141,10 @@ class CudnnBenchmark(StepTechnique):
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
         return BenchmarkSwitch()
+
+    def is_so(self, job: Job, value: Any) -> bool:
+        """It is on already."""
+        return job.device.type == "cuda" and cudnn.enabled and cudnn.benchmark
 
 
 def _convolves(job: Job) -> bool:

@@ -45,6 +45,7 @@ class Determinism(Rule):
     kept_because = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
     exact = True
     costs_speed = True
+    argument = "deterministic"
 
     def check(self, job: Job) -> None:
         """On request only."""

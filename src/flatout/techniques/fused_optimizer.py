@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.optim import fuse, unfuse, why_not_fusable
+from flatout.optim.base import NativeStep
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
@@ -61,3 +62,7 @@ class FusedOptimizer(StepTechnique):
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
         return self.candidates(job)[0]
+
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The optimizer is flatout's already."""
+        return isinstance(job.optimizer, NativeStep)

@@ -113,6 +113,10 @@ class InMemory(LoaderTechnique):
             raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
         return self.candidates(job)[-1]
 
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The loader gathers from memory already."""
+        return value is True and isinstance(job.loader, InMemoryLoader)
+
 
 def _on_device(job: Job) -> InMemorySource:
     assert isinstance(job.loader, DataLoader)

@@ -91,3 +91,8 @@ class Precision(StepTechnique):
         if value == "fp16" and job.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
         return AutocastSwitch(job.model, job.device.type, value)
+
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The model's parameters are of that dtype already."""
+        dtypes = {p.dtype for p in job.model.parameters() if p.is_floating_point()}
+        return isinstance(value, str) and dtypes == {DTYPES.get(value)}

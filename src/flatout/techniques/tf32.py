@@ -88,6 +88,11 @@ class Tf32(StepTechnique):
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
         return Tf32Switch()
 
+    def is_so(self, job: Job, value: Any) -> bool:
+        """TF32 is on already."""
+        on = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return on and job.device.type == "cuda" and torch.cuda.get_device_capability(job.device) >= TENSOR_CORES
+
 
 def _chosen_by_hand() -> str:
     """The flag about float32 products that is not as torch starts with it; empty when all are."""

@@ -410,3 +410,7 @@ class TorchScript(StepTechnique):
         if value not in KINDS:
             raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
         return TorchScriptSwitch(job.model, (value,))
+
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The model comes scripted or traced."""
+        return value is True and isinstance(job.model, torch.jit.ScriptModule)

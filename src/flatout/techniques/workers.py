@@ -125,6 +125,13 @@ class Workers(LoaderTechnique):
         except (TypeError, ValueError) as error:
             raise ValueError(f"techniques['workers'] cannot be {value!r}: {error}") from error
 
+    def is_so(self, job: Job, value: Any) -> bool:
+        """The loader has as many, and batches come from it."""
+        settings = value if isinstance(value, Mapping) else {"num_workers": value}
+        if isinstance(job.source, InMemoryLoader):
+            return settings == {"num_workers": 0}
+        return settings == {name: getattr(job.loader, name, 0) for name in settings}
+
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """What a loader's workers are like, its start method aside."""
