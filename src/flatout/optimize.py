@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from flatout.measure.state import State
 from flatout.measure.tuner import Tuner
 from flatout.micro_batches import LossWeight
 from flatout.plan import Plan, fingerprint
+from flatout.ranks import why_apart
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
@@ -183,6 +185,9 @@ def optimize(
         reproducible=is_reproducible() and not deterministic,
         expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
+    apart = why_apart(job.modules, optimizer, loader)
+    if apart:
+        warnings.warn(apart, RuntimeWarning, stacklevel=2)
     own_size = size_of(job)
     earlier = detach(model)
     switches: dict[str, Switch] = {}
@@ -279,7 +284,7 @@ def optimize(
         after=after,
         verdict=verdict,
         tuning_seconds=bench.budget.spent,
-        notes=_notes(job, own_size, measures and not bench.rewindable),
+        notes=_notes(job, own_size, apart, measures and not bench.rewindable),
         won=tuner.won,
     )
     return Run(
@@ -402,9 +407,9 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
     return replace(pace, mfu=mfu, **costs)
 
 
-def _notes(job: Job, own_size: int, waits_unseen: bool) -> tuple[str, ...]:
+def _notes(job: Job, own_size: int, apart: str, waits_unseen: bool) -> tuple[str, ...]:
     """What was tuned, where that is not the training of ``run.step``, and what the figures leave out."""
-    notes = []
+    notes = [apart] if apart else []
     if job.inference:
         notes.append(
             "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"

@@ -1,0 +1,60 @@
+"""Processes that are started to train together: whether anything synchronizes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from flatout._dtensor import is_distributed
+from flatout.data.loaders import TORCHS_SAMPLERS
+
+_WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
+"""Where the classes of wrapped modules are: DDP, FSDP, and what ``fully_shard`` and ``replicate`` make."""
+
+
+def world_size() -> int:
+    """Return the number of processes that train together: the process group's, else torchrun's ``WORLD_SIZE``."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() else 1
+
+
+def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
+    """Return a warning where ranks train a model apart, each on all samples; empty where something synchronizes them.
+
+    Gradient hooks, and hooks before the optimizer's step, are taken for such a thing: they may average gradients. So is
+    a loop of one's own, where anything may.
+
+    Args:
+        modules: those that are trained.
+        optimizer: updates them; None for a loop of one's own and for inference.
+        loader: yields this rank's batches.
+    """
+    ranks = world_size()
+    if ranks < 2 or optimizer is None or _is_synchronized(modules, optimizer):
+        return ""
+    told = (
+        f"model must be synchronized between {ranks} ranks, got one that each rank trains apart. "
+        "Wrap it: model = torch.nn.parallel.DistributedDataParallel(model)"
+    )
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(loader, DataLoader) and type(sampler) in TORCHS_SAMPLERS and type(sampler) is not DistributedSampler:
+        told += ", and give each rank its own samples: DataLoader(..., sampler=DistributedSampler(dataset))"
+    return told
+
+
+def _is_synchronized(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
+    if optimizer._optimizer_step_pre_hooks:
+        return True
+    for module in (part for root in modules for part in root.modules()):
+        if any(kind.__module__.startswith(_WRAPPERS) for kind in type(module).__mro__):
+            return True
+    parameters = (p for root in modules for p in root.parameters())
+    return any(is_distributed(p) or p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
