@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,13 +46,26 @@ class TrainingLoader(Forwarding):
         return source if isinstance(source, Replayed) else original_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
+        begun = time.perf_counter()
+        batches = iter(self._prefetcher)  # now, as a DataLoader's draws its random numbers
+        return self._epoch(batches, time.perf_counter() - begun)
+
+    def _epoch(self, opened: Iterator[Any], seconds: float) -> Iterator[Any]:
+        """One pass, from the first batch on.
+
+        Args:
+            opened: gives the batches.
+            seconds: that opening it took.
+        """
         if not self._goes_on:
             self._end_of_epoch()  # of one that was left by a break
         is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batch left
-        batches = self._counter.batches(self._prefetcher)
+        batches = self._counter.batches(opened)
         with LongLived() as objects:
             for batch in map(self._show, batches) if self._watching else batches:
-                is_empty = False
+                if seconds:
+                    self._counter.waited(seconds)
+                is_empty, seconds = False, 0.0
                 yield batch
                 objects.between_steps()
         if is_empty:

@@ -88,3 +88,11 @@ class Shared(IterableDataset):
 
 def test_a_dataset_without_batches_may_fill_its_memory_again():
     assert [x[0].item() for x in Replayed(DataLoader(Shared(), batch_size=None), 5)] == list(range(8))
+
+
+def test_iterators_that_were_begun_before_the_first_batch_do_not_mix_their_epochs():
+    replayed = Replayed(Refilled(tuple), 4)
+    first, second = iter(replayed), iter(replayed)
+    assert next(first)[0][0, 0] == 0
+    assert [x[0, 0].item() for x, _ in second] == list(range(8))
+    assert [x[0, 0].item() for x, _ in first] == list(range(1, 8))

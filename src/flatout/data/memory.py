@@ -21,7 +21,7 @@ from flatout.data.batch import to_device
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import seeds_workers_once, set_epoch
-from flatout.data.order import Foreign, Order, Span, as_indices, why_not_ordered
+from flatout.data.order import Foreign, Order, Replayed, Span, as_indices, why_not_ordered
 from flatout.data.progress import Progress
 
 
@@ -289,7 +289,9 @@ class _InMemoryIterator:
         # The seed of workers, which persistent ones are given once.
         if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        progress.has_begun()
+        progress.has_run = True
+        if loader.num_workers > 0 and isinstance(order, Replayed):
+            order.draw()  # workers are given their first indices
         return order
 
     def __iter__(self) -> _InMemoryIterator:

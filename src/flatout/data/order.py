@@ -237,10 +237,8 @@ class Replayed:
             self._drawn = self._taken + len(self._left)
 
     def next_span(self, *, asked: bool) -> Span | None:
-        end = self._taken + self._size
-        if self._drawn < end and (asked or (self._drawn and not self._is_seen)):
-            with serial():
-                self._draw(end)
+        if asked or (self._drawn and not self._is_seen):
+            self.draw()
         count = min(self._size, self._drawn - self._taken)
         if count < self._size and (not asked or self._drop_last or count == 0):
             return None
@@ -250,6 +248,13 @@ class Replayed:
         self._left = self._left[batches * count :]
         self._taken += batches * count
         return Span(indices, first, count, batches, self.position())
+
+    def draw(self) -> None:
+        """Draw the indices of the next batch, if they have not been."""
+        end = self._taken + self._size
+        if self._drawn < end:
+            with serial():
+                self._draw(end)
 
     def _draw(self, end: int) -> None:
         parts = [self._left]

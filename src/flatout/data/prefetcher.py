@@ -77,7 +77,8 @@ class Prefetcher(Forwarding):
         self.reset_stall()
         self._source = source_of(loader)
         self._handed_out: _Place | None = None
-        self._newest: weakref.ref[_Ahead] | None = None
+        self._begun = 0
+        self._newest_taken = 0  # number of the newest epoch that a batch was taken of, or that a loaded state allows
         self._ring: Any = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
@@ -136,7 +137,8 @@ class Prefetcher(Forwarding):
                 epoch begins: a sampler without a state of its own does not draw the same batches again.
         """
         self._source.load_state_dict(state)
-        self._handed_out = self._newest = None
+        self._handed_out = None
+        self._newest_taken = self._begun + 1
 
     @property
     def stall_fraction(self) -> float:
@@ -226,14 +228,14 @@ class _Ahead(_PassThrough):
         self._copier = copier
         self._queue: deque[_Entry] = deque()
         self._exhausted = False
-        prefetcher._newest = weakref.ref(self)
-        self._is_at(_Place(prefetcher._source.mark()))
+        prefetcher._begun += 1
+        self._number = prefetcher._begun
+        prefetcher._handed_out = _Place(prefetcher._source.mark())
 
     def _is_at(self, place: _Place) -> None:
-        """What was handed out last ends there."""
-        newest = self._prefetcher._newest
-        if newest is not None and newest() is self:
-            self._prefetcher._handed_out = place
+        """What was handed out last ends there, unless a newer epoch has handed out a batch."""
+        if self._number >= self._prefetcher._newest_taken:
+            self._prefetcher._newest_taken, self._prefetcher._handed_out = self._number, place
 
     def __next__(self) -> Any:
         epoch, queue = self._epoch, self._queue  # another thread may close meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,11 @@ class Progress:
         self.has_run = False
         """Whether an epoch has begun, in this process or before a state that was loaded."""
         self._order: Order | None = None
+        self._numbers: weakref.WeakKeyDictionary[Order, int] = weakref.WeakKeyDictionary()
+        """Orders by when they began; those from before a state was loaded are not there."""
+        self._begun = 0
+        self._newest_taken = 0
+        """Number of the newest order that a batch was taken of."""
         self._position: Position | None = None
         self._reached: tuple[Span | Foreign, int] | None = None
         self._loaded: dict[str, Any] | None = None
@@ -64,6 +70,8 @@ class Progress:
             order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
         if loaded is not None:
             self._held_generators().write(loaded["generators"])
+        self._begun += 1
+        self._numbers[order] = self._begun
         self._order, self._position, self._reached = order, order.position(), None
         return order  # not self._order: by now it may be that of another thread
 
@@ -72,20 +80,23 @@ class Progress:
         """Whether the next epoch is the rest of one: what is drawn at an epoch's begin was drawn then."""
         return self._loaded is not None
 
-    def has_begun(self) -> None:
-        """The epoch after this one is a whole one again."""
-        self._loaded = None
-        self.has_run = True
-
     def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:
         """The ``batch``-th batch of ``span`` was handed out, counted from 1."""
-        if order is self._order:
-            self._reached = span, batch
+        if self._counts(order):
+            self._order, self._reached, self._loaded = order, (span, batch), None
 
     def ended(self, order: Order) -> None:
         """All batches of ``order`` were handed out."""
-        if order is self._order:
-            self._position, self._reached = None, None
+        if self._counts(order):
+            self._order, self._position, self._reached, self._loaded = order, None, None, None
+
+    def _counts(self, order: Order) -> bool:
+        """Whether ``order``, of which a batch is taken, is the newest such; one that is only begun moves nothing."""
+        number = self._numbers.get(order, -1)
+        if number < self._newest_taken:
+            return False
+        self._newest_taken = number
+        return True
 
     @property
     def position(self) -> Position | None:
@@ -128,6 +139,7 @@ class Progress:
                     f"the state was saved with {name} = {state['loader'].get(name)!r}, here it is {here!r}"
                 )
         self._order, self._position, self._reached, self._loaded = None, state["position"], None, None
+        self._numbers.clear()
         self.has_run = state.get("has_run", False)
         if state["position"] is None:
             self._held_generators().write(state["generators"])

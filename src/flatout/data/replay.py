@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -54,6 +55,11 @@ class Replayed(Forwarding, Source):
         if self._rest is None and self._after is None:
             return self._source.open(pinned_for)
         return Epoch(_First(self, pinned_for))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the first epoch has not begun."""
+        return self._rest is not None
 
     def begin(self, pinned_for: int | None) -> Epoch:
         """Begin the first epoch; later calls begin another. Returns its batches without those that were read."""
@@ -108,17 +114,19 @@ class _First:
         self._replayed = replayed
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None
+        self._is_first = False  # of several iterators, the one that is asked first
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._rest is None:
+            self._is_first = self._replayed.is_whole
             self._rest = self._replayed.begin(self._pinned_for)
-        try:
-            return self._replayed.give_back()
-        except StopIteration:
-            return next(self._rest)
+        if self._is_first:
+            with contextlib.suppress(StopIteration):
+                return self._replayed.give_back()
+        return next(self._rest)
 
     def close(self) -> None:
         if self._rest is not None:

@@ -183,12 +183,14 @@ class _Listed(Source):
     def __init__(self, batches: list[Any] | tuple[Any, ...]) -> None:
         super().__init__(batches, "")
         self._list = batches
-        self._first = 0
+        self.first = 0
+        """Where the next epoch begins."""
         self.passed = 0
+        self.loads = 0
+        """States that were loaded: an epoch from before the last does not count."""
 
     def open(self, pinned_for: int | None = None) -> Epoch:
-        self.passed, self._first = self._first, 0
-        return _ListedEpoch(itertools.islice(self._list, self.passed, None), self)
+        return _ListedEpoch(itertools.islice(self._list, self.first, None), self)
 
     def mark(self) -> Any:
         return self.passed
@@ -198,19 +200,25 @@ class _Listed(Source):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _check_keys(state, "batches")
-        self.passed = self._first = state["batches"]
+        self.passed = self.first = state["batches"]
+        self.loads += 1
 
 
 class _ListedEpoch(Epoch):
     def __init__(self, batches: Iterator[Any], source: _Listed) -> None:
         super().__init__(batches)
-        self._source = source
+        self._source, self._loads, self._count = source, source.loads, source.first
 
     def _passed(self) -> None:
-        self._source.passed += 1
+        self._count += 1
+        self._is_at(self._count)
 
     def _ended(self) -> None:
-        self._source.passed = 0
+        self._is_at(0)
+
+    def _is_at(self, place: int) -> None:
+        if self._source.loads == self._loads:
+            self._source.passed, self._source.first = place, 0
 
 
 class _FromDataLoader(Source):
@@ -252,17 +260,18 @@ class _Streamed(_FromDataLoader):
         self._stateful: Any = loader.dataset
         self.is_under_way = False
         self.was_last = False  # the batch that was yielded last
-        self._goes_on = False
+        self.goes_on = False
+        """Whether the next epoch is the rest of one: it is, until a batch of that was yielded."""
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         _, batches = self._iterate()
-        if self._goes_on and self.was_last:
+        if self.goes_on and self.was_last:
             batches = iter(())
-        self.is_under_way, self.was_last, self._goes_on = True, False, False
+        self.is_under_way, self.was_last = True, self.goes_on and self.was_last
         return _StreamedEpoch(batches, self)
 
     def _make_twin(self, worker_seed: int | None = None, **changes: Any) -> DataLoader:
-        return super()._make_twin(0 if self._goes_on else None, **changes)
+        return super()._make_twin(0 if self.goes_on else None, **changes)
 
     def mark(self) -> Any:
         if self._why_not():
@@ -278,7 +287,7 @@ class _Streamed(_FromDataLoader):
         self.state_dict((None, None, None))
         _check_keys(state, "dataset", "is_under_way", "was_last")
         self._stateful.load_state_dict(state["dataset"])
-        self.is_under_way = self._goes_on = state["is_under_way"]
+        self.is_under_way = self.goes_on = state["is_under_way"]
         self.was_last = state["was_last"]
 
     def _why_not(self) -> str:
@@ -297,10 +306,10 @@ class _StreamedEpoch(Epoch):
     def _passed(self) -> None:
         # Less than a batch: the dataset has been asked for more, in vain.
         fetcher = getattr(self._batches, "_dataset_fetcher", None)
-        self._source.was_last = getattr(fetcher, "ended", False)
+        self._source.was_last, self._source.goes_on = getattr(fetcher, "ended", False), False
 
     def _ended(self) -> None:
-        self._source.is_under_way = False
+        self._source.is_under_way = self._source.goes_on = False
 
     def _died(self) -> None:
         self._source.forget_workers()
@@ -315,10 +324,12 @@ class _MapStyle(_FromDataLoader):
         self.worker_seed = 0
 
     def open(self, pinned_for: int | None = None) -> Epoch:
+        if self.progress.goes_on:
+            self._persistent = None  # an epoch that was begun and left without a batch has made it
         if self._persistent is not None and not seeds_workers_once(self._dataloader):
             _noted(self._persistent).draws_seed = True
         twin, batches = self._iterate()
-        self.progress.has_begun()
+        self.progress.has_run = True
         _noted(twin).has_order = False
         return _MapStyleEpoch(batches, self, _noted(twin))
 
