@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from flatout._garbage import LongLived
 from flatout.data import InMemoryLoader, Prefetcher
-from flatout.data.forwarding import Forwarding
+from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
 from flatout.data.replay import Replayed
 from flatout.job import Job
@@ -18,7 +18,7 @@ from flatout.mfu import MfuCounter
 from flatout.techniques import Switch
 
 
-class TrainingLoader(Forwarding):
+class TrainingLoader(CopiedAsWrapped):
     """The user's batches, on the device, prefetched. Public attributes are those of the user's loader, to set, too."""
 
     def __init__(

@@ -263,6 +263,11 @@ def cache_in_memory(
     cached = loader.dataset
     if type(cached) is not CachedDataset:
         cached = CachedDataset(cached, byte_budget=byte_budget, force=force)
+    return _gathered(loader, cached, depth=depth, threads=threads)
+
+
+def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads: int | None) -> InMemoryLoader:
+    """Batches of ``loader`` from the samples of ``cached``, decoded where they have not been."""
     cached.fill(num_workers=loader.num_workers, multiprocessing_context=loader.multiprocessing_context)
     table = cached._table
     lost = next((row for row in range(table.rows) if not table.has(row)), None)
@@ -278,7 +283,8 @@ def cache_in_memory(
         left = iter(tensors)
         return map_tensors(lambda _: next(left), skeleton)
 
-    return InMemoryLoader.over(loader, table.columns, assemble, depth=depth, threads=threads)
+    made_by = (_gathered, loader, cached)
+    return InMemoryLoader.over(loader, table.columns, assemble, depth=depth, threads=threads, made_by=made_by)
 
 
 def _why_not_dataset(dataset: Any) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 
@@ -37,3 +39,17 @@ class Forwarding:
             object.__delattr__(self, name)
         else:
             delattr(self._wrapped, name)
+
+
+class CopiedAsWrapped(Forwarding):
+    """A wrapper that belongs to one training in one process: copies and pickles are of the wrapped object."""
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._wrapped)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._wrapped,)
+
+
+def _itself(wrapped: Any) -> Any:
+    return wrapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import os
 import weakref
 from collections import deque
@@ -131,6 +131,7 @@ class InMemoryLoader(Forwarding):
         def columns() -> Iterable[tuple[Tensor, ...]]:
             return zip(*(leaf.tensors for leaf in leaves), strict=True)
 
+        self._made_by: tuple[Any, ...] | None = None
         self._set_up(loader, columns, list, rows, depth, threads, device)
 
     @classmethod
@@ -143,6 +144,7 @@ class InMemoryLoader(Forwarding):
         depth: int = 2,
         threads: int | None = None,
         device: torch.device | str | int | None = None,
+        made_by: tuple[Any, ...] | None = None,
     ) -> InMemoryLoader:
         """An ``InMemoryLoader`` in the order of ``loader`` whose batches are made of rows of ``columns``.
 
@@ -153,16 +155,29 @@ class InMemoryLoader(Forwarding):
             depth: batches gathered ahead, >= 1.
             threads: as in the constructor.
             device: as in the constructor.
+            made_by: a function and its arguments that make this loader again in another process, given ``depth`` and
+                ``threads``; default: it cannot be pickled.
         """
         made = cls.__new__(cls)
+        made._made_by = made_by
         made._set_up(loader, lambda: ((column,) for column in columns), assemble, None, depth, threads, device)
         return made
 
     def clone(self) -> InMemoryLoader:
         """A loader of the same memory that no epoch has been taken of."""
-        clone = copy.copy(self)
-        clone.progress = Progress(self.loader)
+        clone = type(self).__new__(type(self))
+        vars(clone).update(vars(self), progress=Progress(self.loader), _live=weakref.WeakSet())
         return clone
+
+    __copy__ = clone
+
+    def __reduce__(self) -> tuple[Callable[..., InMemoryLoader], tuple[Any, ...]]:
+        """Pickle what the loader was made from. The copy has the depth and the device, and begins with an epoch."""
+        if self._made_by is not None:
+            make, *arguments = self._made_by
+            return functools.partial(make, depth=self.depth, threads=self.threads), tuple(arguments)
+        make = functools.partial(type(self), depth=self.depth, threads=self.threads, device=self.device)
+        return make, (self.loader,)
 
     def _set_up(
         self,

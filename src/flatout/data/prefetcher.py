@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 import weakref
 from collections import deque
@@ -94,6 +95,11 @@ class Prefetcher(Forwarding):
             iterator = _Ahead(self, epoch, copier)
         self._live.add(iterator)
         return iterator
+
+    def __reduce__(self) -> tuple[Callable[..., Prefetcher], tuple[Any, ...]]:
+        """Pickle what the prefetcher was made from. The copy has the settings, and begins with an epoch."""
+        make = functools.partial(type(self), transform=self.transform, copying=self._copying)
+        return make, (self.loader, self.device, self.depth)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

@@ -9,17 +9,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.data.batch import cloned
-from flatout.data.forwarding import Forwarding
+from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.generators import RandomState
 from flatout.data.source import Epoch, Source, source_of
 
 
-class Replayed(Forwarding, Source):
+class Replayed(CopiedAsWrapped, Source):
     """A loader whose first epoch begins with batches that were read from it already. Nothing is lost or repeated.
 
     Reading leaves the random generators as they were. When the first epoch begins, each that is still in that state
     moves to where reading had left it, so that training draws what it would have drawn without the reading ahead, and
     the second epoch has another order than the first. A generator that was seeded or drawn from in between stays.
+
+    Copies and pickles are of ``loader``, without the batches that were read.
 
     Args:
         loader: the loader; epochs after the first iterate it anew.

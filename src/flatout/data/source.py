@@ -346,7 +346,7 @@ class _MapStyle(_FromDataLoader):
 
     @property
     def _had_workers(self) -> bool:
-        """Whether an earlier epoch drew the only seed of persistent workers: theirs, or those in whose place it runs."""
+        """Whether an earlier epoch drew the only seed of persistent workers: theirs, or that of those it replaces."""
         return self.progress.has_run and seeds_workers_once(self._dataloader)
 
     def mark(self) -> Any:
