@@ -387,3 +387,18 @@ def test_a_dead_proxy_is_no_obstacle():
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+
+
+def test_a_module_that_shares_the_models_memory_is_no_error():
+    model, batches, opt = make_job()
+    twin = nn.Linear(4, 3)
+    twin.weight = nn.Parameter(model.weight.detach())
+    lazy = nn.LazyLinear(2)
+
+    def compute_loss(model, batch, unused=lazy):
+        return functional.cross_entropy(model(batch[0]) + twin(batch[0]), batch[1])
+
+    before = snapshot(model, opt), snapshot(twin)
+    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+    assert (snapshot(model, opt), snapshot(twin)) == before
+    assert lazy.has_uninitialized_params()

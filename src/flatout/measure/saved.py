@@ -45,9 +45,9 @@ class SavedTensor:
         self._on = on
         self._kind = type(tensor)
         self._place = tensor.data  # shares the memory, and keeps its own sizes and strides
-        self._layout = None if is_lazy(tensor) else _layout(tensor)
+        self._layout = _layout(tensor)
         self.bits: Tensor | None = None
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = None if self._layout is None or tensor.is_inference() else tensor._version
         if copied:
             self.copy_bits()
 
@@ -90,7 +90,7 @@ class SavedTensor:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
     """Memory, sizes and strides of a tensor; None where it has no storage of its own (sparse, or a wrapper)."""
-    if tensor.layout is not torch.strided:
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     try:
         storage = tensor.untyped_storage()
@@ -198,6 +198,7 @@ class Saved:
         self._on = on
         self._parts: list[Any] = []
         self._seen: dict[int, Any] = {}  # by id; holding the object keeps its id from being used again
+        self._copied: set[Any] = set()  # storages
         self._uncopied: dict[int, list[SavedTensor]] = {}  # by storage
 
     def __contains__(self, value: Any) -> bool:
@@ -219,10 +220,15 @@ class Saved:
         """Add a tensor and its gradient. One that is not ``copied`` has its bits copied by ``before_write``."""
         if not self._is_new(tensor):
             return
+        layout = _layout(tensor)
+        storage: Any = None if layout is None else layout[0]
+        copied = copied or storage is None or storage in self._copied  # shares memory that the job writes to
         saved = SavedTensor(tensor, self._on, copied=copied)
         self._parts.append(saved)
-        if not copied and (layout := _layout(tensor)) is not None:
-            self._uncopied.setdefault(layout[0], []).append(saved)
+        if copied:
+            self._copied.add(storage)
+        else:
+            self._uncopied.setdefault(storage, []).append(saved)
         if tensor.is_leaf:
             self._parts.append(SavedGradient(tensor, self._on))
 
