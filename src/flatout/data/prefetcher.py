@@ -118,6 +118,8 @@ class Prefetcher(Forwarding):
         Works for a ``DataLoader`` over a map-style dataset with any sampler, for :class:`InMemoryLoader`, and for
         lists of batches; for a ``DataLoader`` (``num_workers=0``) over an ``IterableDataset`` that has ``state_dict``
         and ``load_state_dict``; and for any loader that has these itself.
+        A map-style dataset's own state (both methods) is saved with ``num_workers=0``. Worker processes have copies of
+        the dataset, whose states are not saved: torchdata's ``StatefulDataLoader`` does that.
 
         The rest of the epoch is the same to the sample, with any number of workers, and so are the states of the
         generators that the loader and its samplers hold; the global generators are yours to save (torch's, NumPy's,

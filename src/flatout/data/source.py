@@ -351,15 +351,27 @@ class _MapStyle(_FromDataLoader):
 
     def mark(self) -> Any:
         position = self.progress.position
-        return None if position is None else position | {"worker_seed": self.worker_seed}
+        return None if position is None else position | {"worker_seed": self.worker_seed} | self._dataset_state()
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
         if self._dataloader.num_workers and not self._dataloader.in_order:
             raise TypeError("a DataLoader with in_order=False cannot go on in mid-epoch: any batch may be missing")
-        return self.progress.state_dict(mark) | {"worker_seed": self.worker_seed}
+        position = None if mark is None else {name: value for name, value in mark.items() if name != "dataset"}
+        dataset = self._dataset_state() if mark is None else {n: value for n, value in mark.items() if n == "dataset"}
+        return dataset | self.progress.state_dict(position) | {"worker_seed": self.worker_seed}
+
+    def _dataset_state(self) -> dict[str, Any]:
+        """The dataset's own state, where it has one; those of its copies in worker processes are not known."""
+        dataset: Any = self._dataloader.dataset
+        if self._dataloader.num_workers or not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+            return {}
+        return {"dataset": copy.deepcopy(dataset.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.progress.load_state_dict(state)
+        dataset: Any = self._dataloader.dataset
+        if "dataset" in state and hasattr(dataset, "load_state_dict"):
+            dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         self.worker_seed = state.get("worker_seed", 0)
         self._persistent = None
 
