@@ -15,6 +15,8 @@ from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
 from flatout.data import tensors_of, tensors_within
 from flatout.data.batch import cloned, with_own_containers
+from flatout.data.generators import RandomState
+from flatout.measure.state import State
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
@@ -403,7 +405,13 @@ class Job:
         return None
 
     def _count_flops(self, batch: Any) -> FlopCount:
-        return count_flops(_Forward(self), batch, backward=not self.inference)
+        """Count on the user's own model and loss, in mid-training too: what only those can reach is put back."""
+        state = State.capture([], code=[f for f in self.code if f is not self.model])
+        with RandomState.capture(self.model).restored(), state.guarded(), state.extended():
+            try:
+                return count_flops(_Forward(self), batch, backward=not self.inference)
+            finally:
+                state.restore()
 
     def zero_grad(self) -> None:
         """Begin with no gradients."""

@@ -1,0 +1,40 @@
+"""A step whose FLOPs are counted trains as any other: counting runs the user's code once more."""
+
+import torch
+from torch import nn
+
+import flatout
+
+
+def test_counting_a_new_shape_in_mid_training_leaves_what_the_loss_reaches():
+    """The last batch of an epoch has another shape."""
+    noise, critic = torch.Generator().manual_seed(1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(critic.parameters(), 0.5)
+    steps = []
+
+    def compute_loss(model, x):
+        steps.append(len(x))
+        optimizer.zero_grad()
+        critic(x[:, :1] + torch.rand(1, generator=noise)).mean().backward()
+        optimizer.step()
+        return model(x).square().mean()
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        return model, torch.optim.SGD(model.parameters(), 0.1), [torch.ones(4, 4), torch.ones(4, 4), torch.ones(2, 4)]
+
+    model, own, batches = made()
+    run = flatout.optimize(model, batches[:2], own, compute_loss=compute_loss, budget=0)
+    run._job.work._since = 0.0  # so long ago that counting has the time to
+    before = noise.get_state(), critic.weight.item()
+    steps.clear()
+    run.step(batches[2])
+    assert steps == [2, 2]  # counted, and trained
+    after = noise.get_state(), critic.weight.item()
+    noise.set_state(before[0])
+    with torch.no_grad():
+        critic.weight.fill_(before[1])
+    compute_loss(model, batches[2])
+    assert (noise.get_state() == after[0]).all()
+    assert critic.weight.item() == after[1]
