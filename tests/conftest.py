@@ -50,6 +50,12 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return GPU_TESTS in item.path.parents
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("random jobs of tests/differential")
+    group.addoption("--jobs", type=int, metavar="N", help="run N random jobs instead of the chosen ones")
+    group.addoption("--seed", type=int, default=0, help="of the first of them; the others' follow it")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = _missing_for_gpu_tests()
     if missing and not FAIL_WITHOUT_GPU:

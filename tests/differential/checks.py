@@ -1,0 +1,430 @@
+"""One job, trained plainly and through ``flatout.optimize``, with everything compared that either could change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import flatout
+from flatout.data import is_rewindable
+from flatout.optimize import TRIAL_BATCHES
+from flatout.techniques import REGISTRY
+from tests.differential import process
+from tests.differential.data import BATCHES, LOADERS, ONE_SHOT, RESEEDED, fixed_batches
+from tests.differential.grammar import Failure, Injected, Job
+from tests.differential.losses import LOSSES, WRITING, Loss
+from tests.differential.models import MODELS, QUIRKS, WithLoss
+from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS, SIGNS
+from tests.differential.picture import STRUCTURE, VALUES, Bits, Picture
+
+EPOCHS = 2
+EXACT = frozenset(t.name for t in REGISTRY if t.exact)
+ERRORS = (TypeError, ValueError, RuntimeError)
+ARGUMENTS = "model|loader|optimizer|loss|scheduler|techniques|batch|plan|deterministic|seed|LBFGS|ReduceLROnPlateau"
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Trigger:
+    """Raises at the call that a failure names, of those since it was armed."""
+
+    def __init__(self, failure: Failure | None) -> None:
+        self.failure = failure
+        self.their_calls: int | None = None
+
+    def arm(self, armed: bool) -> None:
+        self.their_calls = 0 if armed else None
+
+    def count(self, *_: object) -> None:
+        if self.failure is not None and self.their_calls is not None:
+            self.their_calls += 1
+            if self.their_calls == self.failure.call:
+                raise self.failure.error("injected")
+
+    def counted(self, function: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.count()
+            return function(*args)
+
+        return counted
+
+
+class World:
+    """Everything of a job, made anew: two worlds of one job are equal to the bit, global generators included."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        _seed(11)
+        make, self.kind = MODELS[job.model]
+        self.model: nn.Module = make()
+        for name in job.quirks:
+            QUIRKS[name](self.model)
+        if job.loss == "of the model":
+            self.model = WithLoss(self.model)
+        self.container = BATCHES[job.batch]
+        self.loss: Loss = LOSSES[job.loss][0](self.container.unpack)
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        if job.form != "inference":
+            self.optimizer = OPTIMIZERS[job.optimizer](list(self.model.parameters()))
+            if job.scheduler:
+                self.scheduler = SCHEDULERS[job.scheduler](self.optimizer)
+        if hasattr(self.model, "swap"):
+            self.model.swap()
+        self.trigger = Trigger(job.failure)
+        if job.failure is not None and job.failure.where == "forward":
+            self.model.register_forward_pre_hook(self.trigger.count)
+        for batch in fixed_batches(self.kind, job.batch)[: job.trained]:
+            self._train_plainly(batch)
+        if job.form == "inference":
+            self.model.eval()
+        self.loader = LOADERS[job.loader](self.kind, job.batch)
+        random.random(), np.random.rand(), torch.rand(1)
+
+    def _train_plainly(self, batch: Any) -> None:
+        """A step that leaves gradients, moments and moved generators."""
+        optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0.01)
+        optimizer.zero_grad()
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return
+        self.compute_loss(batch).backward()
+        optimizer.step()
+
+    def compute_loss(self, batch: Any) -> Tensor:
+        """As ``optimize`` is to understand its arguments."""
+        arguments = self.loss.arguments
+        if "compute_loss" in arguments:
+            return arguments["compute_loss"](self.model, batch)
+        if "loss_fn" in arguments:
+            x, y = batch
+            return arguments["loss_fn"](self.model(x), y)
+        return self.model(**batch)["loss"]
+
+    def optimize(self, loader: Any = None, **changes: Any) -> flatout.Run:
+        job, arguments = self.job, dict(self.loss.arguments)
+        if job.failure is not None and job.failure.where == "loss":
+            for name in {"loss_fn", "compute_loss"} & arguments.keys():
+                arguments[name] = self.trigger.counted(arguments[name])
+        if job.form in ("own loop", "inference"):
+            arguments = {}
+        elif self.scheduler is not None:
+            arguments["scheduler"] = self.scheduler
+        optimizer = self.optimizer if job.form in ("step", "fit", "checkpoint") else None
+        if "compute_loss" in self.loss.arguments:
+            arguments["compute_loss"] = arguments.get("compute_loss", self.loss.arguments["compute_loss"])
+        arguments |= {"techniques": job.techniques, **job.arguments, **changes}
+        return flatout.optimize(self.model, self.loader if loader is None else loader, optimizer, **arguments)
+
+    def picture(self) -> Picture:
+        """Everything of the world, and the global generators."""
+        return Picture(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loss=self.loss,
+            loader=self.loader,
+            **{f"generator of {name}": state for name, state in process.generators().items()},
+        )
+
+
+# ---- trainings ---------------------------------------------------------------------------------------------------
+
+
+class Course:
+    """What a training went through."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.losses: list[Tensor] = []
+        self.means: list[float] = []
+
+    def saw(self, batch: Any) -> None:
+        self.batches.append(Picture(batch=copy.deepcopy(batch)))
+
+
+def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
+    """torch's loop, an epoch for each of ``loaders``."""
+    job, course = world.job, Course()
+    optimizer, scheduler = world.optimizer, world.scheduler
+    if job.form == "fit" and not world.model.training:
+        world.model.train()  # as ``fit`` does
+    accumulate, max_norm = job.arguments.get("accumulate", 1), job.arguments.get("max_grad_norm")
+    held = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+
+    def update(batches: int) -> None:
+        for p in held:
+            if p.grad is not None and batches > 1:
+                p.grad.mul_(1 / batches)
+        if max_norm is not None:
+            clip_grad_norm_(held, max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+    for loader in loaders:
+        pending, begun = 0, len(course.losses)
+        for batch in loader:
+            course.saw(batch)
+            if job.loss in WRITING:
+                batch = copy.deepcopy(batch)  # the loss may write to what it is given, and not to what the loader keeps
+            if job.form == "inference":
+                with torch.inference_mode():
+                    course.losses.append(world.compute_loss(batch).detach())
+                continue
+            if pending == 0:
+                optimizer.zero_grad()
+            loss = world.compute_loss(batch)
+            loss.backward()
+            course.losses.append(loss.detach())
+            pending += 1
+            if pending == accumulate:
+                update(pending)
+                pending = 0
+        if pending:
+            update(pending)
+        if course.losses[begun:]:
+            course.means.append(math.fsum(map(float, course.losses[begun:])) / len(course.losses[begun:]))
+    return course
+
+
+def _epoch(run: flatout.Run, course: Course) -> None:
+    for batch in run.loader:
+        course.saw(batch)
+        course.losses.append(run.step(batch))
+
+
+def train(world: World, run: flatout.Run) -> Course:
+    """The same, by the form that the job asks for."""
+    if world.job.form in ("own loop", "inference"):
+        world.model, batches = run
+        return train_plainly(world, [batches] * EPOCHS)
+    course = Course()
+    if world.job.form == "step":
+        for _ in range(EPOCHS):
+            _epoch(run, course)
+        return course
+    if world.job.form == "fit":
+        course.means = [row["loss"] for row in run.fit(EPOCHS, progress=False)]
+        return course
+    _epoch(run, course)
+    with tempfile.TemporaryDirectory() as folder:
+        run.save(Path(folder, "half.pt"))
+        run.undo()
+        world.__init__(world.job)  # type: ignore[misc]
+        again = world.optimize(plan=run.plan)
+        again.load(Path(folder, "half.pt"))
+    _epoch(again, course)
+    again.undo()
+    return course
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def check(job: Job) -> None:
+    """Everything that holds for a job.
+
+    Raises:
+        AssertionError: something does not, and what.
+    """
+    with process.as_user_sets_it(job.flags), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused = _leaves_no_trace(job)
+        while inapplicable := re.match(r"techniques\['(\w+)'\] must serve this job", str(refused)):
+            job = replace(job, techniques={k: v for k, v in job.techniques.items() if k != inapplicable[1]})
+            refused = _leaves_no_trace(job)
+        if refused is None and job.failure is None:
+            _trains_alike(job)
+        gc.collect()
+
+
+@contextmanager
+def _undone(world: World) -> Iterator[None]:
+    """Undo ``optimize`` at the end, whatever fails."""
+    try:
+        yield
+    finally:
+        flatout.undo(world.model)
+
+
+def _unexpected(job: Job, places: list[str], *allowed: str) -> list[str]:
+    """Without the places that are no defect."""
+    patterns = [
+        r"optimizer\.state\[[^.]*\((object|memory)\)",  # entries are put back, as new dicts
+        r"\.weight\b" if "old weight norm" in job.quirks else "",  # made anew by each forward
+        r"\._dynamo_",  # a mark that torch.compile leaves on tensors
+        r"\._plan\b",  # addresses of what an optimizer of ours steps
+        r"(\.grad|state.*) \(memory\)" if "channels_last" in job.techniques else "",  # strides follow the weights'
+        r"_table\." if job.loader == "cached" else "",  # a cache may know more samples than before
+        r"^loader.*_IterableDataset_len_called",  # its length was asked for
+        r"^loader\b" if job.loader in (*ONE_SHOT, "refilling") else "",  # what has been read has been read
+        *allowed,
+    ]
+    return [place for place in places if not any(p and re.search(p, place) for p in patterns)]
+
+
+def _none(places: list[str], what: str) -> None:
+    assert not places, f"{what}:\n" + "\n".join(places[:20])
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [f"{name}: {before[name]!r:.200} -> {after[name]!r:.200}" for name in before if before[name] != after[name]]
+
+
+def _leaves_no_trace(job: Job) -> BaseException | None:
+    """Compare everything before and after ``optimize``, and after ``undo``; return what it raised as it may."""
+    world, refused = World(job), None
+    rewinds, is_seeded = is_rewindable(world.loader), job.arguments.get("seed") is not None
+    before, around, flags = world.picture(), process.surroundings(), process.flags()
+    with _undone(world):
+        world.trigger.arm(True)
+        try:
+            world.optimize()
+        except (*ERRORS, Injected, KeyboardInterrupt, MemoryError) as error:
+            refused = error
+            if not _may_raise(job, error):
+                raise
+        world.trigger.arm(False)
+        gc.collect()
+        drawn = r"^generator" if is_seeded and refused is None else ""
+        # One sets a variable of the environment, the other goes on with the epoch that trials began.
+        if refused is None and not job.arguments.get("deterministic") and rewinds:
+            _none(_differing(around, process.surroundings()), "optimize changed the process")
+        if refused is None:
+            places = before.changes(world.picture(), VALUES)
+            _none(_unexpected(job, places, r"^optimizer\.step", drawn), "optimize left a trace")
+    gc.collect()
+    what = "undo did not give back" if refused is None else f"{type(refused).__name__} left"
+    _none(_unexpected(job, before.changes(world.picture()), drawn), what)
+    _none(_differing(around | flags, process.surroundings() | process.flags()), what)
+    return refused
+
+
+def _may_raise(job: Job, error: BaseException) -> bool:
+    if job.failure is not None and isinstance(error, job.failure.error):
+        return True
+    if not isinstance(error, ERRORS):
+        return False
+    return bool(job.refusable and re.search(ARGUMENTS, str(error))) or "must serve this job" in str(error)
+
+
+def _trains_alike(job: Job) -> None:
+    """Compare a training through ``optimize`` with a plain one: batches, losses, and all that they end in."""
+    around, world = process.surroundings(), World(job)
+    with _undone(world):
+        run = world.optimize()
+        if job.twice:
+            run.undo()
+            run = world.optimize(run.loader, plan=run.plan)
+        course = train(world, run)
+        run.undo()
+    after, decisions = world.picture(), run.plan.decisions
+    run = None  # type: ignore[assignment]
+    twin = World(job)
+    expected = train_plainly(twin, _as_optimize_reads(twin))
+    if job.loader not in RESEEDED or not job.arguments.get("deterministic") or job.arguments.get("seed") is None:
+        close = Tolerance(job, decisions)
+        if course.batches:
+            _none(_sequence_changes(expected.batches, course.batches), "batches differ")
+        _none(_unequal(expected.losses, course.losses, close.losses), "losses differ")
+        _none(_unequal(expected.means, course.means, close.means), "mean losses differ")
+        places = twin.picture().changes(after, STRUCTURE, close.equal)
+        _none(_unexpected(job, places, *close.allowed), "training ended elsewhere")
+    del world, twin
+    gc.collect()
+    _none(_differing(around, process.surroundings()), "training changed the process")
+
+
+def _unequal(theirs: list[Any], ours: list[Any], equal: Callable[[float, float], bool]) -> list[str]:
+    pairs = zip(map(float, ours), map(float, theirs), strict=True) if ours else ()
+    return [f"{i}: {b} -> {a}" for i, (a, b) in enumerate(pairs) if not equal(a, b)]
+
+
+def _as_optimize_reads(world: World) -> Iterator[Iterable[Any]]:
+    """A loader for each epoch. One that cannot be rewound gives the batches for trials before training draws."""
+    seed, first = world.job.arguments.get("seed"), world.loader
+    if not is_rewindable(world.loader):
+        rest = iter(world.loader)
+        read = [copy.deepcopy(batch) for batch in itertools.islice(rest, TRIAL_BATCHES)]
+        first = itertools.chain(read, rest)
+    if seed is not None:
+        _seed(seed)
+    yield first
+    for _ in range(1, EPOCHS):
+        yield world.loader
+
+
+def _sequence_changes(theirs: list[Any], ours: list[Any]) -> list[str]:
+    if len(theirs) != len(ours):
+        return [f"{len(theirs)} batches -> {len(ours)}"]
+    return [
+        f"batch {i}: {place}"
+        for i, (before, after) in enumerate(zip(theirs, ours, strict=True))
+        for place in before.changes(after, STRUCTURE)
+    ]
+
+
+class Tolerance:
+    """How far a training may differ from the plain one: not at all with techniques that are exact."""
+
+    def __init__(self, job: Job, decisions: dict[str, Any]) -> None:
+        inexact = {name for name, value in decisions.items() if value is not False} - EXACT
+        if job.optimizer.startswith(("flatout", "fused")) or job.arguments.get("max_grad_norm") is not None:
+            inexact.add("fused_optimizer")
+        self.loads = job.form == "checkpoint"
+        self.is_exact = not inexact
+        self.is_half = "precision" in inexact or "bf16" in job.quirks
+        self.is_loose = self.is_half or (bool(inexact) and job.optimizer in SIGNS)
+
+    def losses(self, ours: float, theirs: float) -> bool:
+        if self.is_exact:
+            return ours == theirs
+        share = 0.15 if self.is_loose else 1e-3
+        return abs(ours - theirs) <= share * (1 + abs(theirs))
+
+    def means(self, ours: float, theirs: float) -> bool:
+        """``fit`` adds up in float32."""
+        return math.isclose(ours, theirs, rel_tol=1e-5) if self.is_exact else self.losses(ours, theirs)
+
+    def equal(self, theirs: Any, ours: Any) -> bool:
+        if theirs == ours or self.is_exact:
+            return bool(theirs == ours)
+        if isinstance(theirs, Bits) and isinstance(ours, Bits):
+            if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
+                return False
+            # A gradient that is zero but for rounding moves a weight by Adam's whole learning rate.
+            return self.is_loose or torch.allclose(ours.values, theirs.values, rtol=0.02, atol=0.05)
+        try:
+            return self.is_loose or math.isclose(float(ours), float(theirs), rel_tol=0.02, abs_tol=0.02)
+        except (TypeError, ValueError):
+            return False
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Patterns of places that differ all the same."""
+        return (
+            r"loader\._iterator",  # the user's own workers did not serve
+            r"(param_groups|defaults).*\((keys|same as)\)" if self.loads else "",  # torch's loading orders them anew
+            "" if self.is_exact else r"\.grad\b",  # in the lazy form they stay scaled
+            "" if self.is_exact else r"(avg|buffer|sum|norm|sq)\w*'\] \(bits\)",  # of gradients that rounding makes
+        )

@@ -1,0 +1,240 @@
+"""What a random job is made of: drawn from a seed alone, the same on every machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flatout.techniques import REGISTRY, Advice, Measured
+from tests.differential.data import BATCHES, LOADERS, NOT_REWINDABLE, OF_ONE, ONE_SHOT, WITH_WORKERS, YIELDS
+from tests.differential.losses import LOSSES
+from tests.differential.models import DTYPES, MODELS, NO_SINGLE_SAMPLE, NORMS, QUIRKS, SPARSE, SPLITTABLE
+from tests.differential.optimizers import FOR_SPARSE, NO_COMPLEX, OPTIMIZERS, SCHEDULERS
+from tests.differential.process import FLAGS
+
+FORMS = ("step", "step", "step", "fit", "checkpoint", "own loop", "inference")
+"""Who runs the loop. "checkpoint" is ``fit`` that is saved after an epoch and goes on in a new process's place."""
+
+LOSSES_LEFT_OUT = {
+    "checkpoint": ("teacher", "gan"),  # whose other modules no checkpoint of ours holds
+    "inference": ("gan", "teacher", "random", "pops labels", "in place", "ignoring some"),
+}
+"""By form. Buffers that grew or are expanded, and a ``Lookahead``, cannot go on from their ``state_dict`` either."""
+
+WHOLE_LOSSES = ("function", "closure", "of the model", "ignoring some")
+"""Which batches computed in parts add up to."""
+
+FORCES: dict[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "bf16", "fp16"),
+    "fused_optimizer": (True,),
+    "channels_last": (True,),
+    "sdpa_backend": ("math", "flash"),
+    "in_memory": (True,),
+    "workers": (0, 0, 0, 1),
+    "cpu_threads": (1,),
+    "batch_size": ({"micro_batch": 2},),
+}
+"""What a job may force. Compilation, which takes seconds, is drawn apart."""
+
+ALWAYS = {"compile": False, "torchscript": False, "workers": False, "cpu_threads": False}
+"""What takes seconds to try is forced or left out."""
+
+FORBIDDABLE = tuple(t.name for t in REGISTRY if isinstance(t, (Measured, Advice)))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception at a call of the model or the loss, during ``optimize``."""
+
+    where: str
+    call: int
+    error: type[BaseException]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, and what is asked of ``optimize``. The defaults are the simplest job."""
+
+    seed: int = 0
+    form: str = "step"
+    model: str = "linear"
+    quirks: tuple[str, ...] = ()
+    loss: str = "function"
+    batch: str = "tuple"
+    loader: str = "tensors shuffled"
+    optimizer: str = "SGD"
+    scheduler: str = ""
+    trained: int = 0
+    techniques: dict[str, Any] = field(default_factory=lambda: dict(ALWAYS))
+    arguments: dict[str, Any] = field(default_factory=lambda: {"budget": 0})
+    flags: tuple[str, ...] = ()
+    twice: bool = False
+    failure: Failure | None = None
+
+    @property
+    def refusable(self) -> str:
+        """Why ``optimize`` may refuse the job; empty where it must not."""
+        if self.optimizer == "LBFGS":
+            return "a step needs several backward passes"
+        if self.scheduler == "ReduceLROnPlateau":
+            return "the scheduler is stepped with a metric"
+        if self.loss == "gan":
+            return "a second optimizer steps inside the loss"
+        if self.loader in ONE_SHOT:
+            return "the loader ends after an epoch"
+        return ""
+
+    @property
+    def kinds(self) -> frozenset[tuple[str, Any]]:
+        """Every kind of part that occurs in the job."""
+        named = ("form", "model", "loss", "batch", "loader", "optimizer", "scheduler", "twice")
+        forced = {("forced", name) for name, value in self.techniques.items() if value is not False}
+        return frozenset(
+            {(name, getattr(self, name)) for name in named}
+            | {("quirk", name) for name in self.quirks}
+            | {("flag", name) for name in self.flags}
+            | forced
+            | {("argument", name, str(value)) for name, value in self.arguments.items()}  # type: ignore[arg-type]
+            | ({("failure", self.failure.where), ("error", self.failure.error)} if self.failure else set())
+        )
+
+    def __str__(self) -> str:
+        simplest = Job()
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(simplest, f.name)]
+        return f"Job({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+
+class Injected(Exception):
+    """Raised in the middle of a trial."""
+
+
+def draw(seed: int) -> Job:
+    """The job of a seed."""
+    rng = random.Random(seed)
+
+    def chance(share: float) -> bool:
+        return rng.random() < share
+
+    form = rng.choice(FORMS)
+    model = rng.choice([name for name in MODELS if form != "checkpoint" or name not in ("observer", "odd")])
+    kind = MODELS[model][1]
+    loss = rng.choice([name for name in LOSSES if name not in LOSSES_LEFT_OUT.get(form, ())])
+    loader = rng.choice([n for n in LOADERS if n not in WITH_WORKERS]) if chance(0.94) else rng.choice(WITH_WORKERS)
+    if loader in OF_ONE and model in NO_SINGLE_SAMPLE:
+        loader = "samples shuffled"
+    if form == "checkpoint" and loader in NOT_REWINDABLE:  # which begin anew in a new process
+        loader = "samples shuffled"
+    takes = LOSSES[loss][1]
+    fitting = [
+        name
+        for name, container in BATCHES.items()
+        if takes in container.takes
+        and (kind == "vectors" or "sparse" not in container.takes)
+        and name == YIELDS.get(loader, name)
+    ]
+    if not fitting:
+        loader, fitting = "samples shuffled", [name for name, c in BATCHES.items() if takes in c.takes]
+    batch = rng.choice(fitting)
+    optimizers = FOR_SPARSE.get(model) or [
+        name for name in OPTIMIZERS if name != "SparseAdam" and (model != "complex" or name not in NO_COMPLEX)
+    ]
+    optimizer = rng.choice([name for name in optimizers if form != "checkpoint" or name != "Lookahead"])
+    quirks = _quirks(rng, model, form)
+    techniques = _techniques(rng, form)
+    if model not in SPLITTABLE or loss not in WHOLE_LOSSES or {"hooks", "spectral norm"} & {*quirks}:
+        techniques.pop("batch_size", None)
+    arguments: dict[str, Any] = {"budget": rng.choice([0, 0, 0, 0.3])}
+    trains = form in ("step", "fit", "checkpoint")
+    if trains:
+        arguments["accumulate"] = rng.choice([1, 1, 2])
+        if model not in SPARSE and chance(0.3):
+            arguments["max_grad_norm"] = 0.5
+    if chance(0.15):
+        arguments["deterministic"] = True
+    if chance(0.15):
+        arguments["seed"] = 5
+    failure = None
+    if form == "step" and chance(0.2):
+        error = rng.choice([KeyboardInterrupt, Injected, MemoryError])
+        failure = Failure(rng.choice(["forward", "loss"]), rng.choice([1, 2, 3, 4, 6, 9, 20]), error)
+        arguments["budget"] = 0.3
+    return Job(
+        seed=seed,
+        form=form,
+        model=model,
+        quirks=quirks,
+        loss=loss,
+        batch=batch,
+        loader=loader,
+        optimizer=optimizer,
+        scheduler=rng.choice(["", *SCHEDULERS]) if form != "inference" else "",
+        trained=rng.choice([0, 2]),
+        techniques=techniques,
+        arguments=arguments,
+        flags=tuple(name for name in FLAGS if chance(0.1)),
+        twice=chance(0.3),
+        failure=failure,
+    )
+
+
+def _techniques(rng: random.Random, form: str) -> dict[str, Any]:
+    chosen = dict(ALWAYS)
+    for name in FORBIDDABLE:
+        if rng.random() < 0.15:
+            chosen[name] = False
+    for name, values in FORCES.items():
+        if rng.random() < 0.25:
+            chosen[name] = rng.choice(values)
+    if (
+        form in ("own loop", "inference") and chosen.get("precision") == "fp16"
+    ):  # for which ``run.step`` scales the loss
+        chosen["precision"] = "bf16"
+    if rng.random() < 0.02:
+        name, other = rng.choice([("compile", "torchscript"), ("compile", "torchscript"), ("torchscript", "compile")])
+        chosen |= {name: True, other: False}
+    return chosen
+
+
+def _quirks(rng: random.Random, model: str, form: str) -> tuple[str, ...]:
+    chosen = {name for name in QUIRKS if name not in NORMS + DTYPES and rng.random() < 0.12}
+    if model not in ("attention", *SPARSE):  # whose last layer is tied, or is none
+        if rng.random() < 0.25:
+            chosen.add(rng.choice(NORMS))
+        if rng.random() < 0.2 and model not in ("complex", "scripted", "graph module"):
+            chosen.add(rng.choice(DTYPES))
+    if "bf16" in chosen:
+        chosen -= {"orthogonal", "spectral norm"}  # for which torch has no 16-bit kernels
+    if model in SPARSE:
+        chosen -= {"frozen", "hooks"}
+    if form == "inference":
+        chosen.add("eval mode")
+    return tuple(name for name in QUIRKS if name in chosen)
+
+
+def is_slow(job: Job) -> bool:
+    """Whether the job compiles, which takes many times as long as everything else."""
+    return any(job.techniques.get(name) is True for name in ("compile", "torchscript"))
+
+
+def covering(seeds: Iterable[int], count: int, slow: int) -> list[int]:
+    """Seeds whose jobs have every kind of part that occurs among ``seeds``, as far as ``count`` jobs can.
+
+    Args:
+        seeds: to choose from.
+        count: how many to choose.
+        slow: how many of them may compile.
+
+    Returns:
+        The chosen, each the one that adds most kinds to those before it.
+    """
+    jobs = [draw(seed) for seed in seeds]
+    chosen: list[int] = []
+    seen: set[tuple[str, Any]] = set()
+    for i in range(count):
+        left = [job for job in jobs if job.seed not in chosen and is_slow(job) == (i < slow)]
+        best = max(left, key=lambda job: len(job.kinds - seen))
+        chosen.append(best.seed)
+        seen |= best.kinds
+    return chosen

@@ -1,0 +1,157 @@
+"""Losses as users write them: functions, modules, closures over other modules, with side effects of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.differential.models import CLASSES
+
+Unpack = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Arguments of ``optimize``, and every object that they reach and a step may change."""
+
+    arguments: dict[str, Any]
+    objects: tuple[Any, ...] = ()
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.float(), target)
+
+
+class Weighted(nn.Module):
+    """A loss module with class weights in a buffer, a count of calls in another, and a learnt temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 0.5] + [1.0] * 8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.cross_entropy(output.float() * self.temperature, target, self.weights[: output.shape[1]])
+
+
+def _plain(unpack: Unpack) -> Loss:
+    return Loss({"loss_fn": cross_entropy})
+
+
+def _module(unpack: Unpack) -> Loss:
+    loss = Weighted()
+    return Loss({"loss_fn": loss}, (loss,))
+
+
+def _closure(unpack: Unpack) -> Loss:
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        return cross_entropy(model(x), y)
+
+    return Loss({"compute_loss": compute_loss})
+
+
+def _teacher(unpack: Unpack) -> Loss:
+    """Distills from a module whose BatchNorm is in train mode, and whose statistics the loss thus updates."""
+    teacher = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1)).requires_grad_(False)
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        output = model(x).float()
+        dense = (x.to_dense() if x.is_sparse else x).float().flatten(1).mean(1, keepdim=True)
+        wanted = teacher(dense).squeeze(1) if len(x) > 1 else dense.squeeze(1)
+        return cross_entropy(output, y) + 0.1 * (output.mean(1) - wanted).square().mean()
+
+    return Loss({"compute_loss": compute_loss}, (teacher,))
+
+
+def _gan(unpack: Unpack) -> Loss:
+    """Trains a critic by an optimizer of its own inside the loss."""
+    critic = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(critic.parameters(), 0.01)
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        output = model(x).float()
+        made, real = output.mean(1, keepdim=True), y.float().unsqueeze(1)
+        optimizer.zero_grad()
+        (functional.softplus(-critic(real)) + functional.softplus(critic(made.detach()))).mean().backward()
+        optimizer.step()
+        return cross_entropy(output, y) + 0.1 * functional.softplus(-critic(made)).mean()
+
+    return Loss({"compute_loss": compute_loss}, (critic, optimizer))
+
+
+def _pops(unpack: Unpack) -> Loss:
+    """Takes the labels out of the batch, as much HuggingFace code does."""
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        y = batch.pop("y")
+        return cross_entropy(model(batch["x"]), y)
+
+    return Loss({"compute_loss": compute_loss})
+
+
+def _in_place(unpack: Unpack) -> Loss:
+    """Changes the batch's tensors."""
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        if x.is_floating_point() and not x.is_sparse:
+            x.mul_(1.25).add_(0.125)
+        y.add_(1).remainder_(CLASSES)
+        return cross_entropy(model(x), y)
+
+    return Loss({"compute_loss": compute_loss})
+
+
+def _random(unpack: Unpack) -> Loss:
+    """Draws from torch's generator, and from one that the closure holds."""
+    generator = torch.Generator().manual_seed(9)
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        output = model(x).float()
+        noise = torch.randn(output.shape) + torch.randn(output.shape, generator=generator)
+        return cross_entropy(output + 0.05 * noise, y)
+
+    return Loss({"compute_loss": compute_loss}, (generator,))
+
+
+def _of_the_model(unpack: Unpack) -> Loss:
+    return Loss({})
+
+
+def _ignoring(unpack: Unpack) -> Loss:
+    """A mean over the samples that count, with the weight that parts of a batch then need."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        total = functional.cross_entropy(output.float(), target, ignore_index=2, reduction="sum")
+        return total / (target != 2).sum().clamp(min=1)
+
+    return Loss({"loss_fn": loss_fn, "loss_weight": lambda batch: (batch[1] != 2).sum()})
+
+
+LOSSES: dict[str, tuple[Callable[[Unpack], Loss], str]] = {
+    "function": (_plain, "pairs"),
+    "module": (_module, "pairs"),
+    "closure": (_closure, "any"),
+    "teacher": (_teacher, "any"),
+    "gan": (_gan, "any"),
+    "pops labels": (_pops, "mappings"),
+    "in place": (_in_place, "any"),
+    "random": (_random, "any"),
+    "of the model": (_of_the_model, "keywords"),
+    "ignoring some": (_ignoring, "pairs"),
+}
+"""How each is made, and which batches it takes."""
+
+WRITING = ("pops labels", "in place")
+"""Losses that write to their batch."""
