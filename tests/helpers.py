@@ -3,12 +3,27 @@
 import os
 import random
 import signal
+import stat
 import traceback
 
 import numpy as np
 import torch
 
 from flatout._backends import SDP_KERNELS
+
+
+def special_file(folder, kind):
+    """The path of a "folder", "fifo", "socket" or "device" in that folder."""
+    path = folder / "special"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path.symlink_to("/dev/zero")
+    return path
 
 
 def bits(tensor):

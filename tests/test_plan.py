@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.plan import SCHEMA_VERSION
-from tests.helpers import snapshot
+from flatout.techniques import REGISTRY
+from tests.helpers import snapshot, special_file
 from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, Net, make_data, make_job
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -239,20 +241,114 @@ def test_a_refused_plan_leaves_an_earlier_run_in_place() -> None:
     flatout.undo(model)
 
 
+GOOD: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "decisions": {"precision": "bf16"}, "fingerprint": {"a": "b"}}
+NO_PLANS: dict[str, Any] = {
+    "no object": [1, 2],
+    "nothing": {},
+    "no decisions": GOOD | {"decisions": None},
+    "a text of decisions": GOOD | {"decisions": "ab"},
+    "pairs of decisions": GOOD | {"decisions": [["precision", "bf16"]]},
+    "no fingerprint": {"schema_version": SCHEMA_VERSION, "decisions": {}},
+    "a fingerprint of numbers": GOOD | {"fingerprint": {"device": 1}},
+    "a list of fingerprints": GOOD | {"fingerprint": []},
+    "a technique that there is not": GOOD | {"decisions": {"warp_drive": True}},
+    "another version": GOOD | {"schema_version": 99},
+    "a version of lists": GOOD | {"schema_version": [[]]},
+    "no version": GOOD | {"schema_version": None},
+}
+
+
+@pytest.mark.parametrize("data", NO_PLANS.values(), ids=NO_PLANS)
+def test_a_file_that_is_no_plan_is_refused_by_its_path(tmp_path: Path, data: Any) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(GOOD))
+    assert flatout.Plan.load(path).decisions == {"precision": "bf16"}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"plan\.json"):
+        flatout.Plan.load(path)
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "content",
     [
-        ("", "not a flatout plan"),
-        ("{}", "not a flatout plan"),
-        ("[1, 2]", "not a flatout plan"),
-        (json.dumps({"schema_version": SCHEMA_VERSION, "decisions": "ab", "fingerprint": {}}), "not a flatout plan"),
-        (json.dumps({"schema_version": SCHEMA_VERSION, "decisions": {}}), "not a flatout plan"),
-        (json.dumps({"schema_version": 99}), f"has plan version 99, this flatout reads version {SCHEMA_VERSION}"),
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 10_000,
+        b"NaN",
+        json.dumps(GOOD).encode("utf-16"),
     ],
+    ids=range(8),
 )
-def test_a_file_that_is_no_plan_says_so(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ValueError, match=words):
+def test_bytes_that_are_no_plan_are_refused_by_their_path(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"plan\.json"):
         flatout.Plan.load(tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError):
         flatout.Plan.load(tmp_path / "missing.json")
+
+
+NEVER: tuple[Any, ...] = (
+    [[[]]],
+    [],
+    {},
+    {"a": []},
+    "warp",
+    1.5,
+    None,
+    -1,
+    "",
+    {"num_workers": True},
+    {"samples": "many"},
+)
+"""Values that no technique has."""
+
+
+@pytest.mark.parametrize("technique", [technique.name for technique in REGISTRY])
+def test_values_that_a_technique_never_has_are_refused(tmp_path: Path, technique: str) -> None:
+    for value in NEVER:
+        (tmp_path / "plan.json").write_text(json.dumps(GOOD | {"decisions": {technique: value}}))
+        with pytest.raises(ValueError, match=rf"plan\.json.*{technique}"):
+            flatout.Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("technique", ["precision", "compile", "torchscript", "in_memory", "workers", "batch_size"])
+def test_such_values_are_refused_as_techniques_too(technique: str) -> None:
+    for value in ([[[]]], {}, {"a": []}, "warp", -1):
+        model, loader, opt = make_job()
+        with pytest.raises(ValueError, match=technique):
+            flatout.optimize(model, loader, opt, functional.cross_entropy, techniques={technique: value}, budget=0)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match="regular file"):
+        flatout.Plan.load(special_file(tmp_path, kind))
+
+
+def test_mutations_of_a_plan_are_read_or_refused(tmp_path: Path) -> None:
+    path, draw = tmp_path / "plan.json", random.Random(0)
+    plan = planned()
+    plan.save(path)
+    content = path.read_bytes()
+    read = 0
+    for _ in range(1000):
+        mutated = bytearray(content)
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(mutated))
+            piece = draw.choice(
+                [b"", b"[", b"{", b'"', b"null", b"1e999", b"\xff", b"\\ud800", bytes([draw.randrange(256)])]
+            )
+            mutated[at : at + draw.randint(0, 4)] = piece
+        path.write_bytes(mutated)
+        try:
+            loaded = flatout.Plan.load(path)
+        except ValueError:
+            continue
+        read += 1
+        loaded.check_decisions()
+        loaded.save(path)
+        assert flatout.Plan.load(path) == loaded
+    assert 0 < read < 500

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatout.checkpoint import Folder, Termination
+from flatout.checkpoint.kinds import check_kinds, check_number
 from flatout.data.remote import WorkerError
 from flatout.report.progress import EpochProgress
 
@@ -33,6 +34,24 @@ class Fitted:
     steps: int = 0
     loss: Tensor | None = None
     is_trained: bool = False
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Fitted:
+        """Make one of its fields as plain data.
+
+        Raises:
+            ValueError: a field has another kind.
+        """
+        check_kinds(data, {"history": [], "steps": 0, "loss": 0.0, "is_trained": False}, "fitted")
+        found = cls(**data)
+        for row in found.history:
+            check_kinds(row, dict.fromkeys(row, 0.0), "fitted.history")
+        check_number(found.steps, "fitted.steps")
+        if found.loss is not None and not isinstance(found.loss, Tensor):
+            raise ValueError(f"fitted.loss must be a tensor, got {type(found.loss).__name__}")
+        if (found.loss is None) != (found.steps == 0):
+            raise ValueError("fitted.loss must be there as soon as there are fitted.steps")
+        return found
 
 
 class Keeper:

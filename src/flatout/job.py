@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
+from flatout.checkpoint.kinds import check_kinds, check_number
 from flatout.data import tensors_of, tensors_within
 from flatout.data.batch import cloned, with_own_containers
 from flatout.data.generators import RandomState
@@ -347,8 +348,11 @@ class Job:
         }
         if here != there:
             raise ValueError(f"it has {there}, this training {here}")
-        if state["pending"] >= self.accumulate:
+        if check_number(state["pending"], "pending") >= self.accumulate:
             raise ValueError(f"it is in the middle of more batches than accumulate={self.accumulate}")
+        own = self.state_dict()
+        for name in ("others", "optimizer", "scaler"):
+            check_kinds(state[name], own[name], name)
         for module, saved in zip(self.modules, state["modules"], strict=True):
             module.load_state_dict(saved)
         with torch.no_grad():

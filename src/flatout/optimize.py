@@ -159,7 +159,7 @@ def optimize(
         check_seed(seed)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-        plan.check_techniques([t.name for t in REGISTRY])
+        plan.check_decisions()
         choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)} | asked
         choices |= planned_batch_size(choices[BATCH_SIZE.name], batch_size, accumulate)
 

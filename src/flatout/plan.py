@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatout._files import is_special
 from flatout.checkpoint import newest_in
 from flatout.data import objects_of, tensors_of
 from flatout.data.machine import usable_cores
+from flatout.techniques import REGISTRY, Measured
+from flatout.words import first_line
 
 SCHEMA_VERSION = 2
 
@@ -33,7 +36,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2) + "\n")
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -41,15 +45,37 @@ class Plan:
 
         Raises:
             ValueError: the file is not such a plan, or is of another version.
+            OSError: the file cannot be read.
         """
+        if is_special(path):
+            raise ValueError(f"path must be a regular file, got {path}")
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
             version = data["schema_version"]
             if version == SCHEMA_VERSION:
-                return cls(decisions=dict(data["decisions"]), fingerprint=dict(data["fingerprint"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a flatout plan: {error!r}") from error
-        raise ValueError(f"{path} has plan version {version}, this flatout reads version {SCHEMA_VERSION}")
+                return cls.from_dict(data)
+            reason = f"has plan version {version!r}, this flatout reads version {SCHEMA_VERSION}"
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a flatout plan: {first_line(error)}") from error
+        raise ValueError(f"{path} {reason}")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Make a plan of its fields as plain data, as ``dataclasses.asdict`` gives them.
+
+        Raises:
+            KeyError: a field is missing.
+            ValueError: the fields are not those of a plan.
+        """
+        decisions, fingerprint = data["decisions"], data["fingerprint"]
+        for name, field in (("decisions", decisions), ("fingerprint", fingerprint)):
+            if not isinstance(field, dict) or not all(isinstance(key, str) for key in field):
+                raise ValueError(f"{name} must be an object, got {type(field).__name__}")
+        if not all(isinstance(value, str) for value in fingerprint.values()):
+            raise ValueError(f"fingerprint must hold strings, got {fingerprint!r}")
+        plan = cls(decisions=decisions, fingerprint=fingerprint)
+        plan.check_decisions()
+        return plan
 
     @classmethod
     def from_checkpoints(cls, folder: str | Path) -> Plan | None:
@@ -58,19 +84,34 @@ class Plan:
         A script that starts with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and goes
         on with the same decisions each time that it is started again. ``techniques=`` and ``precision=`` may be in it,
         too: those that the plan was made with agree with it.
-        """
-        state = newest_in(folder)
-        return None if state is None else cls(**state["plan"])
-
-    def check_techniques(self, known: Collection[str]) -> None:
-        """Refuse to decide about what there is not.
 
         Raises:
-            ValueError: names the first technique that is not among ``known``.
+            ValueError: the newest checkpoint holds no plan.
+            flatout.DamagedCheckpoint: there are checkpoints, and none can be read.
         """
-        for name in self.decisions:
-            if name not in known:
+        state = newest_in(folder)
+        if state is None:
+            return None
+        try:
+            return cls.from_dict(state["plan"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"the newest checkpoint in {folder} holds no plan: {first_line(error)}") from error
+
+    def check_decisions(self) -> None:
+        """Refuse techniques that there are not, and values that they never have.
+
+        Raises:
+            ValueError: names the first such technique.
+        """
+        known = {technique.name: technique for technique in REGISTRY}
+        for name, value in self.decisions.items():
+            technique = known.get(name)
+            if technique is None:
                 raise ValueError(f"this plan decides about {name!r}, a technique that this flatout does not have")
+            if value is not False and not (
+                technique.accepts(value) if isinstance(technique, Measured) else value is True
+            ):
+                raise ValueError(f"this plan decides {name} = {value!r}, a value that the technique never has")
 
     def check_choice(self, technique: str, value: Any) -> None:
         """Refuse to be given together with a choice that comes to something else.

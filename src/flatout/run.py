@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flatout import checkpoint
 from flatout.checkpoint.copies import mapped
+from flatout.checkpoint.kinds import check_kinds, check_number
 from flatout.data import batch_size_of, to_device
 from flatout.data.generators import RandomState, generators_in
 from flatout.data.loaders import check_reiterable
@@ -35,6 +36,7 @@ from flatout.report import Report
 from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
 from flatout.training_loader import TrainingLoader
+from flatout.words import first_line
 
 STATE_VERSION = 1
 """Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""
@@ -362,20 +364,36 @@ class Run:
         Raises:
             ValueError: it is of another training. Nothing has changed then.
         """
-        self._adopt(mapped(state, torch.clone), "the state is")
+        self._adopt(state, "the state is", torch.clone)
 
-    def _adopt(self, state: Any, what: str) -> None:
-        """Load a state whose tensors are nobody else's."""
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-            raise ValueError(f"{what} not of run.state_dict(), version {STATE_VERSION}")
+    def _adopt(self, state: Any, what: str, tensor: Callable[[Tensor], Tensor] = lambda own: own) -> None:
+        """Load a state, or change nothing.
+
+        Args:
+            state: of this training.
+            what: what errors begin with.
+            tensor: makes tensors that are nobody else's of those in ``state``.
+
+        Raises:
+            ValueError: it does not fit.
+        """
         # On the host: the device may have no room for a second model.
         before = State.capture(
             self._job.modules, self.optimizer, self._job.loader, self._job.code, on=torch.device("cpu")
         )
+        random = self._random_state()
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         progress = self._job.progress
         try:
-            there, here = _batch_size_in(state["plan"]["decisions"]), _batch_size_in(self.plan.decisions)
+            if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+                raise ValueError(f"it is not of run.state_dict(), version {STATE_VERSION}")
+            state = mapped(state, tensor)
+            plan = Plan.from_dict(state["plan"])
+            fitted = Fitted.from_dict(state["fitted"])
+            steps, micro_batch = check_number(state["steps"], "steps"), state["micro_batch"]
+            if micro_batch is not None:
+                check_number(micro_batch, "micro_batch", least=1)
+            there, here = _batch_size_in(plan.decisions), _batch_size_in(self.plan.decisions)
             if there != here:
                 raise ValueError(
                     f"it was trained with a batch size of {there}, here it is {here}: "
@@ -383,33 +401,42 @@ class Run:
                 )
             if (state["scheduler"] is None) != (scheduler is None):
                 raise ValueError("only one of it and this training has a scheduler")
+            self._check_scheduler(state["scheduler"], scheduler)
             self._job.load_state_dict(state["job"])
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
-            fitted = Fitted(**state["fitted"])
             if fitted.loss is not None:
                 fitted.loss = fitted.loss.to(self._job.device)
-            decisions, steps, micro_batch = state["plan"]["decisions"], state["steps"], state["micro_batch"]
+            random.write(state["random"])
             if state["loader"] is not None:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._random_state().write(state["random"])
-        except Exception as error:
+        except BaseException as error:
             before.restore()
+            random.restore()
             self._job.progress = progress
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(scheduler)
-            raise ValueError(f"{what} of another training: {type(error).__name__}: {error}") from error
+            if not isinstance(error, Exception):
+                raise
+            raise ValueError(f"{what} of another training: {first_line(error)}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
         here = self._job.micro_batches.size
         self._job.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
-        if decisions != self.plan.decisions:
+        if plan.decisions != self.plan.decisions:
             warnings.warn(
-                f"the checkpoint was trained with {decisions}, this run has {dict(self.plan.decisions)}: training goes "
-                "on, but not bit for bit; optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's",
+                f"the checkpoint was trained with {plan.decisions}, this run has {dict(self.plan.decisions)}: training "
+                "goes on, but not bit for bit; optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _check_scheduler(self, state: Any, own: Any) -> None:
+        """Refuse a state that would break a scheduler, whose ``load_state_dict`` takes whatever it is given."""
+        check_kinds(state, own, "scheduler")
+        for name in () if own is None else state.keys() - own.keys():
+            if callable(getattr(self._scheduler, name, None)):
+                raise ValueError(f"scheduler must not have an entry with the name of its method {name}")
 
     @property
     def why_not_in_mid_epoch(self) -> str:

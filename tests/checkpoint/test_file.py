@@ -1,11 +1,17 @@
 """A checkpoint file: written whole or not at all, read only if it is what was written."""
 
 import collections
+import io
 import os
 import pickle
+import random
 import resource
 import signal
 import stat
+import tarfile
+import warnings
+import zipfile
+import zlib
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from hypothesis import strategies as st
 
 from flatout.checkpoint import DamagedCheckpoint, file, read, write
 from flatout.checkpoint.file import temporary_of
+from tests.helpers import special_file
 
 STATE = {
     "weights": collections.OrderedDict(w=torch.arange(12.0).reshape(3, 4), b=torch.ones(2, dtype=torch.bfloat16)),
@@ -96,6 +103,93 @@ def test_a_foreign_file_is_refused(tmp_path, kind):
         path.write_text("a plan, say\n" * 100)
     with pytest.raises(DamagedCheckpoint, match="no checkpoint of flatout"):
         read(path)
+
+
+def sealed(path, content):
+    """``content`` as a file with the trailer that ``write`` gives to what it has written."""
+    head = file._HEAD.pack(file._NAME, file._VERSION, len(content))
+    path.write_bytes(content + head + file._CHECKSUM.pack(zlib.crc32(content + head)))
+    return path
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, buffer = torch.jit.script(torch.nn.Linear(1, 1)), io.BytesIO()
+        torch.jit.save(module, buffer)
+    return buffer.getvalue()
+
+
+def zipped(**records):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+def tarred():
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in ("storages", "tensors", "pickle", "sys_info"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    return buffer.getvalue()
+
+
+def in_the_old_format():
+    buffer = io.BytesIO()
+    torch.save(STATE, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+FOREIGN = {
+    "nothing": lambda: b"",
+    "junk": lambda: bytes(range(256)) * 9,
+    "text": lambda: b"a plan, say" * 100,
+    "TorchScript": scripted,
+    "a tar": tarred,
+    "a pickle": lambda: pickle.dumps(STATE["groups"]),
+    "the old format of torch.save": in_the_old_format,
+    "an empty zip": zipped,
+    "a zip of a pickle of no torch": lambda: zipped(**{"data.pkl": pickle.dumps([1], 5), "version": "3"}),
+    "a zip of an empty pickle": lambda: zipped(**{"data.pkl": b"", "version": "3"}),
+    "a zip of a pickle that ends": lambda: zipped(**{"data.pkl": b"\x80\x02]q\x00(K", "version": "3"}),
+    "a zip of a pickle of a stack that is empty": lambda: zipped(**{"data.pkl": b"\x80\x02.", "version": "3"}),
+    "a zip without a version": lambda: zipped(**{"data.pkl": pickle.dumps([1], 2)}),
+    "the first bytes of a zip": lambda: b"PK\x03\x04" + bytes(100),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_file_with_a_valid_trailer_is_refused(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"foreign\.pt"):
+        read(sealed(tmp_path / "foreign.pt", FOREIGN[kind]()))
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+    with pytest.raises(DamagedCheckpoint, match="regular file"):
+        read(special_file(tmp_path, kind))
+
+
+def test_mutated_bytes_under_a_valid_trailer_are_read_or_refused(written, tmp_path):
+    content, draw = written.read_bytes()[: -file._TRAILER_SIZE], random.Random(0)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+    refused = 0
+    for i in range(600):
+        mutated = bytearray(records["data.pkl"] if i % 2 else content)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(mutated))
+            piece = bytes(draw.randrange(256) for _ in range(draw.randint(0, 3)))
+            mutated[at : at + len(piece) + draw.randint(-1, 1) * draw.randint(0, 1)] = piece
+        whole = zipped(**records | {"data.pkl": bytes(mutated)}) if i % 2 else bytes(mutated)
+        try:
+            read(sealed(tmp_path / "mutated.pt", whole))
+        except ValueError:
+            refused += 1
+    assert refused > 200
 
 
 def test_another_version_is_whole_and_refused(tmp_path, monkeypatch):

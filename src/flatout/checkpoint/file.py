@@ -11,6 +11,10 @@ from typing import IO, Any
 
 import torch
 
+from flatout._files import is_special
+from flatout._memory import ran_out_of_memory
+from flatout.words import first_line
+
 _NAME, _VERSION = b"flatout", 1
 _HEAD = struct.Struct("<7sBQ")
 _CHECKSUM = struct.Struct("<I")
@@ -18,8 +22,11 @@ _TRAILER_SIZE = _HEAD.size + _CHECKSUM.size
 _BLOCK = 1 << 20
 
 
+_ZIP = b"PK\x03\x04"
+
+
 class DamagedCheckpoint(ValueError):
-    """A file is not what ``write`` wrote, or not any more: it has been cut short, or some bit is another."""
+    """A file is corrupt, or was not written by ``write``."""
 
 
 def write(path: str | Path, state: Any) -> None:
@@ -54,18 +61,25 @@ def write(path: str | Path, state: Any) -> None:
 
 
 def read(path: str | Path) -> Any:
-    """What ``write`` wrote to ``path``, on the CPU; nothing in the file is run (``weights_only``).
+    """Return what ``write`` wrote to ``path``, on the CPU; nothing in the file is run (``weights_only``).
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedCheckpoint: it is not ``write``'s, it has been cut short, or some bit is another.
+        OSError: it could not be read.
+        DamagedCheckpoint: the file is corrupt, was not written by ``write``, or is no regular file.
         ValueError: it is whole, but of another version, or it holds what cannot be read safely.
     """
     _check(Path(path))
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
     except UnpicklingError as error:
         raise ValueError(f"{path} holds what cannot be read safely: {error}") from error
+    except Exception as error:
+        if isinstance(error, MemoryError) or ran_out_of_memory(error):
+            raise
+        raise DamagedCheckpoint(f"{path} was not written by flatout: {first_line(error)}") from error
 
 
 def temporary_of(path: Path) -> Path:
@@ -74,14 +88,18 @@ def temporary_of(path: Path) -> Path:
 
 
 def _check(path: Path) -> None:
+    if is_special(path):
+        raise DamagedCheckpoint(f"{path} is not a regular file")
     with path.open("rb") as file:
+        is_zip = file.read(len(_ZIP)) == _ZIP  # what torch.load reads otherwise has many formats
+        file.seek(0)
         size = os.fstat(file.fileno()).st_size - _TRAILER_SIZE
         crc = 0
         for begin in range(0, size, _BLOCK):
             crc = zlib.crc32(file.read(min(_BLOCK, size - begin)), crc)
         trailer = file.read(_TRAILER_SIZE)
     head = trailer[: _HEAD.size]
-    if len(trailer) < _TRAILER_SIZE or not head.startswith(_NAME):
+    if not is_zip or len(trailer) < _TRAILER_SIZE or not head.startswith(_NAME):
         raise DamagedCheckpoint(f"{path} is no checkpoint of flatout, or it was cut short")
     _, version, written = _HEAD.unpack(head)
     if size != written or trailer[_HEAD.size :] != _CHECKSUM.pack(zlib.crc32(head, crc)):

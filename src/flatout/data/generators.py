@@ -76,9 +76,18 @@ class RandomState:
         return [(each.name, _portable(each.state)) for each in self._tracked]
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
-        """Give the generators the ``states`` that those of the same names once had; one without any stays."""
-        for each in self.given(states)._tracked:
-            each.write(each.state)
+        """Give the generators the ``states`` that those of the same names once had; one without any stays.
+
+        Raises:
+            Exception: of many kinds; a state does not fit. All generators are as they were read, then.
+        """
+        given = self.given(states)
+        try:
+            for each in given._tracked:
+                each.write(each.state)
+        except Exception:
+            self.restore()
+            raise
 
     def given(self, states: Sequence[tuple[str, Any]]) -> RandomState:
         """The generators of these names, with the ``states`` that those of the same names once had."""

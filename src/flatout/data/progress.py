@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from flatout.checkpoint.kinds import check_kinds, check_number
 from flatout.data.asked import Asked
 from flatout.data.generators import RandomState, generators_in
 from flatout.data.loaders import TORCHS_SAMPLERS
@@ -138,13 +140,16 @@ class Progress:
                 raise ValueError(
                     f"the state was saved with {name} = {state['loader'].get(name)!r}, here it is {here!r}"
                 )
-        self._order, self._position, self._reached, self._loaded = None, state["position"], None, None
+        position, has_run = state["position"], state.get("has_run", False)
+        _check_position(position)
+        check_kinds(has_run, False, "has_run")
+        held = self._held_generators()
+        held.write(state["generators"])
+        if position is not None:  # they are given their states when the epoch begins
+            held.restore()
+        self._order, self._position, self._reached, self._loaded = None, position, None, position and state
         self._numbers.clear()
-        self.has_run = state.get("has_run", False)
-        if state["position"] is None:
-            self._held_generators().write(state["generators"])
-        else:
-            self._loaded = state
+        self.has_run = has_run
 
     @functools.cached_property
     def _samplers_generators(self) -> list[Any]:
@@ -172,6 +177,23 @@ class Progress:
                 if hasattr(sampler, name):
                     traits[name] = getattr(sampler, name)
         return traits
+
+
+def _check_position(position: Any) -> None:
+    """Refuse what no order has as its position, for the entries that torch's own samplers need.
+
+    Raises:
+        ValueError: names the entry.
+        Exception: of many kinds; ``before`` is no state of a generator.
+    """
+    if position is None:
+        return
+    check_kinds(position, {}, "position")
+    for name in ("taken", "offset", "worker_seed"):
+        check_number(position.get(name, 0), f"position[{name!r}]")
+    check_number(position.get("block", 0), "position['block']", least=-1)
+    if position.get("before") is not None:
+        torch.Generator().set_state(position["before"])
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SubsetRandomSampler
 
+from flatout.checkpoint.kinds import check_number
 from flatout.data.loaders import clone_loader, seeds_workers_once
 from flatout.data.memory import InMemoryLoader
 from flatout.data.order import Foreign, Order, Span
@@ -200,7 +201,7 @@ class _Listed(Source):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _check_keys(state, "batches")
-        self.passed = self.first = state["batches"]
+        self.passed = self.first = check_number(state["batches"], "batches")
         self.loads += 1
 
 

@@ -205,6 +205,10 @@ class Measured(Technique):
         """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
         return ""
 
+    def accepts(self, value: Any) -> bool:
+        """Whether ``techniques={name: value}`` and a plan may hold that value, for any job and machine."""
+        return value is True
+
     @abstractmethod
     def forced(self, job: Job, value: Any) -> Any:
         """The candidate that ``techniques={name: value}`` asks for.

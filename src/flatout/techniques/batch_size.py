@@ -150,15 +150,15 @@ class BatchSize(StepTechnique):
         """What the search saw."""
         return candidate.reason
 
+    def accepts(self, value: Any) -> bool:
+        """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
+        if not isinstance(value, Mapping) or not value or value.keys() - {"samples", "micro_batch"}:
+            return False
+        return all(map(_is_size, value.values()))
+
     def forced(self, job: Job, value: Any) -> Switch:
         """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
-        known = {"samples", "micro_batch"}
-        if (
-            not isinstance(value, Mapping)
-            or not value
-            or value.keys() - known
-            or not all(map(_is_size, value.values()))
-        ):
+        if not self.accepts(value):
             raise ValueError(
                 f"techniques['{self.name}'] must be {{'micro_batch': SAMPLES}} or False, got {value!r}: "
                 "optimize(batch_size=...) changes the samples of an update"

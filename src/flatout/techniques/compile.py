@@ -299,10 +299,14 @@ class Compile(StepTechnique):
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
         return [_switch(job, mode) for mode in modes]
 
+    def accepts(self, value: Any) -> bool:
+        """A mode, or True."""
+        return value is True or (isinstance(value, str) and value in MODES)
+
     def forced(self, job: Job, value: Any) -> Switch:
         """True or one of torch's modes."""
         mode = "default" if value is True else value
-        if mode not in MODES:
+        if not self.accepts(value):
             raise ValueError(f"techniques['compile'] must be True, False or one of {', '.join(MODES)}, got {value!r}")
         if mode in WITH_CUDA_GRAPHS and job.device.type == "cuda" and _why_no_cuda_graphs(job):
             raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")

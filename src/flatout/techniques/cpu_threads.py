@@ -67,10 +67,14 @@ class CpuThreads(StepTechnique):
             raise NotApplicable("there is one core to use, and one thread on it")
         return [ThreadsSwitch(number) for number in numbers]
 
+    def accepts(self, value: Any) -> bool:
+        """A number of threads, 1 or more."""
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
     def forced(self, job: Job, value: Any) -> Switch:
         """A number of threads."""
         most = os.cpu_count() or 1
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if not self.accepts(value) or value > most:
             raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most}, or False; got {value!r}")
         return ThreadsSwitch(value)
 

@@ -102,15 +102,19 @@ class InMemory(LoaderTechnique):
             return [InMemorySource("cached", job.loader, cache_in_memory)]
         return [InMemorySource("cached samples", job.loader, collated_from_memory)]
 
+    def accepts(self, value: Any) -> bool:
+        """True, or ``"device"``."""
+        return value is True or (isinstance(value, str) and value == "device")
+
     def forced(self, job: Job, value: Any) -> Source:
         """True, or "device": tensors are copied to the device once, and gathered there."""
+        if not self.accepts(value):
+            raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
         if value == "device":
             reason = why_not_in_memory(job.loader)
             if reason is not None:
                 raise NotApplicable(f"data cannot be kept on the device: {reason}")
             return _on_device(job)
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
         return self.candidates(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:

@@ -82,11 +82,15 @@ class Precision(StepTechnique):
             return [AutocastSwitch(job.model, "cuda", "fp16")]
         return [AutocastSwitch(job.model, job.device.type, "bf16")]
 
+    def accepts(self, value: Any) -> bool:
+        """``"bf16"``, ``"fp16"`` or True."""
+        return value is True or (isinstance(value, str) and value in DTYPES)
+
     def forced(self, job: Job, value: Any) -> Switch:
         """``"bf16"`` or ``"fp16"``; True is the first candidate."""
         if value is True:
             return self.candidates(job)[0]
-        if value not in DTYPES:
+        if not self.accepts(value):
             raise ValueError(f"precision must be one of auto, fp32, {', '.join(DTYPES)}, got {value!r}")
         if value == "fp16" and job.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")

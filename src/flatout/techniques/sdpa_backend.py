@@ -134,10 +134,14 @@ class SdpaBackend(StepTechnique):
             raise NotApplicable("no other kernel can be trusted with this model's attention")
         return [AttentionSwitch(name, job.device.type) for name in KERNELS if name in others]
 
+    def accepts(self, value: Any) -> bool:
+        """The name of a kernel."""
+        return isinstance(value, str) and value in KERNELS
+
     def forced(self, job: Job, value: Any) -> Switch:
         """The kernel's name."""
         kernels = [*KERNELS] if job.device.type == "cuda" else ["flash", "math"]
-        if value not in kernels:
+        if not self.accepts(value) or value not in kernels:
             names = ", ".join(map(repr, kernels))
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
         return AttentionSwitch(value, job.device.type)

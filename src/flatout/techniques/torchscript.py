@@ -403,11 +403,15 @@ class TorchScript(StepTechnique):
             )
         return [TorchScriptSwitch(job.model)]
 
+    def accepts(self, value: Any) -> bool:
+        """``"script"``, ``"trace"`` or True."""
+        return value is True or (isinstance(value, str) and value in KINDS)
+
     def forced(self, job: Job, value: Any) -> Switch:
         """True, ``"script"`` or ``"trace"``."""
         if value is True:
             return TorchScriptSwitch(job.model)
-        if value not in KINDS:
+        if not self.accepts(value):
             raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
         return TorchScriptSwitch(job.model, (value,))
 

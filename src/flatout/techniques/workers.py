@@ -108,17 +108,27 @@ class Workers(LoaderTechnique):
         """The sentence of ``tune``."""
         return candidate.reason
 
+    def accepts(self, value: Any) -> bool:
+        """A number of workers, or that and other settings by the names of ``DataLoader``'s arguments."""
+        settings = value if isinstance(value, Mapping) else {"num_workers": value}
+        prefetch_factor = settings.get("prefetch_factor")
+        return (
+            not settings.keys() - set(_SETTINGS)
+            and _is_count(settings.get("num_workers"), least=0)
+            and (prefetch_factor is None or _is_count(prefetch_factor, least=1))
+            and isinstance(settings.get("persistent_workers", False), bool)
+        )
+
     def forced(self, job: Job, value: Any) -> Source:
         """A number of workers, or a dict of ``DataLoader``'s arguments about workers."""
         loader = _loader_of(job)
-        settings = value if isinstance(value, Mapping) else {"num_workers": value}
-        workers = settings.get("num_workers")
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0 or settings.keys() - set(_SETTINGS):
+        if not self.accepts(value):
             raise ValueError(
                 "techniques['workers'] must be a number of workers, "
                 f"num_workers and others of {', '.join(_SETTINGS)} in a dict, or False; got {value!r}"
             )
-        if workers == 0:
+        settings = value if isinstance(value, Mapping) else {"num_workers": value}
+        if settings["num_workers"] == 0:
             return WorkerSource(loader, {"num_workers": 0})
         try:
             return WorkerSource(loader, settings)
@@ -138,6 +148,10 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.num_workers == 0:
         return {"num_workers": 0}
     return {name: getattr(loader, name) for name in _SETTINGS[:3]}
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _label(settings: Mapping[str, Any]) -> str:
