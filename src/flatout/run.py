@@ -383,6 +383,7 @@ class Run:
         )
         random = self._random_state()
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
+        attributes = set(getattr(self._scheduler, "__dict__", ()))
         progress = self._job.progress
         try:
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
@@ -416,6 +417,8 @@ class Run:
             self._job.progress = progress
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(scheduler)
+                for name in set(getattr(self._scheduler, "__dict__", ())) - attributes:
+                    del self._scheduler.__dict__[name]
             if not isinstance(error, Exception):
                 raise
             raise ValueError(f"{what} of another training: {first_line(error)}") from error

@@ -1,0 +1,171 @@
+"""States made by hand: what is not of this training is refused, and nothing has changed then."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from tests.checkpoint.test_file import equal
+from tests.checkpoint.training import make
+
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["plain", "scaled", "workers"])
+def run(request: pytest.FixtureRequest) -> Iterator[flatout.Run]:
+    run = make(request.param)
+    for _, batch in zip(range(3), run.loader, strict=False):  # in the middle of an epoch
+        run.step(batch)
+    yield run
+    run.undo()
+
+
+@pytest.fixture(scope="module")
+def good(run: flatout.Run) -> State:
+    return copy.deepcopy(run.state_dict())
+
+
+def everything(run: flatout.Run) -> Any:
+    generators = torch.get_rng_state(), random.getstate(), [np.asarray(part) for part in np.random.get_state()[1:3]]
+    return copy.deepcopy(run.state_dict()), run.micro_batch, run.steps, vars(run.fitted), generators
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(equal(left, right))
+
+
+def put(state: State, *keys: Any, value: Any) -> State:
+    """The state with another value at that place."""
+    changed = copy.deepcopy(state)
+    place: Any = changed
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    return changed
+
+
+WRONG: dict[str, Callable[[State], Any]] = {
+    "micro_batch of a list": lambda good: put(good, "micro_batch", value=[]),
+    "micro_batch of no samples": lambda good: put(good, "micro_batch", value=0),
+    "micro_batch of a truth value": lambda good: put(good, "micro_batch", value=True),
+    "steps of a text": lambda good: put(good, "steps", value="3"),
+    "steps below 0": lambda good: put(good, "steps", value=-1),
+    "a version of tensors": lambda good: put(good, "version", value=torch.ones(2)),
+    "a plan of lists": lambda good: put(good, "plan", value=[]),
+    "a plan that decides nonsense": lambda good: put(good, "plan", "decisions", value={"precision": [[[]]]}),
+    "history of a text": lambda good: put(good, "fitted", "history", value="abc"),
+    "history of texts": lambda good: put(good, "fitted", "history", value=[{"loss": "low"}]),
+    "a loss without steps": lambda good: put(good, "fitted", "loss", value=torch.ones(())),
+    "a loss of many": lambda good: put(good, "fitted", value=good["fitted"] | {"loss": torch.ones(3), "steps": 1}),
+    "fitted with more": lambda good: put(good, "fitted", "more", value=1),
+    "a scheduler without a step": lambda good: put(good, "scheduler", "step", value=5),
+    "a scheduler's rates as a text": lambda good: put(good, "scheduler", "_last_lr", value="0.1"),
+    "a learning rate of a text": lambda good: put(good, "job", "optimizer", "param_groups", 0, "lr", value="0.1"),
+    "one beta": lambda good: put(good, "job", "optimizer", "param_groups", 0, "betas", value=(0.9,)),
+    "moments of another shape": lambda good: put(good, "job", "optimizer", "state", 0, "exp_avg", value=torch.ones(7)),
+    "moments of a text": lambda good: put(good, "job", "optimizer", "state", 0, "exp_avg", value="small"),
+    "pending as a text": lambda good: put(good, "job", "pending", value="no"),
+    "generators of a text": lambda good: put(good, "random", value="abc"),
+    "half of the generators": lambda good: put(good, "random", 1, value=(good["random"][1][0], ("no", "state"))),
+    "a scheduler's new entry and no generators": lambda good: put(
+        put(good, "random", 0, value=("torch's default generator", 0)), "scheduler", "new", value=1
+    ),
+    "a position of a text": lambda good: put(good, "loader", "position", value="abc"),
+    "a position below 0": lambda good: put(good, "loader", "position", "taken", value=-5),
+    "a position before nothing": lambda good: put(good, "loader", "position", "before", value=torch.ones(3)),
+    "an object": lambda good: put(good, "steps", value=object()),
+    "a cycle": lambda good: _with_a_cycle(good),
+    "a deep list": lambda good: put(good, "scheduler", "deep", value=_deep()),
+}
+
+
+def _with_a_cycle(good: State) -> State:
+    changed = copy.deepcopy(good)
+    changed["job"]["again"] = changed
+    return changed
+
+
+def _deep() -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_state_changes_nothing(name: str, run: flatout.Run, good: State) -> None:
+    run.load_state_dict(good)
+    before = everything(run)
+    with pytest.raises(ValueError, match="of another training"):
+        run.load_state_dict(WRONG[name](good))
+    assert same(everything(run), before)
+    run.load_state_dict(good)
+    assert same(everything(run), before)
+
+
+def leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all that is in a state, but for the many numbers of generators."""
+    if keys:
+        yield keys
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, (*keys, key))
+    elif isinstance(state, list):
+        for i, value in enumerate(state):
+            yield from leaves(value, (*keys, i))
+
+
+def mutated(good: State, draw: random.Random) -> State:
+    state = copy.deepcopy(good)
+    for _ in range(draw.randint(1, 2)):
+        keys = draw.choice(list(leaves(state)))
+        place: Any = state
+        for key in keys[:-1]:
+            place = place[key]
+        act = draw.randrange(6)
+        if act == 0:
+            del place[keys[-1]]
+        elif act == 1 and isinstance(place, dict):
+            place[draw.choice(["step", "__class__", "", 7])] = place[keys[-1]]
+        else:
+            place[keys[-1]] = draw.choice(
+                [None, [], {}, (), "x", "", b"y", -1, 0, 1 << 70, 1e30, math.nan, True, 3j, torch.tensor(3),
+                 torch.zeros(2, 3), torch.zeros(0), torch.ones(5056, dtype=torch.uint8), torch.zeros(2, device="meta")]
+            )  # fmt: skip
+    return state
+
+
+def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, good: State) -> None:
+    run.load_state_dict(good)
+    loaded = 0
+    for seed in range(120):
+        state = mutated(good, random.Random(seed))
+        before = everything(run)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of decisions that are not this run's
+                run.load_state_dict(state)
+        except ValueError:
+            assert same(everything(run), before), seed
+            continue
+        loaded += 1
+        run.load_state_dict(good)
+        now = run.state_dict()
+        now["scheduler"] = {
+            name: now["scheduler"][name] for name in good["scheduler"]
+        }  # it keeps what else it is given
+        assert equal(now, good), seed
+    assert 0 < loaded < 100
