@@ -1,8 +1,9 @@
-"""torch's profiler without the messages of its library about a GPU that is not there."""
+"""torch's profiler without messages on standard error that say nothing about the user's code."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ import torch
 
 _LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"
+_TORCHS_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_ERROR = 2
 
 
 @contextlib.contextmanager
@@ -23,3 +26,29 @@ def quiet_kineto() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LEVEL]
+
+
+@contextlib.contextmanager
+def quiet_allocator() -> Iterator[None]:
+    """Around a profile of memory: torch's allocator logs every thousandth block that is older than the profile.
+
+    It writes to standard error, past Python's warnings, by torch's logger for C++. That is set to errors meanwhile,
+    unless the user has set its level. ``TORCH_WARN`` is not affected: its warnings are Python's.
+    """
+    level = None if _TORCHS_LEVEL in os.environ else _log_level()
+    if level is None:
+        yield
+        return
+    before, level.value = level.value, _ERROR
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _log_level() -> ctypes.c_int | None:
+    """The level of torch's logger; None where this build does not export it."""
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.autograd import profiler
 
-from flatout._kineto import quiet_kineto
+from flatout._kineto import quiet_allocator, quiet_kineto
 
 
 def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bool = False) -> int | None:
@@ -35,7 +35,7 @@ def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bo
         return torch.cuda.max_memory_allocated(device) - before
     if profiler._is_profiler_enabled:
         return None
-    with quiet_kineto(), profiler.profile(use_cpu=True, profile_memory=True) as profile:
+    with quiet_kineto(), quiet_allocator(), profiler.profile(use_cpu=True, profile_memory=True) as profile:
         if not is_warm:
             step()
         with profiler.record_function("flatout.measured"):
