@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import math
+import unicodedata
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+import flatout
 from flatout import words
+from flatout.cli import doctor, main
+from flatout.doctor import Finding
+from flatout.mfu import MfuCounter
 from flatout.mfu.reading import Reading
+from flatout.report import Summary
+from flatout.report.progress import EpochProgress
+from tests.report.report_sample import sample
 
 
 @pytest.mark.parametrize(
@@ -59,3 +73,83 @@ def test_large_rates_and_long_steps_are_told_in_plain_numbers() -> None:
     reading = Reading(3, 9, 9, 4.5, 1.5, 1_234_567.0, 45.4, 1.5e12, 0.5, 0.5, 0.25, None)
     told = "3 steps, 1,500 ms a step, 1,234,567 samples/s, 45 tokens/s, 1.5 TFLOP/s, MFU 50.0 %, stall 25.0 %"
     assert str(reading) == told
+
+
+FORMATS = [chr(n) for n in range(0x110000) if unicodedata.category(chr(n)) in ("Cf", "Zl", "Zp")]
+CONTROLS = [chr(n) for n in range(0xA0) if unicodedata.category(chr(n)) == "Cc" and chr(n) not in "\t\n"]
+
+
+def test_format_characters_are_shown_by_their_number_and_control_characters_are_not() -> None:
+    assert words.visible("a\u202etxt.exe") == r"a\u202etxt.exe"
+    assert words.visible("\U000e0041") == r"\U000e0041"
+    assert words.visible(" zażółć 訓練 \N{MAN} é ") == " zażółć 訓練 \N{MAN} é "
+    for character in FORMATS:
+        shown = words.visible(f"a{character}b")
+        assert shown.isascii()
+        assert shown.encode().decode("unicode_escape") == f"a{character}b"
+    assert words.visible("".join(CONTROLS)) == ""
+
+
+def hostile(summary: Summary) -> Summary:
+    """The same with every format and control character in every text."""
+
+    def spoiled(value: Any) -> Any:
+        if isinstance(value, str):
+            return value + "".join(FORMATS[::20]) + "\u202e" + "".join(CONTROLS)
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(spoiled, value))
+        if isinstance(value, dict):
+            return {spoiled(key): spoiled(each) for key, each in value.items()}
+        if dataclasses.is_dataclass(value):
+            return dataclasses.replace(
+                value,
+                **{
+                    field.name: spoiled(getattr(value, field.name))
+                    for field in dataclasses.fields(value)
+                    if field.name not in ("status", "technique", "won", "phases")
+                },
+            )
+        return value
+
+    return spoiled(summary)
+
+
+def assert_neutral(shown: str) -> None:
+    assert not set(shown) & {*FORMATS, *CONTROLS}
+
+
+def test_no_format_character_reaches_a_report() -> None:
+    report = flatout.Report(hostile(sample()))
+    page = io.StringIO()
+    Console(file=page, width=120).print(report)
+    for shown in (page.getvalue(), str(report), repr(report), report._repr_html_()):
+        assert_neutral(shown)
+    assert r"\u202e" in str(report)
+    assert json.loads(report.to_json())["notes"] == list(report.summary.notes)  # data stays exact
+
+
+def test_a_lone_surrogate_is_exact_in_json_and_valid_utf8(tmp_path: Path) -> None:
+    spoiled = dataclasses.replace(sample(), notes=("\udce9",))
+    flatout.Report(spoiled).to_json(tmp_path / "report.json")
+    assert flatout.Report.from_json(tmp_path / "report.json").summary.notes == ("\udce9",)
+    flatout.Report(spoiled).to_html(tmp_path / "report.html")
+
+
+def test_no_format_character_reaches_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with EpochProgress(1, [1], MfuCounter(), visible=True) as bar:
+        bar.begin(0)
+        bar.end({"eval_[bold]\u202e\x1b[31m": 1.0})
+    shown = capsys.readouterr().out
+    assert "\u202e" not in shown
+    assert r"eval_[bold]\u202e" in shown
+
+
+def test_no_format_character_reaches_the_errors_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "no\u202e\x1b[31m.py"]) == 1
+    assert_neutral(capsys.readouterr().err)
+
+
+def test_no_format_character_of_a_finding_reaches_the_doctors_page() -> None:
+    page = io.StringIO()
+    doctor.show([Finding("topic", "name", "found\u202e\x1b[31m", "slow", "fix\u202e")], Console(file=page, width=200))
+    assert_neutral(page.getvalue())

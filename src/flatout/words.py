@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
+from html import escape
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_FORMATS = {"Cf", "Zl", "Zp"}  # format characters, and separators of lines and paragraphs
+
+
+def visible(text: str) -> str:
+    """Drop control characters, such as terminal escapes, and show format characters by their number.
+
+    A format character (Unicode category Cf, such as U+202E, which turns the direction of what follows) makes a name
+    look like another.
+    """
+    text = _CONTROL.sub("", text)
+    return text if text.isascii() else "".join(map(_shown, text))
 
 
 def clean(text: str) -> str:
-    """Drops control characters (a failure's message may hold terminal escapes) and outer white space."""
-    return _CONTROL.sub("", text).strip()
+    """Return ``text`` as ``visible`` does, without outer white space."""
+    return visible(text).strip()
+
+
+def as_html(text: str) -> str:
+    """Return ``text`` as ``visible`` does, as HTML."""
+    return escape(visible(text))
+
+
+def _shown(character: str) -> str:
+    if unicodedata.category(character) not in _FORMATS:
+        return character
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def first_line(error: BaseException) -> str:

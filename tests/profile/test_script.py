@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -167,6 +168,122 @@ def test_the_exit_status_is_the_scripts(tmp_path: Path, capfd: pytest.CaptureFix
     assert main([*brief, write(tmp_path, LOOP + "import sys; sys.exit()")]) == 0
     assert main([*brief, write(tmp_path, LOOP + "raise SystemExit('went wrong')")]) == 1
     assert "went wrong" in capfd.readouterr().err
+
+
+ENDS = {
+    "a number": ("sys.exit(3)", 3),
+    "a text": ("sys.exit('went wrong')", 1),
+    "nothing": ("sys.exit()", 0),
+    "None": ("sys.exit(None)", 0),
+    "True": ("sys.exit(True)", 1),
+    "an exception": ("raise KeyError('lost')", 1),
+    "an interrupt": ("raise KeyboardInterrupt", 130),
+    "its end": ("", 0),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_exit_status_is_the_scripts_however_it_ends(name: str, tmp_path: Path) -> None:
+    """Whether there is a profile or not: only a script that ended well and gave none ends with 1."""
+    end, status = ENDS[name]
+    path = write(tmp_path, f"import sys\n{LOOP}{end}\n")
+    brief = ["profile", "--warmup", "1", "--steps", "3", "--keep-going"]
+    assert main([*brief, path]) == status
+    assert main([*brief, "--warmup", "9", path]) == (status or 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM), ("os._exit(4)", 4), ("sys.exit(-1)", 255)],
+)
+def test_a_script_that_ends_the_process_ends_it_as_ever(end: str, status: int, tmp_path: Path) -> None:
+    path = write(tmp_path, f"import os, signal, sys\n{end}\n")
+    done = subprocess.run([sys.executable, "-m", "flatout.cli", "profile", path], capture_output=True, timeout=300)
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_fails_of_ours_does_not_hide_the_status(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    path = write(tmp_path, LOOP + f"raise SystemExit({status})")
+    brief = ["profile", "--warmup", "1", "--keep-going", path]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trace, "read", fails)
+        assert main(brief) == (status or 1)
+    assert "no space left" in capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "export_chrome_trace", fails)
+        assert main(brief) == (status or 1)
+    assert "no space left" in capfd.readouterr().err
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(tmp_path, LOOP + f"import os; os.rmdir({str(folder)!r}); raise SystemExit({status})")
+    assert main([*brief[:-1], "--html", str(folder / "page.html"), path]) == (status or 1)
+    assert "page.html" in capfd.readouterr().err
+
+
+def test_what_a_profile_takes_is_said_before_the_script_begins(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "import sys; print('it begins', file=sys.stderr)\n" + LOOP)
+    assert main(["profile", "--warmup", "2", "--steps", "4", path]) == 0
+    captured = capfd.readouterr()
+    before, after = captured.err.split("it begins")
+    assert "5 optimizer updates" in before
+    assert "8 for --steps 4" in before
+    assert "2 of 4 steps" in after
+    assert "mean of 2 steps" in captured.out
+
+
+NAMES = [
+    'a"b',
+    'a", "Cat": "b',
+    "back\\slash",
+    "tab\t",
+    "esc\x1b[31m",
+    "new\nline",
+    "\u202eright",
+    "\x7f\x85",
+    "%s{}<b>",
+]
+
+
+def test_names_of_files_and_functions_may_be_anything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    calls = []
+    for i, name in enumerate(NAMES):
+        file = tmp_path / (name.replace("\n", "") + ".py")
+        file.write_text(
+            "import torch\ndef call(x):\n    return torch.relu(x).sum().item() + torch.ones(3).sum().item()\n"
+        )
+        calls.append(f"runpy.run_path(names[{i}])['call']")
+    files = [str(tmp_path / (name.replace("\n", "") + ".py")) for name in NAMES]
+    path = write(
+        tmp_path,
+        f"""
+import runpy, torch
+names, labels = {files!r}, {NAMES!r}
+calls = [runpy.run_path(name)["call"] for name in names]
+for call, label in zip(calls, labels):
+    call.__code__ = call.__code__.replace(co_name=label)
+def step_names():
+    for call, label in zip(calls, labels):
+        with torch.profiler.record_function(label):
+            call(torch.ones(3))
+"""
+        + LOOP.replace("    step()", "    step()\n    step_names()"),
+    )
+    page, trace, figures = tmp_path / "page.html", tmp_path / "trace.json", tmp_path / "figures.json"
+    options = ["--html", str(page), "--trace", str(trace), "--json", str(figures)]
+    assert main(["profile", "--warmup", "1", "--steps", "2", *options, path]) == 0
+    shown = capfd.readouterr().out + page.read_text(encoding="utf-8")
+    assert not set(shown) & set("\x1b\u202e\x7f\x85")
+    assert len(json.loads(figures.read_text(encoding="utf-8"))["steps"]) == 2
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert any('a"b.py' in sync["where"] for sync in json.loads(figures.read_text(encoding="utf-8"))["syncs"])
 
 
 def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(

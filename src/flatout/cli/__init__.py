@@ -11,6 +11,7 @@ import torch
 import flatout
 from flatout.cli import demo, doctor, monitor, profile
 from flatout.cli.command import Command, CommandError
+from flatout.words import clean
 
 COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND)
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except CommandError as error:
-        print(f"flatout: {error}", file=sys.stderr)
+        print(f"flatout: {clean(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("flatout: interrupted", file=sys.stderr)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
 from flatout.demo import JOBS, run_demo
+from flatout.words import clean
 
 DESCRIPTION = """\
 Trains two models on real data that needs no download, each twice: as people
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         for path, text in ((args.json, result.to_json), (args.html, result.to_html)):
             if path is not None:
                 path.write_text(text(), encoding="utf-8")
-                console.print(f"wrote {path}", markup=False, highlight=False)
+                console.print(f"wrote {clean(str(path))}", markup=False, highlight=False)
     except OSError as error:
         raise CommandError(f"cannot write {error.filename}: {error.strerror}") from error
     return 0

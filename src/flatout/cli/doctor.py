@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flatout.cli.command import Command
 from flatout.doctor import Finding, Verdict, as_dicts, examine
+from flatout.words import visible
 
 DESCRIPTION = """\
 Looks at the machine and the install for what keeps training from running
@@ -57,9 +58,9 @@ def show(findings: Iterable[Finding], console: Console) -> None:
     topic = ""
     for finding in findings:
         mark, style, _ = _LOOKS[finding.verdict]
-        found = Text(finding.found)
+        found = Text(visible(finding.found))
         if finding.fix:
-            found.append(f"\n{'>' if plain else '→'} {finding.fix}", style=style)
+            found.append(f"\n{'>' if plain else '→'} {visible(finding.fix)}", style=style)
         table.add_row(
             Text(mark.translate(_ASCII) if plain else mark, style=style),
             Text("" if finding.topic == topic else finding.topic, style="bold"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
 from flatout.profile import Profile, nsight
-from flatout.profile.record import SEARCHED_STEPS
+from flatout.profile.record import SEARCHED_STEPS, Recording
 from flatout.profile.script import Ended, capture_script, profile_script
+from flatout.words import clean
 
 DESCRIPTION = """\
 Runs a training script and profiles some of its updates: time by part of the
@@ -30,7 +31,8 @@ examples:
 
 A step is what lies between two updates. Before those that are timed, two look
 for sync points, and some use up what loader workers have in store. The exit
-status is the script's own; 0 when it was ended."""
+status is the script's own; 0 when it was ended. Where the script ended with 0
+and there is no profile, or a file could not be written, it is 1."""
 
 
 _WRITERS: dict[str, Callable[[Profile, Path], object]] = {
@@ -65,37 +67,68 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--{option} must be a file that can be written; {getattr(args, option)} {fault}")
     if args.nsight:
         for line in nsight.commands(args.script, args.args, args.steps, args.warmup):
-            print(line.replace("{kernel}", nsight.kernel_filter("")))
+            print(clean(line.replace("{kernel}", nsight.kernel_filter(""))))
         return 0
     if args.capture:
         if not torch.cuda.is_available():
             raise CommandError("--capture is for nsys and ncu, which need a GPU; torch sees none here")
         return _left(capture_script(args.script, args.args, steps=args.steps, warmup=args.warmup))
 
-    profile, ended = profile_script(
+    least = args.warmup + SEARCHED_STEPS + 1
+    print(
+        f"flatout: profiling {clean(args.script)}, which has to make {least} optimizer updates or more, "
+        f"{least + args.steps - 1} for --steps {args.steps}",
+        file=sys.stderr,
+        flush=True,
+    )
+    recording, ended = profile_script(
         args.script, args.args, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going
     )
     status = _left(ended)
-    if profile is not None:
-        _show(profile, files)
-    elif ended.error is None:
-        least = args.warmup + SEARCHED_STEPS + 1
-        raise CommandError(
-            f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
-            f"{least} or more, and what its loader workers have in store (--warmup {args.warmup})"
-        )
+    try:
+        _show(recording, ended, args, files)
+    except CommandError as error:  # of ours: what the script ended with counts more
+        print(f"flatout: {clean(str(error))}", file=sys.stderr)
+        return status or 1
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return status or 1
     return status
 
 
-def _show(profile: Profile, files: Mapping[str, Path]) -> None:
+def _show(recording: Recording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
+    """Prints and writes the profile.
+
+    Raises:
+        CommandError: there is none, or a file could not be written.
+        Exception: of the profiler.
+    """
+    if ended.failure is not None:
+        raise ended.failure
+    if recording.timed == 0:
+        raise CommandError(
+            f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
+            f"{args.warmup + SEARCHED_STEPS + 1} or more, and what its loader workers have in store "
+            f"(--warmup {args.warmup})"
+        )
+    commands: Sequence[str] = ()
+    if torch.cuda.is_initialized():
+        commands = nsight.commands(args.script, args.args, args.steps, args.warmup)
+    profile = recording.profile(commands=commands)
     console = Console()
     console.print(profile)
+    if recording.timed < args.steps:
+        print(
+            f"flatout: {recording.timed} of {args.steps} steps were timed: {clean(args.script)} ended after "
+            f"{ended.updates} optimizer updates",
+            file=sys.stderr,
+        )
     for option, path in files.items():
         try:
             _WRITERS[option](profile, path)
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}") from error
-        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote {clean(str(path))}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _left(ended: Ended) -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flatout.monitor.sample import GpuSample, HostSample, ProcessSample, Sample
 from flatout.monitor.sampler import KEPT
-from flatout.words import clean, size_of
+from flatout.words import clean, size_of, visible
 
 _BAR, _ASCII_BAR = ("━", "─"), ("#", ".")
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇", "_.-=+*#"
@@ -64,6 +64,7 @@ class _Pen:
         self.plain, self.width = plain, width
 
     def text(self, said: str, style: str = "") -> Text:
+        said = visible(said)
         if self.plain:
             said = said.translate(_ASCII).encode("ascii", "replace").decode()
         return Text(said, style=style)

@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from flatout._kineto import quiet_kineto
+from flatout._kineto import quiet_allocator, quiet_kineto
 from flatout.data import batch_size_of
 from flatout.profile import nsight
 from flatout.profile.model import Profile, Sync, TraceFile
@@ -146,6 +146,7 @@ class Recording:
             profiler.prepare_trace()
         running = False
         others = _refused(profiler)
+        others.enter_context(quiet_allocator())
         try:
             # Loaders have run ahead in all this: what they have in store must not make them look fast.
             for _ in range(_ahead()):

@@ -19,8 +19,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.profile import nsight
-from flatout.profile.model import Profile
 from flatout.profile.record import Course, Recording
 
 
@@ -32,16 +30,18 @@ class Ended:
         status: its exit status.
         error: the exception that it ended with; None for none, ``SystemExit`` included.
         updates: that it made until the profile was done; those of its first optimizer where it has several.
+        failure: of the profiler when it was closed, after the script; None where it did not fail.
     """
 
     status: int
     error: BaseException | None
     updates: int
+    failure: Exception | None = None
 
 
 def profile_script(
     path: str, args: Sequence[str], *, steps: int, warmup: int, keep_going: bool
-) -> tuple[Profile | None, Ended]:
+) -> tuple[Recording, Ended]:
     """Runs a script and profiles the steps that end with updates ``warmup`` + 1 and following.
 
     A step is what lies between two updates of the script's first optimizer.
@@ -54,14 +54,10 @@ def profile_script(
         keep_going: let the script run on to its end, else end it when the profile is done.
 
     Returns:
-        The profile (None when the script made too few updates), and how the script ended.
+        What was recorded, and how the script ended.
     """
     recording = Recording(steps, warmup - 1)
-    ended = _run(path, args, recording.course(), stop=not keep_going)
-    if recording.timed == 0:
-        return None, ended
-    commands = nsight.commands(path, args, steps, warmup) if torch.cuda.is_initialized() else ()
-    return recording.profile(commands=commands), ended
+    return recording, _run(path, args, recording.course(), stop=not keep_going)
 
 
 def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
@@ -109,6 +105,7 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
     error: BaseException | None = None
+    failure: Exception | None = None
     hook = register_optimizer_step_post_hook(updated)
     try:
         with _as_main(path, args):
@@ -120,12 +117,15 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
     finally:
         hook.remove()
         if os.getpid() == process:
-            course.close()
+            try:
+                course.close()
+            except Exception as raised:
+                failure = raised
     if os.getpid() != process:
         raise SystemExit(0)
     if isinstance(error, SystemExit):
-        return Ended(_status(error.code), None, passed)
-    return Ended(int(error is not None), error, passed)
+        return Ended(_status(error.code), None, passed, failure)
+    return Ended(int(error is not None), error, passed, failure)
 
 
 @contextmanager

@@ -6,12 +6,14 @@ launches with kernels, links from forward to backward) in every torch from 2.11 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from flatout.profile.model import Phase
@@ -24,6 +26,8 @@ BOUNDARY = "flatout.boundary"
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _RUNTIME = {"cuda_runtime", "cuda_driver"}
 _HOST = {"cpu_op", "user_annotation", "python_function", *_RUNTIME}
+_ARGUMENTS = re.compile(r'(?<="args": \{\n).*(?=\n)')
+_TEXT = re.compile(r'(?<=": ").*?(?="(?:, "[A-Z][A-Za-z ]*": |$))')
 _FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
 
 
@@ -119,9 +123,14 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Trace:
-        """Reads what ``export_chrome_trace`` wrote."""
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return cls(json.load(file)["traceEvents"])
+        """Reads what ``export_chrome_trace`` wrote. A file that is no valid JSON is replaced by one that is."""
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        try:
+            trace = json.loads(text)
+        except json.JSONDecodeError:  # kineto writes names of files as they are
+            trace = json.loads(_ARGUMENTS.sub(_repaired, text), strict=False)
+            Path(path).write_text(json.dumps(trace), encoding="utf-8")
+        return cls(trace["traceEvents"])
 
     def within(self, events: Iterable[Event]) -> list[Event]:
         """Those of ``events`` that begin in the profiled steps."""
@@ -179,6 +188,16 @@ class Trace:
                 spent[place] = spent.get(place, 0.0) + 1e-6 * event.duration / self.steps
                 counted = event.end
         return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
+def _repaired(arguments: re.Match[str]) -> str:
+    """The arguments of an event with the quotes within their texts escaped; none where that does not help."""
+    line = arguments[0]
+    for text in (line, _TEXT.sub(lambda value: json.dumps(value[0])[1:-1], line)):
+        with contextlib.suppress(json.JSONDecodeError):
+            json.loads(f"{{{text}}}", strict=False)
+            return text
+    return ""
 
 
 def _nest(events: list[Event]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import accumulate, pairwise
 
 from flatout import words
 from flatout.report import wording
 from flatout.report.model import Gain, Pace, Row
 from flatout.report.waterfall import Waterfall
+from flatout.words import as_html
 
 WIDTH = 760
 _LABEL = 235  # room for names, left of the bars
@@ -130,10 +130,10 @@ def _plot(label: str, lines: Sequence[Line], x: Callable[[float], float], ticks:
         base = _LINE / 2 + 4
         thread = "" if line.leads_on is None else f'<path class="thread" d="M{line.leads_on:.1f} {_LINE - 5}v10"/>'
         parts.append(
-            f'<g transform="translate(0,{index * _LINE})"><title>{escape(f"{line.name}: {line.told}")}</title>'
-            f'<text class="name" x="{_LABEL - 10}" y="{base}" text-anchor="end">{escape(_short(line.name))}</text>'
+            f'<g transform="translate(0,{index * _LINE})"><title>{as_html(f"{line.name}: {line.told}")}</title>'
+            f'<text class="name" x="{_LABEL - 10}" y="{base}" text-anchor="end">{as_html(_short(line.name))}</text>'
             f"{line.marks}{thread}"
-            f'<text class="value" x="{WIDTH}" y="{base}" text-anchor="end">{escape(line.told)}</text></g>'
+            f'<text class="value" x="{WIDTH}" y="{base}" text-anchor="end">{as_html(line.told)}</text></g>'
         )
     return svg(height, label, parts)
 
@@ -179,12 +179,12 @@ def stacked(label: str, bars: Mapping[str, Sequence[Part]], *, totals: bool = Fa
     parts = []
     for top, (name, bar) in zip(range(0, len(bars) * line, line), bars.items(), strict=True):
         x = float(begin)
-        parts.append(f'<text class="name" x="{begin - 8}" y="{top + 23}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<text class="name" x="{begin - 8}" y="{top + 23}" text-anchor="end">{as_html(name)}</text>')
         for part in bar:
             width, told = plot * part.ms / longest, words.milliseconds(part.ms)
             parts.append(
                 f'<rect style="fill:{part.colour}" x="{x:.1f}" y="{top + 2}" width="{width:.1f}" height="32" rx="2">'
-                f"<title>{escape(f'{part.name}: {told}')}</title></rect>"
+                f"<title>{as_html(f'{part.name}: {told}')}</title></rect>"
             )
             if width > _ROOM:
                 middle = f'x="{x + width / 2:.1f}" y="{top + 23}" text-anchor="middle"'
@@ -208,5 +208,5 @@ def svg(height: int, label: str, parts: list[str]) -> str:
     """An ``<svg>`` element of the page's width around its parts."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
+        f'aria-label="{as_html(label)}">{"".join(parts)}</svg>'
     )

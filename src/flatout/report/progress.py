@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatout.logs import Logs
 from flatout.mfu import MfuCounter
+from flatout.words import visible
 
 LOSS_EVERY = 20
 """Steps between two looks at the loss."""
@@ -30,7 +31,7 @@ class EpochProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             disable=not visible,
         )
 
@@ -60,7 +61,7 @@ class EpochProgress:
 
     def end(self, values: dict[str, float]) -> None:
         """Leave the epoch's results beside its bar."""
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        shown = "  ".join(f"{visible(name)} {value:.4g}" for name, value in values.items())
         self._bar.update(self._task, status=f"{shown}  {self._rates()}")
 
     def _status(self) -> str:

@@ -64,6 +64,7 @@ def plain_text(
 
 def say(text: str, plain: bool, style: str = "") -> Text:
     """Text for a terminal that may have nothing but ASCII."""
+    text = words.visible(text)
     return Text(text.translate(_ASCII) if plain else text, style=style)
 
 
