@@ -51,9 +51,8 @@ def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def trained(extra: int | None, batch: Any, **settings: Any) -> tuple[flatout.Run, torch.Tensor]:
     model = net()
-    run = flatout.optimize(
-        model, [batch], optimizer_of(model), functional.cross_entropy, techniques=PLAIN, budget=0, **settings
-    )
+    settings = {"techniques": PLAIN, "budget": 0} | settings
+    run = flatout.optimize(model, [batch], optimizer_of(model), functional.cross_entropy, **settings)
     run.step(batch)  # gradients and moments are there
     if extra is None:
         loss = run.step(batch)
@@ -67,7 +66,7 @@ def ooms() -> int:
     return torch.cuda.memory_stats()["num_ooms"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}])
+@pytest.mark.parametrize("settings", [{}, {"techniques": PLAIN | {"precision": "bf16"}}], ids=["fp32", "bf16"])
 def test_a_step_that_runs_out_of_memory_trains_alike(settings):
     batch = batch_of(16384)  # 256 MiB of float32 activations in each of 16 layers
     whole, expected = trained(None, batch, **settings)
