@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/release_gil.h"
 #include "core/unmade.h"
 #include "prefetch/dlpack.h"
 #include "prefetch/stager.h"
@@ -168,7 +169,7 @@ class Batches {
 
   // Jobs read what this object keeps alive.
   ~Batches() {  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
-    const py::gil_scoped_release nogil;
+    const ReleaseGil nogil;
     for (const auto& batch : under_way_) {
       try {
         stager_->wait(*batch);
@@ -196,7 +197,7 @@ class Batches {
     const std::shared_ptr<Gathered> batch = std::move(under_way_.front());
     under_way_.pop_front();
     {
-      const py::gil_scoped_release nogil;
+      const ReleaseGil nogil;
       stager_->wait(*batch);
     }
     std::vector<py::object> capsules;
@@ -223,7 +224,7 @@ class PyCopied {
   PyCopied(std::shared_ptr<Copied> copied, int device) : copied_(std::move(copied)), device_(device) {}
 
   void wait() {
-    const py::gil_scoped_release nogil;
+    const ReleaseGil nogil;
     copied_->ticket->wait();
   }
 
@@ -278,7 +279,7 @@ class PyStager {
 
   void close() {
     {
-      const py::gil_scoped_release nogil;
+      const ReleaseGil nogil;
       stager_->close();
     }
     const auto ended = std::exchange(copies_, {});  // freeing tensors may let another thread in here
