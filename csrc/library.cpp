@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
   //             or 16-bit; or uint8, codes of core/dynamic8.h
   //   absmaxes  of states in uint8: float32, one per 256 elements in the order of memory
-  //   steps     float32 counts, where needed: adam; sgd with dampening; a seed
+  //   steps     float32 or float64 counts, where needed: adam; sgd with dampening; a seed
   //   averages  of the weights (EMA), in the compute type, or none
   //   lows      float16 or bfloat16: receive the weights rounded; int16: remainders; or none
   //   ids       key a tensor's random bits; none: its position

@@ -152,9 +152,10 @@ inline void check_steps(const TensorList& steps, const char* name, const TensorL
   STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
                   leader.size(), "), got ", steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
-    STD_TORCH_CHECK(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1 &&
-                        same_device(steps[i], leader[i]),
-                    name, "[", i, "] must be one float32 number on the device of weights[", i, "]");
+    STD_TORCH_CHECK(
+        (steps[i].scalar_type() == ScalarType::Float || steps[i].scalar_type() == ScalarType::Double) &&
+            steps[i].numel() == 1 && same_device(steps[i], leader[i]),
+        name, "[", i, "] must be one float32 or float64 number on the device of weights[", i, "]");
     check_memory(steps[i], name, i);
   }
 }

@@ -98,7 +98,10 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
     flat_[i].numel = weights[i].numel();
     flat_[i].id = static_cast<uint32_t>(ids.empty() ? static_cast<int64_t>(i) : ids[i]);
     for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.kept[i].data_ptr();
-    if (!steps.empty()) flat_[i].step = static_cast<float*>(kept_steps_[i].data_ptr());
+    if (!steps.empty()) {
+      flat_[i].step = kept_steps_[i].data_ptr();
+      flat_[i].step_is_double = steps[i].scalar_type() == ScalarType::Double;
+    }
     contiguous_.push_back(weights[i].is_contiguous());
   }
   narrow_ = narrowest_stream();

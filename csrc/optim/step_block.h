@@ -35,7 +35,7 @@ template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
                             uint32_t block, const Config& config, const Storage& storage) {
   find_place(start.place, table, batch, block);
-  const double step = next_step(start.place.tensor.step);
+  const double step = next_step(start.place.tensor);
   start.rule = config.template at<Rule>(step);
   start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, step);
 }
@@ -54,10 +54,7 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
 
 template <class Batch>
 FLATOUT_HD void count_steps(const StepTable& table, const Batch& batch, uint32_t thread, uint32_t threads) {
-  for (uint32_t t = thread; t < batch.tensors; t += threads) {
-    float* step = table.tensor[batch.first_tensor + t].step;
-    if (step != nullptr) *step += 1;
-  }
+  for (uint32_t t = thread; t < batch.tensors; t += threads) count_step(table.tensor[batch.first_tensor + t]);
 }
 
 }  // namespace flatout

@@ -167,7 +167,7 @@ std::vector<AtStep<Rule>> rules_of(const Config& config, const std::vector<FlatT
   std::vector<AtStep<Rule>> rules;
   rules.reserve(tensors.size());
   for (const FlatTensor& tensor : tensors) {
-    const double step = next_step(tensor.step);
+    const double step = next_step(tensor);
     const bool same = !rules.empty() && rules.back().step == static_cast<uint32_t>(step);
     rules.push_back(same ? rules.back()
                          : AtStep<Rule>{config.template at<Rule>(step), static_cast<uint32_t>(step)});
@@ -211,8 +211,7 @@ class CpuBucket final : public Bucket {
         STD_TORCH_CHECK(known, "the rule cannot have ", states, " states per weight with these options");
       });
     });
-    for (const FlatTensor& tensor : tensors)
-      if (tensor.step != nullptr) *tensor.step += 1;
+    for (const FlatTensor& tensor : tensors) count_step(tensor);
   }
 };
 

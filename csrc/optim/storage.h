@@ -57,8 +57,19 @@ struct Extras {
 };
 
 // The count that a step brings a tensor to; without a count no step is the first.
-FLATOUT_HD double next_step(const float* steps_taken) {
-  return steps_taken != nullptr ? static_cast<double>(*steps_taken) + 1 : 2.0;
+FLATOUT_HD double next_step(const FlatTensor& tensor) {
+  if (tensor.step == nullptr) return 2.0;
+  return 1 + (tensor.step_is_double ? *static_cast<const double*>(tensor.step)
+                                    : static_cast<double>(*static_cast<const float*>(tensor.step)));
+}
+
+FLATOUT_HD void count_step(const FlatTensor& tensor) {
+  if (tensor.step == nullptr) return;
+  if (tensor.step_is_double) {
+    *static_cast<double*>(tensor.step) += 1;
+  } else {
+    *static_cast<float*>(tensor.step) += 1;
+  }
 }
 
 template <class Acc>

@@ -122,7 +122,7 @@ BAD = [
     ),
     (dict(states=[torch.ones(4)], absmaxes=[torch.ones(1)]), r"absmaxes must hold .* \(0\), got 1"),
     (dict(states=[torch.ones(4), torch.ones(4)]), "the rule cannot have 2 states per weight"),
-    (dict(counts=[torch.zeros((), dtype=torch.float64)]), r"steps\[0\] must be one float32 number"),
+    (dict(counts=[torch.zeros((), dtype=torch.int64)]), r"steps\[0\] must be one float32 or float64 number"),
     (dict(averages=[torch.ones(4).half()]), "averages must be Float"),
     (dict(lows=[torch.ones(4)]), "lows must be float16, bfloat16 or int16"),
     (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights with int16 remainders must be bfloat16"),

@@ -275,7 +275,8 @@ def test_a_step_count_is_loaded_as_one(dtype, flags):
         optimizer.step()
         count = optimizer.state_dict()["state"][0]["step"]
         assert count == 258
-        assert (count.dtype, count.device) == (torch.float32, p.device)
+        kept = isinstance(step, torch.Tensor) and not flags  # as torch's load has it
+        assert (count.dtype, count.device) == (step.dtype if kept else torch.float32, p.device)
         other = torch.optim.AdamW([p])
         saved = optimizer.state_dict()
         saved["param_groups"][0].update({flag: None for flag in flags})

@@ -213,7 +213,8 @@ class NativeStep(torch.optim.Optimizer):
         layout, streams = options.layout(chosen, dtype, in_8_bits), self._streams(chosen)
         rounded = ([layout.moments] if streams else []) + ([] if layout.has_master else [dtype])
         seeded = bool(chosen.get("stochastic_rounding")) and torch.bfloat16 in rounded
-        return Kind(self._rule, group, streams, seeded or self._counts(chosen), seeded, layout)
+        counted = seeded or self._counts(chosen)
+        return Kind(self._rule, group, streams, options.count_dtype(chosen) if counted else None, seeded, layout)
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The same update by torch's class; it must ask the device whether to skip."""

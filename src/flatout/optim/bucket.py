@@ -36,8 +36,8 @@ class Kind:
     """Position of the param group."""
     streams: tuple[str, ...]
     """State entries that the rule updates with the parameter."""
-    counted: bool
-    """There are step counts."""
+    count_dtype: torch.dtype | None
+    """Of step counts that begin; None: there are none."""
     seeded: bool
     """Something is rounded stochastically."""
     layout: Layout
@@ -46,7 +46,7 @@ class Kind:
     @property
     def has_state(self) -> bool:
         """Parameters keep something; for those that do not, torch makes no state entry either."""
-        return bool(self.streams or self.counted or self.layout.extras)
+        return bool(self.streams or self.count_dtype or self.layout.extras)
 
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
@@ -105,14 +105,14 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
     are moments already is 1: they come from a class that did not count.
     """
     moments = kind.layout.moments
-    if kind.counted:
+    if kind.count_dtype is not None:
         count = state.get("step")
         if count is None:
             count = any(state.get(name) is not None for name in kind.streams)
-        # Counts that torch made in float64 (its default dtype then) become float32: exact up to 16.7 million.
         if not isinstance(count, Tensor):
-            count = torch.full((), float(count), dtype=torch.float32, device=p.device)
-        state["step"] = _gradients.move(count, p.device, torch.float32)
+            count = torch.full((), float(count), dtype=kind.count_dtype, device=p.device)
+        dtype = count.dtype if count.dtype in (torch.float32, torch.float64) else kind.count_dtype
+        state["step"] = _gradients.move(count, p.device, dtype)
     for name in kind.streams:
         keep_moment(state, name, p, moments)
     for name, dtype in kind.layout.extras.items():
@@ -206,7 +206,7 @@ class Bucket:
             self._masters or leaders,
             [_real(state[name]) for name in kind.streams for state in states],
             [state[name] for name in absmaxes for state in states],
-            [state["step"] for state in states] if kind.counted else [],
+            [state["step"] for state in states] if kind.count_dtype else [],
             entries("ema"),
             leaders if self._masters else entries("remainder") or self._copies,
             [position + (part << _PART_SHIFT) for position in positions],

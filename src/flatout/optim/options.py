@@ -116,6 +116,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def count_dtype(group: dict[str, Any]) -> torch.dtype:
+    """The dtype that torch's classes begin step counts of ``group`` in."""
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.float64 if wide else torch.float32
+
+
 def saved(group: dict[str, Any]) -> dict[str, Any]:
     """``group`` as ``state_dict`` has it: our dtypes by name, since torch.distributed.checkpoint gathers none."""
     return {**group, **{name: str(group[name]) for name in _DTYPES if isinstance(group.get(name), torch.dtype)}}
