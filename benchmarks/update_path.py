@@ -1,6 +1,10 @@
-"""Unscale + check + clip + AdamW: flatout's lazy update beside torch's and everybody else's.
+"""Unscale + check + clip + AdamW: flatout's updates beside torch's and everybody else's.
 
     pytest benchmarks/update_path.py -s            (the file must be named: it is no test of the suite)
+
+With clipping, "flatout lazy" (``scaler.step(optimizer, max_grad_norm=...)``, which leaves ``p.grad`` scaled) and
+"flatout eager" (torch's calls, which rewrite it) stand against torch's ``unscale_``, ``clip_grad_norm_`` and ``step``.
+Without, "flatout plain" leaves torch's unscaled gradients, as ``scaler.step(optimizer)`` does in either library.
 
 All contenders of a case take turns in one process, each with fresh gradients, so that a machine that drifts slows all
 alike; a plain copy takes its turns too. Ratios are medians over rounds of the times of one round, with their quartiles.
@@ -59,6 +63,9 @@ LARGE = {("cpu", "flatout lazy"): {RATIO: 1.7, COPY: 0.9}, ("cuda", "flatout laz
 CASES = {
     "fp32_in_1": Case("float32, one tensor", c.FP32, 1, False, LARGE),
     "fp32_in_100": Case("float32, 100 tensors", c.FP32, 100, False, LARGE),
+    "plain_in_1": Case("float32, one tensor, without clipping", c.PLAIN, 1, False, {}),
+    "plain_in_100": Case("float32, 100 tensors, without clipping", c.PLAIN, 100, False, {}),
+    "plain_in_2000_small": Case("float32, 2,000 tensors of 512, without clipping", c.PLAIN, 2000, True, {}),
     "fp32_in_2000_small": Case(
         "float32, 2,000 tensors of 512", c.FP32, 2000, True, {("cpu", "flatout lazy"): {RATIO: 2.5}}
     ),

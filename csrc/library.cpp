@@ -32,14 +32,14 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   ids       key a tensor's random bits; none: its position
   // lr_tensor, where given, wins over lr. grad_factor and found_inf are read on the device: a step whose
   // found_inf is set changes nothing, step counts included. A seed rounds bfloat16 weights without lows and
-  // bfloat16 states stochastically.
+  // bfloat16 states stochastically. With unscale_grads, gradients in memory come back times grad_factor,
+  // rounded to their dtype, after a skipped step too; otherwise they are only read. None may share memory
+  // with another.
   m.def(
-      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] absmaxes, "
-      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float "
-      "lr, "
-      "Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, int? seed, Tensor? "
-      "grad_factor, "
-      "Tensor? found_inf) -> ()");
+      "step_(str rule, Tensor(a!)[] weights, Tensor(g!)[] grads, Tensor(b!)[] states, "
+      "Tensor(c!)[] absmaxes, Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, "
+      "float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, "
+      "int? seed, Tensor? grad_factor, Tensor? found_inf, bool unscale_grads=False) -> ()");
 
   // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
   // and strides. Of numbers without a sign no positive one becomes 0.
@@ -62,7 +62,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
-      "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf) -> ()");
+      "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "
+      "bool unscale_grads=False) -> ()");
+  // True when no two gradients set in these buckets share memory, as unscale_grads requires.
+  m.def("grads_are_apart(int[] buckets) -> bool");
 
   // uint8 images [N, C, H, W] as (x / 255 - mean) / std: each operation rounded to float32, the result to
   // `dtype` (float32, float16, bfloat16). One mean and one std per channel; channels_last or contiguous.

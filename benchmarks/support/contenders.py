@@ -1,12 +1,13 @@
 """Who takes part in benchmarks/update_path.py: one whole update each, from a scaled gradient to a stepped parameter.
 
 An update is what stands between ``backward`` and ``zero_grad``: unscale, check for infinities, clip the global norm to
-1, AdamW, update the scale; through the calls that users write, at the flags that are fastest.
+1 (except in ``PLAIN``), AdamW, update the scale; through the calls that users write, at the flags that are fastest.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,17 @@ def _eager(optimizer: Any, params: list[Any], scaler: Any, clip: Callable[..., T
     return update
 
 
+def plain(optimizer: Any, make_scaler: Any, device: str, **options: float) -> Callable[[], None]:
+    """Unscale, check, step: nothing is clipped."""
+    scaler = _scaler(make_scaler, device)
+
+    def update() -> None:
+        scaler.step(optimizer, **options)
+        scaler.update()
+
+    return update
+
+
 def torch_eager(optimizer: Any, params: list[Any], device: str) -> Callable[[], None]:
     scaler = _scaler(torch.amp.GradScaler, device)
     return _eager(optimizer, params, scaler, lambda p, n: torch.nn.utils.clip_grad_norm_(p, n, foreach=True))
@@ -151,6 +163,22 @@ def flatout(
     return make
 
 
+def torch_fused_plain(problem: Problem) -> Contender:
+    """The check reads and writes g (8), the step reads p, g, m, v and writes them all (32)."""
+    params = problem.parameters(torch.float32)
+    optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
+    return Contender("torch fused", params, plain(optimizer, torch.amp.GradScaler, problem.device), 40)
+
+
+def flatout_plain(name: str, bytes_per_param: float, **options: float) -> Callable[[Problem], Contender]:
+    def make(problem: Problem) -> Contender:
+        params = problem.parameters(torch.float32)
+        update = plain(fo.AdamW(params, lr=LR), fa.GradScaler, problem.device, **options)
+        return Contender(name, params, update, bytes_per_param)
+
+    return make
+
+
 # ---- the others, where they are installed ------------------------------------------------------------------
 
 
@@ -203,6 +231,14 @@ FP32 = [
     ),
     peer("flashoptim FlashAdamW", "flashoptim", lambda m, p: m.FlashAdamW(p, lr=LR), None, only_on="cuda", exact=False),
 ]  # fmt: skip
+
+PLAIN = [
+    torch_fused_plain,
+    # The check reads g (4), the step reads p, g, m, v and writes them all (32): p.grad is torch's afterwards.
+    flatout_plain("flatout plain", 36),
+    # The same, but g is not written.
+    flatout_plain("flatout lazy", 32, max_grad_norm=math.inf),
+]
 
 BF16 = [
     torch_fused_and_cast,

@@ -208,6 +208,26 @@ Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& whic
   return worst;
 }
 
+void Bucket::add_grad_extents(std::vector<Extent>& extents) const {
+  size_t size = 0;
+  with_dtype(grad_dtype_, [&]<class T>(T*) { size = sizeof(T); });
+  for (const FlatTensor& tensor : held_) {
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.address[1]);
+    if (tensor.numel != 0) extents.push_back({begin, begin + tensor.numel * size});
+  }
+}
+
+bool Bucket::are_apart(std::vector<Extent> extents) {
+  // Sorting thousands of addresses takes longer than a step over small tensors, and they mostly repeat.
+  if (extents == apart_) return true;
+  std::vector<Extent> sorted = extents;
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 1; i < sorted.size(); ++i)
+    if (sorted[i - 1].second > sorted[i].first) return false;
+  apart_ = std::move(extents);
+  return true;
+}
+
 void Bucket::step(const StepNumbers& numbers) {
   // Forgotten whatever happens.
   const std::vector<FlatTensor> tensors = std::exchange(held_, {});
@@ -219,6 +239,7 @@ void Bucket::step(const StepNumbers& numbers) {
   config.found_inf = device_flag(numbers.found_inf, "found_inf", leader());
   config.weight_decay = numbers.weight_decay;
   config.maximize = numbers.maximize;
+  config.unscale_grads = numbers.unscale_grads;
   config.ema_decay = numbers.ema_decay;
   config.stochastic = numbers.seed.has_value();
   config.seed = static_cast<uint64_t>(numbers.seed.value_or(0));
@@ -289,9 +310,20 @@ CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::option
 void step_bucket_(int64_t bucket, const std::vector<double>& options, double lr,
                   const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
                   double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
-                  const std::optional<Tensor>& found_inf) {
-  registry().find(bucket)->step(
-      {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
+                  const std::optional<Tensor>& found_inf, bool unscale_grads) {
+  registry().find(bucket)->step({options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor,
+                                 found_inf, unscale_grads});
+}
+
+bool grads_are_apart(const std::vector<int64_t>& numbers) {
+  STD_TORCH_CHECK(!numbers.empty(), "buckets must hold at least one number");
+  std::vector<std::shared_ptr<Bucket>> buckets;
+  std::vector<Bucket::Extent> extents;
+  for (const int64_t number : numbers) {
+    buckets.push_back(registry().find(number));
+    buckets.back()->add_grad_extents(extents);
+  }
+  return buckets[0]->are_apart(std::move(extents));
 }
 
 void free_bucket(int64_t bucket) { registry().remove(bucket); }
@@ -301,6 +333,7 @@ void free_bucket(int64_t bucket) { registry().remove(bucket); }
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket) { return registry().keep(std::move(bucket)); }
 
 void step_once(Bucket& bucket, const TensorList& grads, const StepNumbers& numbers) {
+  if (numbers.unscale_grads) check_apart({{grads, "grads"}});
   switch (bucket.set_grads(grads, {})) {
     case Bucket::Fit::kReady:
       return bucket.step(numbers);
@@ -330,5 +363,6 @@ STABLE_TORCH_LIBRARY_IMPL(flatout, CompositeExplicitAutograd, m) {
   m.impl("set_grads", TORCH_BOX(&flatout::set_grads));
   m.impl("check_buckets", TORCH_BOX(&flatout::check_buckets));
   m.impl("step_bucket_", TORCH_BOX(&flatout::step_bucket_));
+  m.impl("grads_are_apart", TORCH_BOX(&flatout::grads_are_apart));
   m.impl("free_bucket", TORCH_BOX(&flatout::free_bucket));
 }

@@ -25,10 +25,12 @@ void step_(const std::string& rule, const TensorList& weights, const TensorList&
            const TensorList& averages, const TensorList& lows, const std::vector<int64_t>& ids,
            const std::vector<double>& options, double lr, const std::optional<Tensor>& lr_tensor,
            double weight_decay, bool maximize, double ema_decay, std::optional<int64_t> seed,
-           const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf) {
+           const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& found_inf,
+           bool unscale_grads) {
   B bucket(rule, weights, states, absmaxes, steps, averages, lows, ids);
   step_once(bucket, grads,
-            {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf});
+            {options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf,
+             unscale_grads});
 }
 
 }  // namespace flatout

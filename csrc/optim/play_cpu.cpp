@@ -53,18 +53,24 @@ class PlayedBucket final : public Bucket {
   void play(const Config& config, const Storage& storage, const std::vector<FlatTensor>& tensors) {
     std::vector<char> image = table_image(tensors);
     const StepTable table = table_at(image.data(), tensors.size());
+    const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
     for_each_batch<StepBatch<kSmallCapacity>>(tensors, [&](const auto& batch) {
       ++launches;
       for (uint32_t block = 0; block < batch.chunks; ++block) {
         BlockStart<T, Rule> start;
         start_block(start, table, batch, block, config, storage);
-        if constexpr (kHasCodes<K>) {
+        if (skipped) {
+          // Only gradients are written.
+        } else if constexpr (kHasCodes<K>) {
           play_codes<T, Rule, K>(start);
         } else {
           for (uint32_t thread = 0; thread < threads; ++thread)
             step_thread<T, Rule, K>(start, thread, threads);
         }
+        if (start.extras.unscale != 1)
+          for (uint32_t thread = 0; thread < threads; ++thread) unscale_thread(start, thread, threads);
       }
+      if (skipped) return;
       for (uint32_t thread = 0; thread < threads; ++thread) count_steps(table, batch, thread, threads);
     });
   }
@@ -75,11 +81,13 @@ int64_t play_step_(const std::string& rule, const TensorList& weights, const Ten
                    const TensorList& states, const TensorList& absmaxes, const TensorList& steps,
                    const TensorList& averages, const TensorList& lows, const std::vector<int64_t>& ids,
                    const std::vector<double>& options, double lr, double weight_decay, bool maximize,
-                   double ema_decay, std::optional<int64_t> seed, int64_t threads) {
+                   double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
+                   const std::optional<Tensor>& found_inf, bool unscale_grads, int64_t threads) {
   PlayedBucket bucket(rule, weights, states, absmaxes, steps, averages, lows, ids);
   bucket.threads = static_cast<uint32_t>(threads);
   step_once(bucket, grads,
-            {options, lr, std::nullopt, weight_decay, maximize, ema_decay, seed, std::nullopt, std::nullopt});
+            {options, lr, std::nullopt, weight_decay, maximize, ema_decay, seed, grad_factor, found_inf,
+             unscale_grads});
   return bucket.launches;
 }
 
@@ -88,10 +96,10 @@ int64_t play_step_(const std::string& rule, const TensorList& weights, const Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flatout_testing, m) {
   m.def(
-      "step_(str rule, Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] absmaxes, "
-      "Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, float[] options, *, float "
-      "lr, "
-      "float weight_decay, bool maximize, float ema_decay, int? seed, int threads) -> int");
+      "step_(str rule, Tensor(a!)[] weights, Tensor(g!)[] grads, Tensor(b!)[] states, "
+      "Tensor(c!)[] absmaxes, Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, "
+      "float[] options, *, float lr, float weight_decay, bool maximize, float ema_decay, int? seed, "
+      "Tensor? grad_factor=None, Tensor? found_inf=None, bool unscale_grads=False, int threads) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flatout_testing, CPU, m) { m.impl("step_", TORCH_BOX(&flatout::play_step_)); }

@@ -21,6 +21,7 @@ struct StepNumbers {
   double ema_decay;
   std::optional<int64_t> seed;
   std::optional<Tensor> grad_factor, found_inf;
+  bool unscale_grads;
 };
 
 // Parameters of one device and dtype with everything that belongs to them but gradients. Keeps their memory
@@ -42,6 +43,12 @@ class Bucket {
 
   // One verdict over gradients on the bucket's device.
   virtual CheckResult check(const Check& check) const = 0;
+
+  // Where the gradients begin and end in memory.
+  using Extent = std::pair<uintptr_t, uintptr_t>;
+  void add_grad_extents(std::vector<Extent>& extents) const;
+  // True when no two overlap; the last that did not are remembered.
+  bool are_apart(std::vector<Extent> extents);
 
   const Tensor& leader() const { return streams_[0].kept[0]; }
   const std::vector<FlatTensor>& held() const { return held_; }
@@ -80,6 +87,7 @@ class Bucket {
   std::vector<FlatTensor> held_;  // those that gradients were set for
   TensorList grads_;              // of held_
   std::vector<int64_t> which_;
+  std::vector<Extent> apart_;
   ScalarType compute_;            // float64 for float64 weights, else float32
   ScalarType narrow_;             // the 16-bit type among the streams, else compute_
   int32_t device_type_, device_;  // device_: its index

@@ -4,6 +4,7 @@
 #include "optim/step_chunk.h"
 #include "optim/step_codes.h"
 #include "optim/step_table.h"
+#include "scaling/check_chunk.h"
 
 namespace flatout {
 
@@ -50,6 +51,26 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   for (int s = 0; s < Thread::kStreams; ++s)
     self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, Rule::kStates, place.begin);
   self.run(thread, threads);
+}
+
+// Gradients in memory times the factor, behind the step over the same chunk: they are read from L2 then. In
+// the step itself it would cost kernels up to half of their threads, in registers, whether they write
+// gradients or not.
+template <class T, class Rule>
+FLATOUT_HD void unscale_thread(const BlockStart<T, Rule>& start, uint32_t thread, uint32_t threads) {
+  const compute_t<T> factor = start.extras.unscale;
+  const Storage& storage = start.extras.storage;
+  const Place& place = start.place;
+  char* first = storage.template move<T>(place.tensor.address[1], 1, Rule::kStates, place.begin);
+  const auto unscale = [&](auto* gradients) {
+    using Element = std::remove_pointer_t<decltype(gradients)>;
+    scale_chunk<Element>(ChunkView<Element>{gradients, place.count}, factor, thread, threads);
+  };
+  if (storage.is_wide(1)) {
+    unscale(reinterpret_cast<compute_t<T>*>(first));
+  } else {
+    unscale(reinterpret_cast<T*>(first));
+  }
 }
 
 template <class Batch>

@@ -8,17 +8,19 @@
 namespace flatout {
 namespace {
 
-// The loop itself. The rule is a local copy and the streams are restrict, so that it vectorises.
+// The loop itself. The rule is a local copy and the streams are restrict, so that it vectorises. Gradients
+// are multiplied with `unscale` in a loop of their own: a second store would not vectorise beside every rule.
 template <class Rule, class Acc>
-FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], uint32_t count) {
+FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], uint32_t count, Acc unscale) {
   constexpr int kStreams = 2 + Rule::kStates;
   Acc* __restrict w = stream[0];
-  const Acc* __restrict g = stream[1];
+  Acc* __restrict g = stream[1];
   Acc* __restrict a = stream[kStreams > 2 ? 2 : 0];
   Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
   Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
   // In runs where there are prefetches between them: inside the loop they would keep it from vectorising.
-  const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : count;
+  // Gradients that are read twice must still be in L1.
+  const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : unscale != 1 ? kBlock : count;
   for (uint32_t begin = 0; begin < count; begin += run) {
     const uint32_t end = begin + run < count ? begin + run : count;
     for (const Acc* address : stream) prefetch_ahead(address + begin, run * sizeof(Acc), 2048);
@@ -36,6 +38,8 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
       if constexpr (kStreams > 3) b[i] = x[3];
       if constexpr (kStreams > 4) c[i] = x[4];
     }
+    if (unscale == 1) continue;
+    for (uint32_t i = begin; i < end; ++i) g[i] *= unscale;
   }
 }
 
@@ -63,7 +67,7 @@ struct StepChunk {
       if (!extras.storage.average && !extras.storage.codes) {
         Acc* direct[kCore];
         for (int s = 0; s < kCore; ++s) direct[s] = at<Acc>(s, 0);
-        return apply(rule, direct, count);
+        return apply(rule, direct, count, extras.unscale);
       }
     }
     for (uint32_t i = 0; i < count; i += kBlock) block(i, i + kBlock < count ? kBlock : count - i);
@@ -76,9 +80,9 @@ struct StepChunk {
       staged[s] = is_wide(s) ? at<Acc>(s, i) : buffer[s];
       if (!is_wide(s)) fetch(s, i, staged[s], n);
     }
-    apply(rule, staged, n);
+    apply(rule, staged, n, extras.unscale);
     for (int s = 0; s < kCore; ++s)
-      if (s != 1 && !is_wide(s)) put(s, i, staged[s], n);
+      if ((s != 1 || extras.unscale != 1) && !is_wide(s)) put(s, i, staged[s], n);
     if (extras.storage.average) {
       Acc* __restrict average = at<Acc>(kAverage, i);
       const Acc* __restrict weight = staged[0];
@@ -124,7 +128,7 @@ struct StepChunk {
         for (uint32_t k = 0; k < n; ++k) split(from[k], to[k], rest[k]);
         return;
       }
-      if (extras.stochastic) return put_stochastic(s, i, from, to, n);
+      if (extras.stochastic && s != 1) return put_stochastic(s, i, from, to, n);
     }
     if constexpr (!std::is_same_v<T, Acc>) narrow(from, at<T>(s, i), n);
   }
@@ -203,7 +207,10 @@ class CpuBucket final : public Bucket {
  private:
   void run(RuleName rule, int states, ScalarType dtype, const Storage& storage, const StepConfig& common,
            const std::vector<double>& options, const std::vector<FlatTensor>& tensors) override {
-    if (common.found_inf != nullptr && *common.found_inf != 0) return;
+    if (common.found_inf != nullptr && *common.found_inf != 0) {
+      if (common.unscale_grads) scale_on_cpu(tensors, 1, grad_dtype(), common.grad_factor.get());
+      return;
+    }
     with_config(rule, common, options, [&](const auto& config) {
       with_dtype(dtype, [&]<class T>(T*) {
         const bool known = config.template with_rule<compute_t<T>>(

@@ -43,7 +43,8 @@ template <class T, class Rule, Kind K, class Config>
 __global__ void __launch_bounds__(kThreadsOf<K>)
     step_kernel(const __grid_constant__ StepBatch<> batch, const __grid_constant__ StepTable table,
                 const __grid_constant__ Config config, const __grid_constant__ Storage storage) {
-  if (config.found_inf != nullptr && *config.found_inf != 0) return;
+  const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
+  if (skipped && !config.unscale_grads) return;
   static_assert(std::is_trivially_default_constructible_v<BlockStart<T, Rule>>,
                 "or shared memory is initialised");
   __shared__ BlockStart<T, Rule> start;
@@ -52,12 +53,19 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
     // Powers and roots in double are slow on most GPUs: once per block.
     if (threadIdx.x == 0) start_block(start, table, batch, blockIdx.x, config, storage);
     __syncthreads();
-    if constexpr (kHasCodes<K>) {
+    if (skipped) {
+      // Only gradients are written.
+    } else if constexpr (kHasCodes<K>) {
       step_codes<T, Rule, K>(start);
     } else {
       step_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
     }
+    if (start.extras.unscale != 1) {  // for the whole block
+      __syncthreads();                // until every thread has read its gradients
+      unscale_thread(start, threadIdx.x, blockDim.x);
+    }
   }
+  if (skipped) return;
   // The block that finishes last counts the step: all others have read the old counts.
   if (threadIdx.x == 0) {
     __threadfence();

@@ -45,6 +45,7 @@ template <class Acc>
 struct Extras {
   Storage storage;
   Acc ema_new;      // 1 - ema_decay
+  Acc unscale;      // gradients in memory are multiplied with it; 1: they stay as they are
   bool stochastic;  // round 16-bit results by chance
   RandomKey key;    // its stream is filled in per stream
 
@@ -77,6 +78,7 @@ FLATOUT_HD Extras<Acc> extras_of(const StepConfig& config, const Storage& storag
                                  double step) {
   return {storage,
           static_cast<Acc>(1 - config.ema_decay),
+          static_cast<Acc>(config.unscale_grads ? config.grad_factor.get() : 1),
           config.stochastic,
           {config.seed, 0, tensor, static_cast<uint32_t>(step)}};
 }

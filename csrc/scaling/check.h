@@ -33,6 +33,9 @@ using CheckResult = std::tuple<Tensor, Tensor, Tensor>;
 CheckResult check_on_cpu(const Check& check, const Tensor& leader);
 CheckResult check_on_cuda(const Check& check, const Tensor& leader);
 
+// Multiplies gradients of one dtype, which lie at address[slot], in place.
+void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType dtype, double factor);
+
 // The results, uninitialised.
 inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
   const bool wide = !check.lists.empty() &&

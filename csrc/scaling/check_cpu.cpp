@@ -136,20 +136,20 @@ void scale_(const TensorList& grads, const Tensor& factor) {
   const FlatGrads flat = flatten_grads(grads);
   check_apart({{grads, "grads"}});
   const double value = device_scalar(factor, "factor", grads.empty() ? factor : grads[0], 1).get();
-  if (value == 1) return;
-  for (const auto& entry : flat) {
-    const std::vector<FlatTensor>& tensors = entry.second;
-    with_dtype(entry.first, [&]<class T>(T*) {
-      for_each_chunk(tensors, first_chunks(tensors),
-                     [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
-                       run_vectorised(ScaleChunk<T>{static_cast<T*>(tensors[t].address[0]) + begin, count,
-                                                    static_cast<compute_t<T>>(value)});
-                     });
-    });
-  }
+  for (const auto& [dtype, tensors] : flat) scale_on_cpu(tensors, 0, dtype, value);
 }
 
 }  // namespace
+
+void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType dtype, double factor) {
+  if (factor == 1) return;
+  with_dtype(dtype, [&]<class T>(T*) {
+    for_each_chunk(tensors, first_chunks(tensors), [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
+      run_vectorised(ScaleChunk<T>{static_cast<T*>(tensors[t].address[slot]) + begin, count,
+                                   static_cast<compute_t<T>>(factor)});
+    });
+  });
+}
 
 CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
   CheckResult result = new_verdict(check, leader);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -296,7 +297,9 @@ class Job:
                 grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self.accumulate / batches)
                 self._averaged = True
-            self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm)
+            # Lazy also without clipping: 4 bytes per parameter less.
+            clip = math.inf if self.max_grad_norm is None else self.max_grad_norm
+            self.scaler.step(self.optimizer, max_grad_norm=clip)
             self.scaler.update()
         else:
             inv_scale = None if batches == 1 or self._averaged else 1.0 / batches

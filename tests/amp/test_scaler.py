@@ -108,8 +108,9 @@ def test_misuse_is_refused_as_in_torch():
         scaler.step(optimizer)
     scaler.update()
     p.grad = None
+    scaler.step(optimizer)
     with pytest.raises(AssertionError, match="No inf checks"):
-        scaler.step(optimizer)
+        scaler.update()
     half = torch.nn.Parameter(torch.ones(5, dtype=torch.float16))
     half.grad = torch.ones_like(half)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):

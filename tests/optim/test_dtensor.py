@@ -12,6 +12,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 
 from tests.optim import dtensor_checks as checks
+from tests.optim import dtensor_gradients as gradients
 
 PLACES = list(checks.PLACEMENTS)
 NAMES = list(checks.BASIC)
@@ -70,6 +71,15 @@ def test_one_infinity_stops_all_ranks(ranks, place, form):
 
 def test_other_gradients_are_torchs(ranks):
     ranks(checks.other_gradients_are_torchs)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_plain_steps_leave_unscaled_gradients(ranks, place):
+    ranks(gradients.plain_steps_leave_unscaled_gradients, place)
+
+
+def test_partial_gradients_are_unscaled(ranks):
+    ranks(gradients.partial_gradients_are_unscaled)
 
 
 def test_partial_gradients_are_summed_once(ranks):

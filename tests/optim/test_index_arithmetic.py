@@ -72,19 +72,24 @@ def streams(rule, storage, sizes, offsets):
     offsets=st.lists(st.integers(0, 9), min_size=7, max_size=7),
     together=st.booleans(),
     stochastic=st.booleans(),
+    unscale=st.booleans(),
+    skipped=st.sampled_from([False, False, True]),
     threads=st.sampled_from([32, 128, 512]),
 )
-def test_blocks_and_threads_do_what_the_cpu_loop_does(sizes, rule, storage, offsets, together, stochastic, threads):
+def test_blocks_and_threads_do_what_the_cpu_loop_does(
+    sizes, rule, storage, offsets, together, stochastic, unscale, skipped, threads
+):
     if together:
         offsets = offsets[:1] * 7
     lists = streams(rule, storage, sizes, offsets)
-    copies = [[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists]
+    copies, before = ([[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists] for _ in "ab")
     seed = 3 if stochastic and bf16 in storage else None
     name = {"amsgrad": "adam", "momentum": "sgd"}.get(rule, rule)
     options = dict(lr=0.1, weight_decay=0.1, maximize=rule == "amsgrad", ema_decay=0.9, seed=seed)
+    options |= dict(grad_factor=torch.tensor(0.7), found_inf=torch.tensor(float(skipped)), unscale_grads=unscale)
     launches = torch.ops.flatout_testing.step_(name, *lists, RULES[rule][1], **options, threads=threads)
     assert launches == -(-len(sizes) // 3)
-    torch.ops.flatout.step_(name, *copies, RULES[rule][1], **options, lr_tensor=None, grad_factor=None, found_inf=None)
+    torch.ops.flatout.step_(name, *copies, RULES[rule][1], **options, lr_tensor=None)
     for played, expected in zip(lists[:7], copies[:7], strict=True):
         for a, b in zip(played, expected, strict=True):
             # The CPU's loops may fuse multiplications and additions that the played code does not.
@@ -97,6 +102,15 @@ def test_blocks_and_threads_do_what_the_cpu_loop_does(sizes, rule, storage, offs
                 continue
             bound = {f64: 1e-13, f32: 1e-6}.get(a.dtype, 8e-3)
             torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+    factor = 0.7 if unscale else 1.0
+    for g, once in zip(lists[1], before[1], strict=True):
+        expected = once.double() * torch.tensor(factor).double()
+        assert torch.equal(g, (expected if g.dtype == f64 else expected.float()).to(g.dtype)), (
+            "rounded to nearest, once"
+        )
+    if skipped:
+        for played, once in zip(lists[:1] + lists[2:7], before[:1] + before[2:7], strict=True):
+            assert all(map(torch.equal, played, once))
 
 
 @pytest.mark.parametrize("storage", [storage for storage in STORAGES if storage[2] == u8], ids=str)

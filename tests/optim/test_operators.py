@@ -49,6 +49,8 @@ def test_opcheck(name, dtype):
         args = (tensors(dtype), torch.tensor(0.5), *((1.0,) if name == "unscale_and_check" else ()))
         kwargs, operator = {}, getattr(ops, name).default
     torch.library.opcheck(operator, args, kwargs)
+    if operator is ops.step_.default:
+        torch.library.opcheck(operator, args, kwargs | {"unscale_grads": True})
 
 
 def test_operators_trace_without_a_graph_break():
@@ -64,6 +66,20 @@ def test_operators_trace_without_a_graph_break():
     expected = one_update(*eager)
     norm = torch.compile(one_update, backend="aot_eager", fullgraph=True)(*traced)
     torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(traced, eager)
+
+
+def test_gradients_that_a_step_writes_are_written_in_a_traced_one_too():
+    def one_update(p, g):
+        ops.step_(
+            "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0],
+            **NUMBERS, grad_factor=torch.full((), 0.5), found_inf=None, unscale_grads=True,
+        )  # fmt: skip
+
+    eager, traced = ([torch.ones(7), torch.full((7,), 2.0)] for _ in range(2))
+    one_update(*eager)
+    torch.compile(one_update, backend="aot_eager", fullgraph=True)(*traced)
+    assert torch.equal(eager[1], torch.ones(7))
     torch.testing.assert_close(traced, eager)
 
 
@@ -128,6 +144,7 @@ BAD = [
     (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights with int16 remainders must be bfloat16"),
     (dict(rule="adamax"), "rule must be adam, sgd or lion, got adamax"),
     (dict(options=(1.0,)), "options must hold 3 numbers, got 1"),
+    (dict(unscale_grads=True, weights=[torch.ones(4)] * 2, grads=[torch.ones(4)] * 2), "share memory"),
     (dict(seed=1), "steps must be given with a seed"),
     (dict(seed=1, counts=[torch.zeros(())]), "a seed rounds bfloat16 tensors stochastically, and there are none"),
     (dict(grad_factor=torch.ones(2)), "grad_factor must be one float32 or float64 number, got 2 elements"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -20,15 +21,19 @@ class GradScaler(torch.amp.GradScaler):
     What it adds:
 
     - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim``
-      that is the *lazy* form: gradients are read, never rewritten (``p.grad`` stays scaled and unclipped),
-      and whether to skip is decided on the device.
+      that is the *lazy* form: gradients are read, never rewritten: ``p.grad`` stays scaled and unclipped.
+      ``max_grad_norm=math.inf`` is the lazy form without clipping.
+    - ``step(optimizer)`` leaves unscaled gradients in ``p.grad``, as torch's does, after a skipped step too. With an
+      optimizer of ``flatout.optim`` the step writes them in its one pass (4 bytes more per fp32 parameter).
+    - With an optimizer of ``flatout.optim`` the device decides whether to skip; nothing waits for it.
     - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled
       once.
     - ``last_step_skipped`` tells what became of the last step.
 
-    float16 gradients (of float16 parameters with master weights, say) are for the lazy form, which unscales them
-    in float32 on their way into the step. ``unscale_`` refuses them, as torch's does, masters or not: written
-    back in float16, small ones would become the zeros that loss scaling is there to prevent.
+    float16 gradients (of float16 parameters with master weights, say) are for ``step`` of a flatout optimizer, which
+    unscales them in float32 in registers. ``unscale_`` refuses them, as torch's does, masters or not: written
+    back in float16 before the step, small ones would become the zeros that loss scaling is there to prevent. The
+    plain ``step`` writes them back after their use, as torch's fused optimizers do.
     """
 
     _last_step_skipped: Tensor | None = None
@@ -52,7 +57,8 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the optimizer that owns the gradients.
             args: forwarded to ``optimizer.step`` of optimizers that are not flatout's.
-            max_grad_norm: clip the unscaled gradients' global norm to this.
+            max_grad_norm: clip the unscaled gradients' global norm to this, and with an optimizer of
+                ``flatout.optim`` leave ``p.grad`` as it is.
             kwargs: as ``args``. Closures are not supported.
 
         Returns:
@@ -67,6 +73,10 @@ class GradScaler(torch.amp.GradScaler):
         native = isinstance(optimizer, NativeStep)
         if "closure" in kwargs or ((args or kwargs) and (native or not self._enabled)):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled or clips.")
+        _gradients.check_max_norm(max_grad_norm)
+        lazy = max_grad_norm is not None
+        if max_grad_norm == math.inf:
+            max_grad_norm = None
         if not self._enabled:
             update(optimizer, max_grad_norm=max_grad_norm)
             return None
@@ -83,38 +93,39 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 result = super().step(optimizer, *args, **kwargs)
         elif record["stage"] is OptState.READY:
-            self._lazy_step(optimizer, scale, max_grad_norm, record)
+            self._checked_step(optimizer, scale, max_grad_norm, record, lazy)
         else:
-            self._unscaled_step(optimizer, max_grad_norm, record)
+            self._unscaled_step(optimizer, max_grad_norm, record, lazy)
         record["stage"] = OptState.STEPPED
         found_inf = _found_inf(record)
         # A tensor of its own: update() adds the findings of other optimizers to ours.
         self._last_step_skipped = None if found_inf is None else found_inf != 0
         return result
 
-    def _lazy_step(
-        self, optimizer: torch.optim.Optimizer, scale: Tensor, max_grad_norm: float | None, record: dict[str, Any]
+    def _checked_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        max_grad_norm: float | None,
+        record: dict[str, Any],
+        lazy: bool,
     ) -> None:
         # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
         total = scale if own is None else scale * own
-        found_inf = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm).found_inf
-        if found_inf is None:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
-        record["found_inf_per_device"] = {found_inf.device: found_inf}
+        result = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm, unscale_grads=not lazy)
+        if result.found_inf is not None:  # else there are no gradients, which torch's fused optimizers take, too
+            record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
 
     def _unscaled_step(
-        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
     ) -> None:
-        found_inf = _found_inf(record)
-        if found_inf is None:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
         own = optimizer.__dict__.pop("grad_scale", None)
         factor = None if own is None else _inverse(own)
         grads = _gradients.of_optimizer(optimizer)
         if max_grad_norm is not None and grads:
             factor = _gradients.check(grads, factor, max_grad_norm).grad_factor
-        apply(optimizer, factor, found_inf)
+        apply(optimizer, factor, _found_inf(record), unscale_grads=not lazy)
 
     def _must_not_skip(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
         """The step would be skipped by an optimizer that spoils its state in doing so: asks the device."""

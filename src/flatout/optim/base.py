@@ -44,7 +44,8 @@ def is_patched(optimizer: torch.optim.Optimizer) -> bool:
 class NativeStep(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: same options, same state, one native pass per group.
 
-    ``step`` leaves ``p.grad`` as it is: an AMP scale or a clip coefficient is applied in registers.
+    ``step`` leaves ``p.grad`` as it is: what a lazy update multiplies gradients with is applied in registers. A
+    ``grad_scale``, as torch's GradScaler hands it over, leaves unscaled gradients, as in torch's fused optimizers.
     Where memory lies is kept from step to step; :meth:`release` lets go of it.
     """
 
@@ -153,23 +154,33 @@ class NativeStep(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         factor = getattr(self, "_grad_factor", None)
         grad_scale = getattr(self, "grad_scale", None)
+        unscales = getattr(self, "_unscales_grads", False)
         if grad_scale is not None:
+            unscales |= factor is None
             inverse = grad_scale.double().reciprocal().float()
             factor = inverse if factor is None else factor * inverse
+        unscales = unscales and factor is not None
         ready = self.__dict__.pop("_ready", None)
         if ready is None:
             ready = self._prepare()
+        if unscales and ready and not self._plan.can_unscale():
+            for bucket in ready:
+                bucket.forget_grads()
+            _gradients.scale_(_gradients.of_optimizer(self), factor)
+            factor, unscales, ready = None, False, self._prepare()
         if ready is None:
-            self._torch_update(factor, found_inf)
+            self._torch_update(factor, found_inf, unscales)
             return
         try:
-            self._step_buckets(ready, factor, found_inf)
+            self._step_buckets(ready, factor, found_inf, unscales)
         finally:
             for bucket in ready:
                 bucket.forget_grads()
 
-    def _step_buckets(self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None) -> None:
-        scalars = [self._scalars(bucket, factor, found_inf) for bucket in ready]
+    def _step_buckets(
+        self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
+    ) -> None:
+        scalars = [self._scalars(bucket, factor, found_inf) | {"unscale_grads": unscales} for bucket in ready]
         for bucket in ready:
             bucket.refresh_masters()
         # All memory is there now, but for the tables of CUDA launches, which are small, and made once.
@@ -216,7 +227,7 @@ class NativeStep(torch.optim.Optimizer):
         counted = seeded or self._counts(chosen)
         return Kind(self._rule, group, streams, options.count_dtype(chosen) if counted else None, seeded, layout)
 
-    def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None, unscales: bool = False) -> None:
         """The same update by torch's class; it must ask the device whether to skip."""
         added = {name for group in self.param_groups for name in options.additions_of(group)}
         if added:
@@ -225,6 +236,8 @@ class NativeStep(torch.optim.Optimizer):
                 "take (plain dense gradients, betas on the CPU, a device with kernels)"
             )
         if found_inf is not None and found_inf.item():
+            if unscales and factor is not None:
+                _gradients.scale_(_gradients.of_optimizer(self), factor)
             return
         handed: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__

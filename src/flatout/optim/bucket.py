@@ -215,6 +215,8 @@ class Bucket:
         self._which: list[int] = []
         self.given = 0
         """How many gradients are set."""
+        self.reads_copies = False
+        """The kernels read copies of some gradients, so that writing them would change none."""
 
     def _is_walked(self, p: Tensor) -> bool:
         return not self._complex and _gradients.is_dense(_dtensor.local(p))
@@ -234,6 +236,7 @@ class Bucket:
             mine = [mine[i] for i in which]
         if self._distributed and not all(map(_dtensor.alike, mine, [self._params[i] for i in which])):
             return FOREIGN
+        self.reads_copies = self._complex and any(map(Tensor.is_conj, mine))
         if self._complex or self._distributed:
             mine = list(map(_real, mine))
         self._which = which
@@ -243,6 +246,7 @@ class Bucket:
         if status in (STRIDES, FOREIGN) and all(takes(self._params[i], grads[self._positions[i]]) for i in which):
             leaders = [_real(self._leaders[i]) for i in which]
             wide = compute_dtype(leaders[0].dtype) if status == FOREIGN else None  # gradients of several dtypes
+            self.reads_copies = True
             status = self._set([like(grad, leader, wide) for grad, leader in zip(mine, leaders, strict=True)])
         return status
 
@@ -259,7 +263,9 @@ class Bucket:
             self._leaders[i].copy_(self._params[i])
         _ops.step_bucket_(self.handle, options, **scalars)
         self.given = 0
-        torch.autograd.graph.increment_version(self._stepped(self._params) + self._stepped(self._copies))
+        grads = (self._params[i].grad for i in self._which if scalars["unscale_grads"])
+        written = [grad for grad in grads if grad is not None]
+        torch.autograd.graph.increment_version(self._stepped(self._params) + self._stepped(self._copies) + written)
         for i in stand_ins:
             self._params[i].copy_(self._leaders[i])
         if self._masters:

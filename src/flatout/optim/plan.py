@@ -28,6 +28,7 @@ from flatout.optim.bucket import (
 if TYPE_CHECKING:
     from flatout.optim.base import NativeStep
 
+_grads_are_apart = torch.ops.flatout.grads_are_apart
 _params = itemgetter("params")
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
@@ -52,6 +53,7 @@ class Plan:
         self._forms: list[Any] = []
         self._state: list[Any] = []
         self._distributed = False  # there are DTensors
+        self._redistributed = False  # some of their gradients are laid out anew
 
     def ready(self, optimizer: NativeStep) -> list[Bucket] | None:
         """The buckets with something to do, their gradients set; None when something is not for the kernels.
@@ -68,7 +70,8 @@ class Plan:
             self._distributed = any(map(_dtensor.is_distributed, params))
         if self._distributed:
             # Before anything that may go otherwise on another rank: this waits for all of them.
-            grads = [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
+            given, grads = grads, [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
+            self._redistributed = any(map(is_not, grads, given))
         status = STALE
         try:
             if known and self._holds(optimizer):
@@ -82,6 +85,15 @@ class Plan:
                 for bucket in self._buckets:
                     bucket.forget_grads()
         return [bucket for bucket in self._buckets if bucket.given] if status == READY else None
+
+    def can_unscale(self) -> bool:
+        """True when the step may write the gradients that have been set: they are the parameters' own, and apart."""
+        given = [bucket for bucket in self._buckets if bucket.given]
+        return (
+            not self._redistributed
+            and not any(bucket.reads_copies for bucket in given)
+            and _grads_are_apart([bucket.handle for bucket in given])
+        )
 
     def _holds(self, optimizer: NativeStep) -> bool:
         return (

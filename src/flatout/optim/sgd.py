@@ -42,9 +42,9 @@ class SGD(NativeStep, torch.optim.SGD):
             result.pop(absmax_name("momentum_buffer"), None)
         return result
 
-    def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None, unscales: bool = False) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if "step" in self.state.get(p, ()):
                     self.state[p] = self._published(group, self.state[p])
-        super()._torch_update(factor, found_inf)
+        super()._torch_update(factor, found_inf, unscales)

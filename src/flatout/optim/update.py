@@ -34,13 +34,15 @@ def update(
     inv_scale: Tensor | float | None = None,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool | None = None,
+    unscale_grads: bool = False,
 ) -> UpdateResult:
     """Steps ``optimizer`` with its gradients times ``inv_scale``, clipped to a global norm.
 
     With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and
-    once by the step, and **never rewritten**: ``p.grad`` stays scaled and unclipped (32 bytes per fp32
-    parameter for AdamW, against 48). Any other optimizer gets its gradients rewritten in place first, with
-    the same meaning; one that cannot skip by itself (only torch's fused classes can) is skipped by asking the device.
+    once by the step, and not rewritten: ``p.grad`` stays scaled and unclipped (32 bytes per fp32
+    parameter for AdamW, against 48), for step pre-hooks too. Any other optimizer gets its gradients rewritten in place
+    first, with the same meaning; one that cannot skip by itself (only torch's fused classes can) is skipped by asking
+    the device.
 
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
@@ -50,6 +52,8 @@ def update(
         max_grad_norm: clip to this norm.
         skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
             Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
+        unscale_grads: have the step of a flatout optimizer leave gradients in ``p.grad`` as it uses them (4 bytes more
+            per fp32 parameter), after a skipped step too. Step pre-hooks see them so, except float16 ones.
 
     Returns:
         What the check found. Both are None when there was no need to look: no gradients at all, or only a
@@ -70,8 +74,6 @@ def update(
             look = _look(ready, inv_scale, max_grad_norm)
         elif ready:
             factor = _gradients.on_device(inv_scale, ready[0].device)
-        if not _steps_at_once(optimizer):
-            ready = None
     elif wants_look or inv_scale is not None:  # collecting coalesces sparse gradients, which rounds differently
         grads = _gradients.of_optimizer(optimizer)
         if grads and wants_look:
@@ -80,9 +82,9 @@ def update(
             factor = _gradients.on_device(inv_scale, grads[0].device)
     try:
         if look is None:
-            apply(optimizer, factor, None, ready)
+            apply(optimizer, factor, None, ready, unscale_grads)
             return UpdateResult(None, None)
-        apply(optimizer, look.grad_factor, look.found_inf if skip_nonfinite else None, ready)
+        apply(optimizer, look.grad_factor, look.found_inf if skip_nonfinite else None, ready, unscale_grads)
         return UpdateResult(look.found_inf, look.grad_norm)
     finally:
         for bucket in prepared:  # a hook may have raised
@@ -118,13 +120,24 @@ def apply(
     factor: Tensor | None,
     found_inf: Tensor | None,
     ready: list[Bucket] | None = None,
+    unscale_grads: bool = False,
 ) -> None:
     """``optimizer.step()`` with gradients times ``factor``; nothing happens where ``found_inf`` is set.
 
-    ``ready``: a native optimizer's buckets whose gradients have been set.
+    ``ready``: a native optimizer's buckets whose gradients have been set. ``unscale_grads``: as of :func:`update`.
     """
     if isinstance(optimizer, NativeStep):
-        _step_with(optimizer, _grad_factor=factor, found_inf=found_inf, _ready=ready)
+        if not _steps_at_once(optimizer):
+            ready = None
+            if unscale_grads and factor is not None:
+                grads = _gradients.of_optimizer(optimizer)
+                # float16 would lose the small ones before the step.
+                if all(grad.dtype != torch.float16 for grad in grads):
+                    _gradients.scale_(grads, factor)
+                    factor = None
+        _step_with(
+            optimizer, _grad_factor=factor, found_inf=found_inf, _ready=ready, _unscales_grads=unscale_grads or None
+        )
         return
     skips = getattr(optimizer, "_step_supports_amp_scaling", False) and not spoils_buffers(optimizer)
     if found_inf is not None and not skips and found_inf.item():
