@@ -92,6 +92,25 @@ def is_rewindable(loader: Any) -> bool:
     return batch_sampler is None and type(loader.sampler) in _REWINDABLE_SAMPLERS
 
 
+class LoaderPosition:
+    """How far a loader of flatout's that can be rewound was read, and its counters; restored with its objects."""
+
+    def __init__(self, loader: Any) -> None:
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        while type(loader).__module__.startswith("flatout.data.") and is_rewindable(loader):
+            source = vars(loader).get("_source")
+            for part in (loader, vars(loader).get("progress"), source, getattr(source, "progress", None)):
+                if part is not None:
+                    self._saved.append((vars(part), dict(vars(part))))
+            loader = loader.loader
+
+    def restore(self) -> None:
+        """Put every attribute back."""
+        for attributes, saved in self._saved:
+            attributes.clear()
+            attributes.update(saved)
+
+
 def original_of(loader: Any) -> Any:
     """The user's own loader, of which this one was made for its batch size, or its samples' seeds."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):

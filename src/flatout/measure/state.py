@@ -17,6 +17,7 @@ from flatout._backends import AttentionKernels, Float32Precision
 from flatout._cleanup import run_all
 from flatout._malloc import MallocSetting
 from flatout.data.generators import RandomState
+from flatout.data.loaders import LoaderPosition
 from flatout.measure.foreign import StepGuard, add_foreign, copied_before_writes
 from flatout.measure.saved import Saved
 
@@ -81,7 +82,7 @@ class State:
             modules: model and loss modules: parameters, buffers, gradients, train/eval modes and random generators.
             optimizer: its parameters, state, hyper-parameters and attributes, with the tensors, containers and
                 optimizers in them.
-            loader: the random generators that it, its samplers and its dataset keep.
+            loader: the random generators that it, its samplers and its dataset keep; of flatout's loaders the position.
             code: callables of the step, such as the loss: the random generators that they use, and the modules,
                 optimizers and tensors that they can reach.
             on: the device for the copies; default: where the originals are.
@@ -94,7 +95,9 @@ class State:
             saved.optimizer(optimizer)
         add_foreign(saved, list(code))
         # Restored in this order: flags last, as techniques that are taken back turn them.
-        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), _BackendFlags())
+        return cls(
+            saved, RandomState.capture([loader, *modules, *code, optimizer]), LoaderPosition(loader), _BackendFlags()
+        )
 
     def restore(self) -> None:
         """Put everything back as it was when captured. May be called any number of times.
