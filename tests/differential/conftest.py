@@ -21,8 +21,6 @@ def _known(job: Job) -> list[pytest.MarkDecorator]:
     """Defects that are being mended."""
     reasons = {
         "movable object": "objects that only have .to() are refused",
-        "prefetcher": "trials move the position of a loader of ours",
-        "in memory": "trials move the position of a loader of ours",
     }
     found = [reasons[kind] for kind in (job.loss, job.batch, job.loader) if kind in reasons]
     return [pytest.mark.xfail(reason=found[0], strict=False)] if found else []
