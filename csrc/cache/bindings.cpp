@@ -18,6 +18,7 @@ void bind_cache(py::module_& module) {
       .def(
           py::init([](std::uintptr_t address, std::size_t rows, const py::object& /*owner*/) {
             if (address == 0 && rows != 0) throw std::invalid_argument("address must not be 0");
+            if (rows > std::size_t{1} << 56) throw std::invalid_argument("rows must be at most 2^56");
             // NOLINTNEXTLINE(performance-no-int-to-ptr): tensor.data_ptr() is an integer
             return RowStates(reinterpret_cast<std::uint8_t*>(address), rows);
           }),

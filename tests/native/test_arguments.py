@@ -255,6 +255,8 @@ def test_threads_are_few(threads):
 def test_states_of_rows_lie_somewhere():
     with pytest.raises(ValueError, match="address"):
         _host.RowStates(0, 4, None)
+    with pytest.raises(ValueError, match="rows"):
+        _host.RowStates(DATA.data_ptr(), 1 << 61, DATA)
 
 
 @pytest.mark.parametrize("kind", ["StepCounter", "Ring", "Stager", "RowStates", "StepTimer"])
