@@ -143,7 +143,7 @@ class Values:
     def callable(self) -> Any:
         if self.chance(0.3):
             return self.anything()
-        result = self.rng.choice((0, 1, [], None, *self.tensors[:1]))
+        result = self.rng.choice((0, 1, [], None, torch.ones(2)))
         return self.rng.choice((lambda *_: result, lambda *_: [result], lambda *_: 1 / 0))
 
     def timer(self) -> Any:
@@ -155,16 +155,17 @@ class Values:
         return type("Timer", (_host.StepTimer,), methods | {"reset": lambda *_: None})()
 
     def anything(self) -> Any:
+        # No tensor from among those of the case: an error prints it, and torch crashes over one without memory.
         made: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.integer,
             self.floating,
             lambda: self.rng.choice(STRINGS),
-            self.one_tensor,
-            self.tensor_list,
+            lambda: torch.ones(self.shapes[0], dtype=self.dtype),
+            lambda: [torch.ones(shape) for shape in self.shapes],
             dict,
             object,
-            lambda: {"x": self.one_tensor(), "y": [self.integer(), ()]},
+            lambda: {"x": torch.ones(2), "y": [self.integer(), ()]},
             lambda: type("Batch", (), {"shape": (1, "a"), "dtype": None, "requires_grad": 3})(),
         )
         return self.rng.choice(made)()
