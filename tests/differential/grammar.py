@@ -140,8 +140,10 @@ def draw(seed: int) -> Job:
     optimizers = FOR_SPARSE.get(model) or [
         name for name in OPTIMIZERS if name != "SparseAdam" and (model != "complex" or name not in NO_COMPLEX)
     ]
-    optimizer = rng.choice([name for name in optimizers if form != "checkpoint" or name != "Lookahead"])
+    left_out = {"Lookahead" if form == "checkpoint" else "", "Adafactor" if model == "odd" else ""}
+    optimizer = rng.choice([name for name in optimizers if name not in left_out])
     quirks = _quirks(rng, model, form)
+    scheduler = rng.choice(["", *SCHEDULERS]) if form != "inference" else ""
     techniques = _techniques(rng, form)
     if model not in SPLITTABLE or loss not in WHOLE_LOSSES or {"hooks", "spectral norm"} & {*quirks}:
         techniques.pop("batch_size", None)
@@ -169,7 +171,7 @@ def draw(seed: int) -> Job:
         batch=batch,
         loader=loader,
         optimizer=optimizer,
-        scheduler=rng.choice(["", *SCHEDULERS]) if form != "inference" else "",
+        scheduler="" if (form, scheduler) == ("own loop", "ReduceLROnPlateau") else scheduler,
         trained=rng.choice([0, 2]),
         techniques=techniques,
         arguments=arguments,
