@@ -295,7 +295,7 @@ def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
     captured = capfd.readouterr()
     shown = captured.err[captured.err.index("Traceback") :].splitlines()
     assert shown[1] == f'  File "{path}", line 10, in <module>'
-    assert shown[-1] == "KeyError: 'lost'"
+    assert "KeyError: 'lost'" in shown
     assert "mean of 3 steps" in captured.out  # of six: one to warm up, two that look for syncs
 
 
@@ -408,7 +408,7 @@ else:
     )
     done = alone(path)
     assert "ended with 3\nended with 4\n" in done.stdout
-    assert "optimizer updates" not in done.stderr
+    assert done.stderr.count("flatout:") == 1  # before the script begins; no child adds a line
 
 
 def test_a_script_with_flatout_is_not_marked_twice(tmp_path: Path) -> None:
