@@ -97,7 +97,7 @@ def test_nothing_is_looked_at_with_no_budget_with_a_plan_or_when_forbidden(monke
 
 
 def test_advice_can_be_forbidden_and_not_forced():
-    with pytest.raises(ValueError, match=r"techniques\['transforms'\] must be False, or be left out"):
+    with pytest.raises(ValueError, match=r"techniques\['transforms'\] must be False"):
         row_of(DataLoader(Scaled(), 8), {"transforms": True})
 
 
