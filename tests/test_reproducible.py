@@ -72,6 +72,15 @@ def test_a_plain_call_is_in_force_at_once_and_until_undo() -> None:
         assert drawn() != first
 
 
+def test_a_block_puts_back_what_it_found_whatever_was_on_before() -> None:
+    left = flatout.reproducible(0)  # in force, and turned off by hand
+    torch.use_deterministic_algorithms(False)
+    with flatout.reproducible(0):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    left.undo()
+
+
 def test_a_with_block_gives_generators_and_settings_back() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = [drawn() for _ in range(2)]

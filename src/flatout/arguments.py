@@ -76,7 +76,7 @@ def check_forced(
         ValueError: names the argument, and the reason.
     """
     if technique.name in forced and not technique.is_so(job, choices[technique.name]):
-        raise ValueError(f"{forced[technique.name]}: {reason}. Leave it out")
+        raise ValueError(f"{forced[technique.name]}: {reason.rstrip('.')}. Leave it out")
 
 
 def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,15 +21,16 @@ CUBLAS_CONFIGS = (":4096:8", ":16:8")
 
 
 _Flags = tuple[bool, bool, bool, bool, bool]
-_holders: list[DeterministicAlgorithms] = []
-_outside: tuple[_Flags, str | None] | None = None  # the settings before the first holder
+_holders: list[weakref.ref[DeterministicAlgorithms]] = []
+"""Those that are on, the latest last. A run that is dropped without ``undo`` holds nothing any more."""
 _in_force = 0  # how many `Reproducible` are
 
 
 class DeterministicAlgorithms:
     """torch's deterministic algorithms with what they need around them, process-wide: on, and exactly off again.
 
-    Several may be on at a time, and are turned off in any order. The last one puts the settings back.
+    Several may be on at a time, and are turned off in any order: one that is not the latest leaves the settings to the
+    next, which puts back what it found and what that one found.
 
     Args:
         warn_only: an operator without a deterministic algorithm warns; otherwise it raises.
@@ -36,6 +38,7 @@ class DeterministicAlgorithms:
 
     def __init__(self, *, warn_only: bool = False) -> None:
         self._warn_only = warn_only
+        self._before: tuple[_Flags, str | None] = _flags(), os.environ.get(CUBLAS)
 
     def enable(self) -> None:
         """Turn them on.
@@ -44,13 +47,11 @@ class DeterministicAlgorithms:
             RuntimeError: cuBLAS has started in this process, without a workspace that makes it repeat its results;
                 nothing has changed then. A warning with ``warn_only``.
         """
-        global _outside
-        if not _holders:
-            _outside = _flags(), os.environ.get(CUBLAS)
-        _holders.append(self)
+        self._before = _flags(), os.environ.get(CUBLAS)
+        _holders.append(weakref.ref(self))
         if os.environ.get(CUBLAS) not in CUBLAS_CONFIGS:
             os.environ[CUBLAS] = CUBLAS_CONFIGS[0]
-        self._set_flags()
+        _set_flags((False, True, True, self._warn_only, True))
         if cublas_started_without():
             message = (
                 f"cuBLAS has started in this process without {CUBLAS}, so that its products need not repeat: ask for "
@@ -62,21 +63,19 @@ class DeterministicAlgorithms:
             warnings.warn(message, stacklevel=3)
 
     def disable(self) -> None:
-        """Put every setting back, or leave them to those that are still on."""
-        _holders.remove(self)
-        if _holders:
-            _holders[-1]._set_flags()
+        """Put every setting back, or leave that to one that was turned on later."""
+        on = [holder for reference in _holders if (holder := reference()) is not None]
+        later = on[on.index(self) + 1 :]
+        _holders[:] = [weakref.ref(holder) for holder in on if holder is not self]
+        if later:
+            later[0]._before = self._before
             return
-        assert _outside is not None
-        flags, cublas = _outside
+        flags, cublas = self._before
         _set_flags(flags)
         if cublas is None:
             os.environ.pop(CUBLAS, None)
         else:
             os.environ[CUBLAS] = cublas
-
-    def _set_flags(self) -> None:
-        _set_flags((False, True, True, self._warn_only, True))
 
 
 def _flags() -> _Flags:
