@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatout
 from flatout.mfu import MfuCounter, count_flops
-from flatout.mfu.wrapped import _listening
+from flatout.mfu.wrapped import UnderWay, _listening
 
 
 def mlp() -> nn.Sequential:
@@ -549,3 +549,15 @@ def test_a_wrapped_part_of_a_compiled_whole_is_left_alone() -> None:
     whole = torch.compile(nn.Sequential(part, nn.Linear(4, 2)), backend="eager", fullgraph=True)
     whole(torch.ones(2, 8)).sum().backward()
     assert counter.steps == 0
+
+
+def test_a_step_that_another_thread_has_taken_is_not_taken_twice() -> None:
+    counter, model = MfuCounter(1.0, device="cpu"), mlp()
+    counter.wrap(model)
+    model(torch.ones(3, 8))
+    calls, thread = type(model).flatout_calls, threading.get_ident()
+    step = calls._steps[thread]
+    assert not calls._take(thread, UnderWay(None))  # of which the slot of this thread holds the next
+    assert calls._steps[thread] is step
+    assert calls._take(thread, step)
+    assert not calls._take(thread, step)

@@ -82,6 +82,7 @@ class Calls:
         self._model = weakref.ref(model)
         self._work = CountedWork(self._counted)
         self._steps: dict[int, UnderWay] = {}
+        self._taking = threading.Lock()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         _listen_to_updates()
         _listening.add(self)
@@ -183,20 +184,23 @@ class Calls:
     def settle(self) -> None:
         """Hand over the steps whose backward is done."""
         for thread, step in list(self._steps.items()):
-            if step.went_back and not step.going_back and self._take(thread) is step:
+            if step.went_back and not step.going_back and self._take(thread, step):
                 self._core.finish(step.token, step.samples, step.tokens, step.flops, step.hardware_flops)
 
     def _drop(self, thread: int) -> None:
-        step = self._take(thread)
-        if step is not None:
+        step = self._steps.get(thread)
+        if step is not None and self._take(thread, step):
             self._core.drop(step.token)
 
-    def _take(self, thread: int) -> UnderWay | None:
-        step = self._steps.pop(thread, None)
-        if step is not None:
-            for hook in step.leaf_hooks:
-                hook.remove()
-        return step
+    def _take(self, thread: int, step: UnderWay) -> bool:
+        """Remove a step of a thread, unless another thread has; that one may have begun its next meanwhile."""
+        with self._taking:
+            if self._steps.get(thread) is not step:
+                return False
+            del self._steps[thread]
+        for hook in step.leaf_hooks:
+            hook.remove()
+        return True
 
     def _counted(self, *args: Any, **kwargs: Any) -> FlopCount | None:
         if self._counter.flops_per_step is not None:
