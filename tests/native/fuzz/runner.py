@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import random
@@ -92,6 +93,7 @@ def run_case(signatures: Sequence[Signature], seed: int, case: int, show: bool =
 
 
 def _child(signatures: Sequence[Signature], seed: int, cases: range, pipe: int) -> None:
+    faulthandler.disable()  # the parent names the case
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES,) * 2)
