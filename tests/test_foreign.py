@@ -20,7 +20,7 @@ from tests.jobs import QUICK
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
-QUICKLY = QUICK | {"fused_optimizer": False, "channels_last": False, "in_memory": False}
+QUICKLY = QUICK | dict.fromkeys(("fused_optimizer", "channels_last", "in_memory", "cpu_threads", "precision"), False)
 
 
 def make_job():
