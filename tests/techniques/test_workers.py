@@ -316,6 +316,22 @@ def test_a_source_that_is_not_known_to_rewind_loses_no_sample():
         assert why in row.why
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream(64), batch_size=8),
+        lambda: Subclassed(Waiting(0.001), batch_size=8, shuffle=True),
+        lambda: DataLoader(Waiting(0.001), batch_size=8, sampler=Shuffled(64)),
+    ],
+    ids=["stream", "subclass", "sampler"],
+)
+def test_workers_that_such_a_source_cannot_have_are_refused_before_it_is_read(make):
+    loader = make()
+    with pytest.raises(ValueError, match=r"techniques\['workers'\]"):
+        run_with(loader, techniques=ALONE | {"workers": 2})
+    assert sorted(value for x, _ in loader for value in x[:, 0].tolist()) == [float(i) for i in range(64)]
+
+
 def test_prefetch_on_a_cpu_points_to_the_workers():
     run = run_with(DataLoader(SlowSamples(), 16), budget=0)
     row = next(row for row in run.report.rows if row.technique == "prefetch")
