@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
+from flatout.arguments import choices_of
+from flatout.data import InMemoryLoader
 from flatout.techniques import REGISTRY, Rule
 from tests.helpers import snapshot
 from tests.jobs import QUICK, Net, SlowSamples, make_data
@@ -257,6 +259,13 @@ def test_what_is_so_already_is_not_refused() -> None:
     model = Net()
     tuned(model=model, optimizer=flatout.optim.SGD(model.parameters(), 0.1), techniques={"fused_optimizer": True})
     tuned(techniques=QUICK | {"cpu_threads": torch.get_num_threads()})
+    gathered = InMemoryLoader(DataLoader(make_data(), batch_size=16))
+    tuned(gathered, techniques={"compile": False, "in_memory": True})
+    with_worker = DataLoader(make_data(), batch_size=16, num_workers=1)
+    tuned(with_worker, techniques={"compile": False, "in_memory": True, "workers": 0})
+    compiled = Net()
+    compiled.compile(backend="eager")
+    tuned(model=compiled, techniques=QUICK | {"compile": True})
     wide = [(x.bfloat16(), y) for x, y in batches()]
     tuned(wide, model=Net().bfloat16(), precision="bf16", techniques={"compile": False})
 
@@ -303,6 +312,27 @@ def test_a_rule_is_not_called_unknown(rule: Rule) -> None:
     with pytest.raises(ValueError, match="is a rule") as refused:
         tuned(techniques={rule.name: False})
     assert (f"optimize({rule.argument}=" in str(refused.value)) == bool(rule.argument)
+
+
+def test_a_rule_that_an_argument_turns_on_names_it() -> None:
+    with pytest.raises(ValueError, match=r"optimize\(deterministic="):
+        tuned(techniques={"determinism": True})
+
+
+IMPLIED: dict[str, dict[str, Any]] = {
+    "torchscript": {"compile": False},
+    "cuda_graph": {"fused_optimizer": True},
+    "tf32": {"precision": False},
+    "workers": {"in_memory": False},
+}
+
+
+@pytest.mark.parametrize("name", IMPLIED)
+def test_what_is_asked_for_decides_about_what_it_needs_unless_that_is_given(name: str) -> None:
+    assert choices_of({name: True}, "auto") == {name: True} | IMPLIED[name]
+    assert choices_of({name: False}, "auto") == {name: False}
+    given = {other: not value for other, value in IMPLIED[name].items() if name != "torchscript"}
+    assert choices_of({name: True} | given, "auto") == {name: True} | IMPLIED[name] | given
 
 
 def test_techniques_are_a_dict() -> None:

@@ -474,6 +474,14 @@ def test_a_batch_that_cannot_be_taken_apart_is_computed_as_a_whole():
     run.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     run.step(batch)
     assert seen[-1] == 8
+    run.undo()
+    with pytest.raises(ValueError, match=r"techniques\['batch_size'\].* taken apart"):
+        optimize(
+            [batch],
+            loss_fn=None,
+            compute_loss=lambda model, b: model(b["x"]).square().mean(),
+            techniques={"batch_size": {"micro_batch": 2}},
+        )
 
 
 def test_parts_are_for_memory_where_whole_batches_do_not_fit():

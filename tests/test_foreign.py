@@ -344,6 +344,75 @@ def test_buffers_that_forward_resizes_are_as_before(budget):
     assert snapshot(model, opt) == before
 
 
+class Draws(nn.Linear):
+    """Draws in every forward from a generator that it keeps."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=self.noise))
+
+
+class DrawsInSteps(torch.optim.SGD):
+    """Draws in every step from a generator that it keeps, and keeps a sum of weights in an attribute."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.noise = random.Random(2)
+        self.sums = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.1 * self.noise.random()
+        super().step(closure)
+        for total, p in zip(self.sums, self.param_groups[0]["params"], strict=True):
+            total += p.detach()
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_what_model_and_optimizer_keep_in_attributes_is_as_before(budget):
+    _, batches, _ = make_job()
+    model = Draws()
+    opt = DrawsInSteps(model.parameters())
+
+    def picture():
+        return bits(model.noise.get_state()), opt.noise.getstate(), [bits(t) for t in opt.sums], snapshot(model, opt)
+
+    before = picture()
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=budget)
+    run.undo()
+    assert picture() == before
+    run.step(batches[0])
+    assert all(new != old for new, old in zip(picture(), before, strict=True))
+
+
+class Frees(nn.Linear):
+    """Frees the memory of a buffer, in a way that it cannot be allocated again, and fails."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("freed", torch.zeros(2))
+
+    def forward(self, x):
+        self.weight.data.add_(1)
+        self.freed.resize_(0).untyped_storage().resize_(0)
+        self.freed.numpy()
+        raise KeyError("labels")
+
+
+def test_a_failure_restores_everything_but_what_cannot_be_restored():
+    _, batches, _ = make_job()
+    model = Frees()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = bits(model.weight)
+    with pytest.raises(KeyError, match="labels") as failed:
+        flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, deterministic=True)
+    assert "resiz" in failed.value.__notes__[0]
+    assert bits(model.weight) == before
+    assert not torch.are_deterministic_algorithms_enabled()  # turned off behind the state
+
+
 @pytest.mark.filterwarnings("error")
 def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
     _, batches, _ = make_job()

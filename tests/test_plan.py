@@ -301,6 +301,8 @@ NEVER: tuple[Any, ...] = (
     -1,
     "",
     {"num_workers": True},
+    {"num_workers": 1, "prefetch_factor": 0},
+    {"num_workers": 1, "persistent_workers": 1},
     {"samples": "many"},
 )
 """Values that no technique has."""

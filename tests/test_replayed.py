@@ -1,9 +1,11 @@
 """A loader that cannot be rewound: ``optimize`` reads from it, leaves the generators alone, and loses nothing."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 import flatout
 from tests.helpers import bits
@@ -71,3 +73,32 @@ def test_an_iterator_that_is_left_before_its_first_batch_takes_nothing():
     run.undo()
     iter(run.loader)
     assert [bits(x) for x, _ in run.loader] == expected
+
+
+class Drawn(Sampler):
+    """Draws with the global generator."""
+
+    def __iter__(self):
+        yield from torch.randperm(64).tolist()
+
+    def __len__(self):
+        return 64
+
+
+def test_a_run_that_was_saved_before_its_first_batch_goes_on_with_the_same_draws():
+    def tuned():
+        model = Net()
+        loader = DataLoader(make_data(64), batch_size=8, sampler=Drawn())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return flatout.optimize(model, loader, optimizer, functional.cross_entropy, techniques=QUICK, budget=0)
+
+    def trained(run):
+        return [run.step(batch).item() for _ in range(3) for batch in run.loader]
+
+    run = tuned()
+    state = copy.deepcopy(run.state_dict())
+    expected = trained(run)
+    torch.manual_seed(7)
+    again = tuned()
+    again.load_state_dict(state)
+    assert trained(again) == expected

@@ -3,6 +3,7 @@
 import collections
 import copy
 import os
+import re
 import signal
 import threading
 import time
@@ -270,6 +271,13 @@ def test_the_plan_comes_from_the_newest_checkpoint(tmp_path):
     run = make("fused")
     run.fit(1, progress=False, checkpoint_dir=tmp_path)
     assert flatout.Plan.from_checkpoints(tmp_path) == run.plan
+
+
+@pytest.mark.parametrize("state", [[], {}, {"plan": None}, {"plan": []}, {"plan": {"decisions": {"a": [[]]}}}])
+def test_a_newest_checkpoint_without_a_plan_is_refused_by_its_folder(tmp_path, state):
+    write(tmp_path / "step-0000000001.pt", state)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        flatout.Plan.from_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fused"])

@@ -96,3 +96,27 @@ def test_iterators_that_were_begun_before_the_first_batch_do_not_mix_their_epoch
     assert next(first)[0][0, 0] == 0
     assert [x[0, 0].item() for x, _ in second] == list(range(8))
     assert [x[0, 0].item() for x, _ in first] == list(range(1, 8))
+
+
+class Noisy(Refilled):
+    """Draws from the global generator, and fails when it is told to."""
+
+    def __init__(self, fails_at=None):
+        super().__init__(tuple)
+        self.fails_at = fails_at
+
+    def __iter__(self):
+        for i, batch in enumerate(super().__iter__()):
+            torch.rand(())
+            if i == self.fails_at:
+                raise OSError("gone")
+            yield batch
+
+
+def test_reading_leaves_the_generators_where_they_were():
+    before = torch.get_rng_state()
+    Replayed(Noisy(), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(OSError, match="gone"):
+        Replayed(Noisy(fails_at=2), 3)
+    assert torch.equal(torch.get_rng_state(), before)

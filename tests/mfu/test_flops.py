@@ -336,9 +336,11 @@ class Restless(nn.Module):
         super().__init__()
         self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("seen", torch.tensor([]))  # resized in place, as observers of quantization do
 
     def forward(self, x):
         self.calls = self.calls + 1
+        self.seen.resize_(len(x)).fill_(1)
         random.random(), np.random.rand()
         x.mul_(2)
         return self.drop(self.norm(self.conv(x)))

@@ -282,8 +282,22 @@ def step_names():
     shown = capfd.readouterr().out + page.read_text(encoding="utf-8")
     assert not set(shown) & set("\x1b\u202e\x7f\x85")
     assert len(json.loads(figures.read_text(encoding="utf-8"))["steps"]) == 2
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    calls_in_files = [event for event in events if event.get("cat") == "python_function"]
+    assert len(calls_in_files) > len(NAMES)
+    assert all("Python id" in event["args"] for event in calls_in_files)
     assert any('a"b.py' in sync["where"] for sync in json.loads(figures.read_text(encoding="utf-8"))["syncs"])
+
+
+def test_names_that_a_user_gives_may_be_anything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "\u202e\x1b[31mtrain.py", tmp_path / "\u202e\x1b[31mpage.html"
+    path.write_text(LOOP)
+    assert main(["profile", "--warmup", "1", "--steps", "9", "--html", str(page), str(path)]) == 0
+    assert main(["profile", "--warmup", "9", str(path)]) == 1
+    assert main(["profile", "--nsight", str(path)]) == 0
+    captured = capfd.readouterr()
+    assert page.exists()
+    assert not set(captured.out + captured.err) & set("\x1b\u202e")
 
 
 def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
