@@ -1,4 +1,4 @@
-"""Cleanup that continues past failures."""
+"""Cleanup that continues after failures."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
-    """Call every action, then raise the first error of any.
+    """Call every action, then raise the first error.
 
     Raises:
-        BaseException: the first that an action raised, with the later ones as its notes.
+        BaseException: the first error of an action. Later errors are its notes.
     """
     first: BaseException | None = None
     for action in actions:
         try:
             action()
-        except BaseException as error:  # an interrupt, too, must not leave half of the state restored
+        except BaseException as error:  # even an interrupt must not leave the state half restored
             if first is None:
                 first = error
             else:
@@ -25,5 +25,5 @@ def run_all(actions: Iterable[Callable[[], object]]) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a note to an error; Python 3.10 stores it and does not print it."""
+    """Attach a note to an error. Python 3.10 stores the note but does not print it."""
     vars(error).setdefault("__notes__", []).append(note)

@@ -1,4 +1,4 @@
-"""Paths that a user gives."""
+"""Checks of paths that the user gives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def is_special(path: str | Path) -> bool:
-    """Whether something other than a regular file is there: opening a FIFO waits, and a device may never end."""
+    """Return whether ``path`` exists and is not a regular file: opening a FIFO blocks, a device may have no end."""
     path = Path(path)
     return path.exists() and not path.is_file()

@@ -1,4 +1,4 @@
-"""Objects that an object can use: in attributes, containers, closures, defaults and the globals that its code names."""
+"""Search for objects that an object can use: attributes, elements, closures, defaults and globals named in its code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-_DEPTH = 8  # attributes of attributes of ...; all modules of a module are one level
-_NODES = 20_000  # looked at in all, the nearest first: annotations go on and on
-_WIDTH = 64  # elements looked at in one container: transforms are few, file names many
+_DEPTH = 8  # levels of attributes and elements; all submodules of a module are one level
+_NODES = 20_000  # objects in all, nearest first: a dataset's annotations may be millions of objects
+_WIDTH = 64  # elements per container: lists of transforms are short, lists of file names are long
 
 _NO_NODES = (str, bytes, int, float, complex, type, types.ModuleType, np.ndarray, np.generic, torch.dtype, torch.device)
 _OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))
@@ -23,7 +23,7 @@ _METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Yield ``root`` and the objects below it, nearest first, without numbers, strings, arrays and classes."""
+    """Yield ``root`` and the objects reachable from it, nearest first, but no numbers, strings, arrays or classes."""
     level, seen = [root], {id(root)}
     for _ in range(_DEPTH):
         yield from level
@@ -45,7 +45,7 @@ def _is_node(value: Any) -> bool:
 def _children(node: Any) -> list[Any]:
     try:
         return _looked_into(node)
-    except Exception:  # a closed file, a dead reference: what cannot be looked into cannot be used either
+    except Exception:  # a closed file or a dead reference: the step cannot use such an object either
         return []
 
 
@@ -72,14 +72,14 @@ def _looked_into(node: Any) -> list[Any]:
 
 
 def _of_module(module: nn.Module) -> list[Any]:
-    """All modules in it; its attributes and hooks, and the hooks of its parameters."""
+    """Return all submodules, the module's attributes and hooks, and the hooks of its parameters."""
     attributes = [value for name, value in vars(module).items() if name not in _OF_MODULE]
     hooks = [hook for parameter in module._parameters.values() for hook in _hooks_of(parameter)]
     return [*module.modules(), *attributes, *hooks, *_methods_of(module)]
 
 
 def _hooks_of(tensor: torch.Tensor | None) -> list[Any]:
-    """Optimizers that step in the backward hang on hooks."""
+    """Return the gradient hooks of a leaf, through which optimizers step during the backward."""
     if tensor is None or not tensor.is_leaf:
         return []
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
@@ -91,25 +91,25 @@ def _methods_of(node: Any) -> list[Any]:
 
 
 def _beside(method: types.MethodType) -> list[Any]:
-    """What the method's class has beside it: other methods, which it may call, and attributes of the class."""
+    """Return the attributes of the class that defines ``method``: it may use them and call the other methods."""
     name = method.__func__.__qualname__.rpartition(".")[0]
     owner = next((cls for cls in type(method.__self__).__mro__ if cls.__qualname__ == name), object)
     return [] if owner is object else list(vars(owner).values())
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """What it can use: what is bound to it, and the globals that it names."""
+    """Return the objects that a function can use: its closure, defaults and attributes, and the globals it names."""
     bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    # Of functions, only those beside this one: a library's may use anything.
+    # Functions of other modules are left out: a library's functions reach too much.
     here = function.__module__
     beside = [found for found in named if not isinstance(found, types.FunctionType) or found.__module__ == here]
     return [*bound, *defaults, *vars(function).values(), *beside]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code uses, and the functions that are defined in it."""
+    """Yield the names that ``code`` and the functions defined in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""A hook before every optimizer step of the process, which the fast paths of an update tell from a user's."""
+"""flatout's hook before every optimizer step, which the fast update can tell from a user's hook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _checks: list[Callable[[torch.optim.Optimizer], None]] = []
 
 @contextlib.contextmanager
 def before_steps(check: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Call ``check`` before each optimizer step inside the block; it may raise, and changes nothing."""
+    """Call ``check`` before each optimizer step inside the block. ``check`` may raise, but must not change anything."""
     handle = register_optimizer_step_pre_hook(_call_checks)
     _checks.append(check)
     try:
@@ -25,7 +25,7 @@ def before_steps(check: Callable[[torch.optim.Optimizer], None]) -> Iterator[Non
 
 
 def has_users_pre_hooks() -> bool:
-    """Whether a global hook before optimizer steps is registered that may change parameters or gradients."""
+    """Return whether a user's global step pre-hook is registered, which may change parameters or gradients."""
     return any(hook is not _call_checks for hook in _global_optimizer_pre_hooks.values())
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from flatout.job import Job
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
-"""The technique that all others depend on: as far as it can be, it is decided before them."""
+"""The technique that ``optimize`` decides first where it can, because all others depend on it."""
 
 
 def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:
-    """What the user forbids or forces, by technique name."""
+    """Return the user's choices by technique name: ``False`` forbids, any other value forces."""
     if techniques is not None and not isinstance(techniques, Mapping):
         raise TypeError(f"techniques must be a dict, got {techniques!r}. Write techniques={{'compile': False}}")
     for name, value in (techniques or {}).items():
@@ -34,26 +34,26 @@ def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> dict[str
     for name, value in _choices_of_precision(precision).items():
         if choices.setdefault(name, value) != value:
             raise ValueError(
-                f"techniques[{name!r}] must agree with precision={precision!r}, got {choices[name]!r}. Give one of them"
+                f"techniques[{name!r}] must agree with precision={precision!r}, got {choices[name]!r}. Give only one"
             )
     if _forces(choices, "torchscript"):
         if _forces(choices, "compile"):
             raise ValueError(
-                f"techniques['torchscript'] must not be forced beside techniques['compile'], got both: "
-                f"{choices['torchscript']!r} and {choices['compile']!r}. One of the two runs the model: leave one out"
+                f"techniques['torchscript'] must not be forced together with techniques['compile'], got "
+                f"{choices['torchscript']!r} and {choices['compile']!r}. Leave one of the two out"
             )
         choices.setdefault("compile", False)
     if _forces(choices, "cuda_graph"):
-        choices.setdefault("fused_optimizer", True)  # its update is the one that can be captured
+        choices.setdefault("fused_optimizer", True)  # a graph can capture only the fused optimizer's update
     if _forces(choices, "tf32"):
-        choices.setdefault("precision", False)  # 16-bit products leave no float32 ones
+        choices.setdefault("precision", False)  # autocast would leave no float32 products
     if _forces(choices, "workers") and choices["workers"] != 0:
-        choices.setdefault("in_memory", False)  # data gathered from memory leaves them nothing to do
+        choices.setdefault("in_memory", False)  # workers have nothing to do when batches are gathered from memory
     return choices
 
 
 def forced_by_name(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, str]:
-    """Return, by the name of each technique that is forced, how an error about that begins."""
+    """Return the beginning of the error message for each forced technique, by technique name."""
     given, by_precision = _given(techniques), _choices_of_precision(precision)
     forced = {name: f"techniques[{name!r}] must serve this job, got {given[name]!r}" for name in given}
     forced |= {name: f"precision must serve this job, got {precision!r}" for name in by_precision}
@@ -63,27 +63,27 @@ def forced_by_name(techniques: Mapping[str, Any] | None, precision: str) -> dict
 def check_forced(
     technique: Measured, job: Job, choices: Mapping[str, Any], forced: Mapping[str, str], reason: str
 ) -> None:
-    """Refuse to go on without a technique that is forced, unless the job is already what it asks for.
+    """Raise if a forced technique does not apply, unless the job already is what the technique would make it.
 
     Args:
-        technique: does not apply.
-        job: that it does not apply to.
-        choices: of ``choices_of``.
-        forced: of ``forced_by_name``.
-        reason: why it does not apply.
+        technique: a technique that does not apply to ``job``.
+        job: the training job.
+        choices: the result of ``choices_of``.
+        forced: the result of ``forced_by_name``.
+        reason: why the technique does not apply.
 
     Raises:
-        ValueError: names the argument, and the reason.
+        ValueError: the technique is forced. The message names the argument and the reason.
     """
     if technique.name in forced and not technique.is_so(job, choices[technique.name]):
         raise ValueError(f"{forced[technique.name]}: {reason.rstrip('.')}. Leave it out")
 
 
 def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, str]) -> None:
-    """Refuse forced techniques that cannot serve, as far as that can be known before the first step.
+    """Refuse forced techniques that cannot apply, as far as this is known before the first step.
 
     Raises:
-        ValueError: as ``check_forced``, or a technique has no candidate of that value.
+        ValueError: see ``check_forced``. Or a technique has no candidate with the forced value.
     """
     for technique in REGISTRY:
         if not isinstance(technique, Measured) or not _forces(choices, technique.name):
@@ -91,7 +91,7 @@ def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, 
         try:
             technique.check(job)
             if isinstance(technique, LoaderTechnique) and not is_rewindable(job.loader):
-                raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
+                raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
             technique.forced(job, choices[technique.name])
         except NotApplicable as reason:
             if reason.lasts:
@@ -99,20 +99,20 @@ def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, 
 
 
 def check_precision(model: nn.Module, precision: str) -> None:
-    """Refuse float32 for a model whose parameters are something else."""
+    """Refuse float32 precision for a model whose parameters have another dtype."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if precision in ("fp32", "tf32") and not dtypes <= {torch.float32}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(f"precision must fit a model of {names}, got {precision!r}. Call model.float() before")
+        raise ValueError(f"precision must fit a model of {names}, got {precision!r}. Call model.float() first")
 
 
 def _given(techniques: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ``techniques`` decides; None leaves it to a trial."""
+    """Return the choices in ``techniques`` without those that are None, which a trial decides."""
     return {name: value for name, value in (techniques or {}).items() if value is not None}
 
 
 def _forces(choices: Mapping[str, Any], name: str) -> bool:
-    return choices.get(name, False) is not False  # 0 workers are a number of workers
+    return choices.get(name, False) is not False  # {"workers": 0} forces 0 workers
 
 
 def _choices_of_precision(precision: str) -> dict[str, Any]:
@@ -122,27 +122,31 @@ def _choices_of_precision(precision: str) -> dict[str, Any]:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    """Refuse what is no technique, and what is none that can be chosen."""
+    """Refuse an unknown technique, a rule, and advice that is not ``False``.
+
+    Raises:
+        ValueError: the message names the technique.
+    """
     technique = next((t for t in REGISTRY if t.name == name), None)
     if isinstance(technique, Rule):
         governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"
         raise ValueError(
-            f"techniques[{name!r}] must not be given: {technique.title} is a rule, applied without a trial; "
-            f"got {value!r}. {governed}"
+            f"techniques[{name!r}] must not be given, got {value!r}. {technique.title} is a rule, which needs no "
+            f"trial. {governed}"
         )
     if isinstance(technique, Advice) and value is not False:
         raise ValueError(
-            f"techniques[{name!r}] must be False: it is advice, which changes nothing; got {value!r}. Leave it out"
+            f"techniques[{name!r}] must be False, got {value!r}. Leave it out: advice only changes the report"
         )
     if technique is None:
         names = [t.name for t in REGISTRY if not isinstance(t, Rule)]
         close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}"
+        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(names)}"
         raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
 
 
 def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any, loss_weight: Any) -> None:
-    """Refuse objects of the wrong kind, and an optimizer or a model that cannot train."""
+    """Refuse objects of the wrong type, and a model or an optimizer that cannot train."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(loader, Iterable):
@@ -160,8 +164,8 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(not is_lazy(p) and p.is_meta for p in parameters):
             raise ValueError(
-                "optimizer must be made of the model's weights as they are now, got parameters on the meta device. "
-                f"Make it after model.to_empty(...): optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+                "optimizer must be made of the model's new weights, got parameters on the meta device. Make it after "
+                f"model.to_empty(...): optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
         if not {id(p) for p in parameters} & trainable:
             raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
@@ -173,17 +177,17 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
 
 
 def _check_materialized(name: str, module: nn.Module) -> None:
-    """Refuse a module that has shapes or values still to come."""
+    """Refuse a module with lazy parameters or with tensors on the meta device."""
     for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"{name} must be initialized, got {key!r} of a lazy module. Run one batch through it before: "
+                f"{name} must be initialized, got {key!r} of a lazy module. Run one batch through it first: "
                 "model(next(iter(loader))[0]), or model(**next(iter(loader)))"
             )
         if tensor.is_meta:
             raise ValueError(
-                f"{name} must have its weights in memory, got {key!r} on the meta device. Give them memory and values "
-                f"before the optimizer is made: {name}.to_empty(device='cpu'); {name}.load_state_dict(...)"
+                f"{name} must have its weights in memory, got {key!r} on the meta device. Before you make the "
+                f"optimizer, call {name}.to_empty(device='cpu'); {name}.load_state_dict(...)"
             )
 
 
@@ -196,7 +200,12 @@ def check_schedule(
     batch_size: str | int,
     memory_limit: int | None,
 ) -> None:
-    """What only an update uses needs an optimizer, of a kind that one backward pass suffices for."""
+    """Refuse arguments that only an update uses without an optimizer, LBFGS, and schedulers that cannot be stepped.
+
+    Raises:
+        TypeError: ``scheduler`` has no ``step`` method.
+        ValueError: an argument needs an optimizer, or ``run.step`` cannot drive the optimizer or the scheduler.
+    """
     asked = {
         "scheduler": scheduler,
         "max_grad_norm": max_grad_norm,
@@ -215,7 +224,7 @@ def check_schedule(
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be stepped without a metric, and the scheduler of another optimizer."""
+    """Refuse a scheduler that needs a metric, and a scheduler of another optimizer."""
     if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
         raise TypeError(f"scheduler must have a step() method, got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -225,13 +234,16 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     steers = getattr(scheduler, "optimizer", None)
     if isinstance(steers, torch.optim.Optimizer) and not _share_groups(steers, optimizer):
         raise ValueError(
-            f"scheduler must be made for the optimizer that is given, got the {type(scheduler).__name__} of another "
-            f"{type(steers).__name__}. Make it anew: scheduler = {type(scheduler).__name__}(optimizer, ...)"
+            f"scheduler must be made for the optimizer of optimize(), got the {type(scheduler).__name__} of another "
+            f"{type(steers).__name__}. Make a new one: scheduler = {type(scheduler).__name__}(optimizer, ...)"
         )
 
 
 def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether a learning rate set in one optimizer is the other's: they are one, or one wraps the other."""
+    """Return whether a learning rate set in one optimizer is set in the other.
+
+    True where both share a param group or one wraps the other.
+    """
     if any(mine is theirs for mine in one.param_groups for theirs in other.param_groups):
         return True
     return any(value is one for value in vars(other).values()) or any(value is other for value in vars(one).values())
@@ -240,7 +252,7 @@ def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> b
 def check_numbers(
     accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float, memory_limit: int | None
 ) -> None:
-    """Refuse numbers out of range."""
+    """Refuse numbers that are out of range."""
     if accumulate < 1:
         raise ValueError(f"accumulate must be >= 1, got {accumulate}")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -254,7 +266,7 @@ def check_numbers(
 
 
 def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Mapping[str, Any]) -> None:
-    """Refuse a batch size that is no number of samples, or that ``techniques`` decides about, too."""
+    """Refuse a batch size that is not a number of samples, or that ``techniques`` also decides."""
     lr_factor(lr_rule, 1, 1)
     if batch_size == "keep":
         return
@@ -269,7 +281,16 @@ def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Ma
 
 
 def planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> dict[str, Any]:
-    """The batch size of a plan as a choice; that which was asked for, where the plan has none."""
+    """Return the plan's batch size as a choice, or the requested one where the plan has none.
+
+    Args:
+        planned: the plan's decision about the batch size.
+        batch_size: the argument of ``optimize``, in samples per update where it is an int.
+        accumulate: batches per update.
+
+    Raises:
+        ValueError: the plan was made for another batch size.
+    """
     if not isinstance(batch_size, int):
         return {}
     samples, there = batch_size // accumulate, (planned or {}).get("samples")
@@ -279,7 +300,7 @@ def planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> 
 
 
 def device_of(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    """The device asked for; else the GPU that the model is on, or any GPU, or the CPU."""
+    """Return the requested device, else the model's GPU, else the current GPU, else the CPU."""
     if wanted is not None:
         return torch.device(wanted)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

@@ -1,4 +1,4 @@
-"""Processes that are started to train together: whether anything synchronizes them."""
+"""Check that the ranks of a distributed training are synchronized."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flatout._dtensor import is_distributed
 from flatout.data.loaders import TORCHS_SAMPLERS
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
-"""Where the classes of wrapped modules are: DDP, FSDP, and what ``fully_shard`` and ``replicate`` make."""
+"""Prefixes of the modules that define wrapper classes: DDP, FSDP, and those of ``fully_shard`` and ``replicate``."""
 
 
 def world_size() -> int:
-    """Return the number of processes that train together: the process group's, else torchrun's ``WORLD_SIZE``."""
+    """Return the number of ranks: the process group's size, else torchrun's ``WORLD_SIZE``, else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE", "1")
@@ -27,21 +27,21 @@ def world_size() -> int:
 
 
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
-    """Return a warning where ranks train a model apart, each on all samples; empty where something synchronizes them.
+    """Return a warning if nothing synchronizes the ranks' models; empty otherwise.
 
-    Gradient hooks, and hooks before the optimizer's step, are taken for such a thing: they may average gradients. So is
-    a loop of one's own, where anything may.
+    Gradient hooks and hooks before the optimizer's step count as synchronization, because they may average gradients.
+    A user's own loop counts, too, because it may synchronize anywhere.
 
     Args:
-        modules: those that are trained.
-        optimizer: updates them; None for a loop of one's own and for inference.
+        modules: the modules that are trained.
+        optimizer: updates ``modules``; None for a user's own loop and for inference.
         loader: yields this rank's batches.
     """
     ranks = world_size()
     if ranks < 2 or optimizer is None or _is_synchronized(modules, optimizer):
         return ""
     told = (
-        f"model must be synchronized between {ranks} ranks, got one that each rank trains apart. "
+        f"model must be synchronized between {ranks} ranks, got one that each rank trains on its own. "
         "Wrap it: model = torch.nn.parallel.DistributedDataParallel(model)"
     )
     sampler = getattr(loader, "sampler", None)

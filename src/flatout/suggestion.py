@@ -1,4 +1,4 @@
-"""The line of code that an error about a batch shows: how the loss of such batches is computed."""
+"""Line of code in errors about batches: a ``compute_loss`` that fits the batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 LABELS = ("labels", "label", "targets", "target", "y", "gt", "classes", "class")
-"""Usual names of what a loss compares outputs with, the likeliest first."""
+"""Common names of targets in a batch, the most likely first."""
 
 
 def compute_loss_line(model: nn.Module, batch: Any, *, has_loss_fn: bool) -> str:
-    """Return ``compute_loss=lambda model, batch: ...`` with the keys or positions of a batch.
+    """Return ``compute_loss=lambda model, batch: ...`` with the keys, positions or attributes of a batch.
 
     Args:
-        model: its ``forward`` tells the inputs.
-        batch: that does not go through ``loss_fn(model(x), y)`` or ``model(**batch).loss``.
-        has_loss_fn: whether the loss is known not to be the model's own.
+        model: the model, whose ``forward`` signature names the inputs.
+        batch: a batch that does not fit ``loss_fn(model(x), y)`` or ``model(**batch).loss``.
+        has_loss_fn: whether the user gave a ``loss_fn``, so that the model does not compute the loss.
     """
     if isinstance(batch, Mapping):
         line = _of_names(model, {key: f"batch[{key!r}]" for key in batch}, has_loss_fn)
@@ -37,7 +37,7 @@ def compute_loss_line(model: nn.Module, batch: Any, *, has_loss_fn: bool) -> str
 
 
 def why_not_taken(model: nn.Module, batch: Any) -> str:
-    """Return why a model cannot be called as batches of this kind are; empty where it can, or nothing shows."""
+    """Return why ``forward`` cannot take such a batch; empty if it can, or if its signature is not readable."""
     signature = _signature(model)
     if signature is None:
         return ""
@@ -51,7 +51,13 @@ def why_not_taken(model: nn.Module, batch: Any) -> str:
 
 
 def _of_names(model: nn.Module, places: dict[str, str], has_loss_fn: bool) -> str:
-    """The loss of a batch whose parts have names."""
+    """Return an expression for the loss of a batch whose parts have names.
+
+    Args:
+        model: the model.
+        places: the expression of each part, by name.
+        has_loss_fn: see ``compute_loss_line``.
+    """
     signature, required = _signature(model), _required(model)
     parameters = {} if signature is None else signature.parameters
     label = next((name for name in LABELS if name in places), None)
@@ -78,7 +84,7 @@ def _signature(model: nn.Module) -> inspect.Signature | None:
 
 
 def _required(model: nn.Module) -> list[str]:
-    """Names of the arguments that ``forward`` must be given."""
+    """Return the names of the arguments of ``forward`` that have no default."""
     signature = _signature(model)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = () if signature is None else signature.parameters.values()

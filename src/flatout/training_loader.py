@@ -1,4 +1,4 @@
-"""``run.loader``: the user's batches on their way into training."""
+"""``run.loader``: yields the user's batches on the device, prefetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from flatout.techniques import Switch
 
 
 class TrainingLoader(CopiedAsWrapped):
-    """The user's batches, on the device, prefetched. Public attributes are those of the user's loader, to set, too."""
+    """Loader of the user's batches on the device, prefetched.
+
+    Reading, setting or deleting a public attribute reaches the user's loader.
+    """
 
     def __init__(
         self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None], switches: Iterable[Switch] = ()
@@ -33,7 +36,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        """Over what the job trains from now: an undo gives it the user's loader back."""
+        """The prefetcher over the job's current source, which ``undo`` replaces by the user's loader."""
         if self._source is not self._job.source:
             self._source = self._job.source
             self._made = Prefetcher(self._source, self._job.device, copying=self._counter.copying)
@@ -41,25 +44,25 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def original(self) -> Iterable[Any]:
-        """The user's own loader, behind the batches that trials took from it where it cannot be rewound."""
+        """The user's loader. Where it cannot be rewound, a ``Replayed`` first yields the batches that trials took."""
         source, loader = self._job.source, self._job.loader
         return source if isinstance(source, Replayed) else original_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
-        batches = iter(self._prefetcher)  # now, as a DataLoader's draws its random numbers
+        batches = iter(self._prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
         return self._epoch(batches, time.perf_counter() - begun)
 
     def _epoch(self, opened: Iterator[Any], seconds: float) -> Iterator[Any]:
-        """One pass, from the first batch on.
+        """Yield the batches of one epoch.
 
         Args:
-            opened: gives the batches.
-            seconds: that opening it took.
+            opened: yields the batches.
+            seconds: time that it took to open the epoch.
         """
         if not self._goes_on:
-            self._end_of_epoch()  # of one that was left by a break
-        is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batch left
+            self._end_of_epoch()  # ends an earlier epoch that was left by a break
+        is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batches left
         batches = self._counter.batches(opened)
         with LongLived() as objects:
             for batch in map(self._show, batches) if self._watching else batches:
@@ -70,8 +73,8 @@ class TrainingLoader(CopiedAsWrapped):
                 objects.between_steps()
         if is_empty:
             raise ValueError(
-                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is spent. "
-                "Its __iter__ has to begin again: def __iter__(self): yield from make_batches()"
+                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is exhausted. "
+                "Let its __iter__ start over: def __iter__(self): yield from make_batches()"
             )
         self._end_of_epoch()
 
@@ -84,11 +87,11 @@ class TrainingLoader(CopiedAsWrapped):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the epoch training is: see :meth:`flatout.data.Prefetcher.state_dict`."""
+        """Return the position in the epoch. See :meth:`flatout.data.Prefetcher.state_dict`."""
         return self._prefetcher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved: see :meth:`flatout.data.Prefetcher.load_state_dict`."""
+        """Resume where ``state`` was saved. See :meth:`flatout.data.Prefetcher.load_state_dict`."""
         self._prefetcher.load_state_dict(state)
         self._goes_on = True
 
@@ -98,7 +101,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _made_from_it(self) -> list[Any]:
-        """The loaders that were made of the user's, those that batches come from first."""
+        """The loaders that were made from the user's, first the one that yields the batches."""
         loaders = [self._job.source, self._job.loader, self._wrapped]
         made = [loader for loader in loaders if isinstance(loader, (DataLoader, InMemoryLoader))]
         return [loader for loader in made if loader is not original_of(self._job.loader)]
