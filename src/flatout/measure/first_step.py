@@ -1,4 +1,4 @@
-"""The first forward of a job: whether there is something to minimize, and what it writes to besides the model."""
+"""First forward of a job: checks the loss and finds the tensors that the forward writes to."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from flatout.suggestion import compute_loss_line, why_not_taken
 
 
 def check_step(job: Job, state: State, batch: Any) -> bool:
-    """Run a forward once, on a copy of the batch, and set ``job.writes_batches``.
+    """Run one forward on a copy of the batch and set ``job.writes_batches``.
 
     Args:
-        job: a job that nothing has changed yet.
-        state: of the job; extended by the tensors that the forward writes to.
-        batch: on the device.
+        job: a job before any technique is applied.
+        state: the job's state, which also receives copies of the tensors that the forward writes to.
+        batch: a batch on the device.
 
     Returns:
-        Whether there was memory for it.
+        False if the forward of a job with an optimizer ran out of memory; otherwise True.
 
     Raises:
-        TypeError: the model does not take such batches, or the loss is no tensor; in inference, the output holds none.
-        ValueError: the loss is not a scalar, or depends on nothing that is trained.
+        TypeError: the model does not take such batches, the loss is not a tensor, or an output in inference holds no
+            tensor.
+        ValueError: the loss is not a scalar, or does not depend on a trainable parameter.
     """
     given = cloned(batch)
     try:
@@ -40,7 +41,7 @@ def check_step(job: Job, state: State, batch: Any) -> bool:
         if not reason:
             raise
         line = compute_loss_line(job.model, batch, has_loss_fn=job.loss_fn is not None)
-        raise TypeError(f"{reason}. Say what the loss is: {line}") from error
+        raise TypeError(f"{reason}. Define the loss: {line}") from error
     except RuntimeError as error:
         if job.optimizer is None or not ran_out_of_memory(error):
             raise
@@ -52,7 +53,7 @@ def check_step(job: Job, state: State, batch: Any) -> bool:
 
 def _check_output(output: Any) -> None:
     if not tensors_of(output):
-        raise TypeError("the model's output holds no tensor: nothing shows whether a technique changes it")
+        raise TypeError("the model's output holds no tensor, so trials cannot check whether a technique changes it")
 
 
 def _check_loss(loss: Any) -> None:
@@ -67,7 +68,10 @@ def _check_loss(loss: Any) -> None:
 
 
 def _is_same(original: Tensor, copy: Tensor) -> bool:
-    """Whether nothing was written to a copy. Writes through ``.data`` leave the version counter alone."""
+    """Return whether ``copy``, a clone of ``original``, was not written to.
+
+    Writes through ``.data`` do not change the version counter, so plain tensors are also compared by value.
+    """
     if original.shape != copy.shape or original.dtype != copy.dtype:
         return False  # an object's attributes were replaced
     if copy.is_inference() or copy._version:

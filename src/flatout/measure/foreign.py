@@ -1,4 +1,4 @@
-"""What a loss can reach besides the model: other modules, their optimizers, loss scalers, averages of weights."""
+"""Objects that a loss can reach besides the model: other modules, optimizers, loss scalers, averages of weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flatout._step_hook import before_steps
 from flatout.measure.saved import Saved, is_stateful
 
 _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
-"""Objects whose tensors are copied at once: there are few numbers in them."""
+"""Types of objects whose tensors are copied at once because they are small."""
 
 
 def add_foreign(saved: Saved, code: Any) -> None:
     """Add every module, optimizer and object with a ``state_dict`` that code can reach.
 
-    Copied are parameters that a reachable optimizer holds, its state, loss scalers, learning-rate schedulers, and
-    buffers of modules in train mode. All other tensors of such objects, such as the weights of a frozen teacher, are
-    copied when they are first written to under ``copied_before_writes``. A tensor outside of such objects is the user's
-    own, as the numbers beside it are: only its gradient is saved.
+    Copied at once are the parameters and the state of reachable optimizers, loss scalers, learning-rate schedulers,
+    and buffers of modules in train mode. Other tensors of such objects, such as the weights of a frozen teacher, are
+    copied before the first write under ``copied_before_writes``. Of any other tensor that code can reach, only the
+    gradient is saved.
 
     Args:
-        saved: holds the job's own modules and optimizer already.
+        saved: receives the objects, and already holds the job's modules and optimizer.
         code: functions and modules of the step.
     """
-    found = [node for node in reachable(code) if type(node) not in weakref.ProxyTypes]  # which may be dead
+    found = [node for node in reachable(code) if type(node) not in weakref.ProxyTypes]  # a dead proxy raises
     for node in found:
         if isinstance(node, torch.optim.Optimizer):
             saved.value(node)
@@ -57,7 +57,7 @@ def _add_module(saved: Saved, root: nn.Module) -> None:
 
 @contextlib.contextmanager
 def copied_before_writes(saved: Saved) -> Iterator[None]:
-    """Copy the tensors of ``saved`` that have no copy yet before an operator inside the block writes to them."""
+    """Copy each tensor of ``saved`` that has no copy before an operator inside the block writes to it."""
     if not saved.has_uncopied:
         yield
         return
@@ -66,7 +66,7 @@ def copied_before_writes(saved: Saved) -> Iterator[None]:
 
 
 class _CopyBeforeWrite(TorchDispatchMode):
-    """Looks at the arguments that an operator's schema marks as written to."""
+    """Dispatch mode that copies the arguments that an operator's schema marks as written."""
 
     def __init__(self, saved: Saved) -> None:
         super().__init__()
@@ -84,15 +84,15 @@ class _CopyBeforeWrite(TorchDispatchMode):
 
 
 class StepGuard:
-    """Raises before the step of an optimizer that was not found, and so cannot be restored.
+    """Guard that raises before an optimizer steps that is not saved and cannot be restored.
 
-    An optimizer that is made while the guard is on may step: the loss makes it for itself.
+    An optimizer that is made while the guard is on may step, because the step itself made it.
 
     Args:
-        saved: the optimizers that may step.
+        saved: holds the optimizers that may step.
 
     Attributes:
-        error: what was raised; a trial takes it for a failure of its candidate.
+        error: the error that was raised, or None. A trial would otherwise count it as a failure of its candidate.
     """
 
     def __init__(self, saved: Saved) -> None:
@@ -102,7 +102,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Look at every step inside the block."""
+        """Check every optimizer step inside the block."""
         optimizer_class: Any = torch.optim.Optimizer
         note, made = optimizer_class._patch_step_function, self._made
 

@@ -1,4 +1,4 @@
-"""Tensors, modules and containers that training changes in place, saved with their identity and their bits."""
+"""Copies of tensors, modules and containers that training changes in place. Restoring keeps objects and bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flatout._cleanup import run_all
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The elements behind a tensor: an expanded dimension, whose entries are one and the same, shrinks to one."""
+    """Return a view of the elements in memory: expanded dimensions, whose entries share memory, shrink to size 1."""
     if tensor.layout is not torch.strided:
-        return tensor  # sparse gradients, and moments made of them: writing to a view of one does not reach it
+        return tensor  # writing to a view of a sparse gradient or moment would not change the tensor
     view = tensor.detach()
     for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -28,16 +28,16 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 class SavedTensor:
-    """A tensor object, the memory it lay in, and a copy of its bits.
+    """A tensor, its memory and a copy of its bits.
 
     Args:
-        tensor: any tensor; an uninitialized one has no bits.
-        on: the device for the copy; default: the tensor's own.
+        tensor: any tensor. An uninitialized tensor has no bits.
+        on: the device for the copy; default: the tensor's device.
         copied: whether to copy the bits now. ``copy_bits`` copies them later, before a write.
 
     Attributes:
         tensor: the tensor itself.
-        bits: a copy of its elements; None while there is none.
+        bits: a copy of the elements; None until they are copied.
     """
 
     def __init__(self, tensor: Tensor, on: torch.device | None = None, *, copied: bool = True) -> None:
@@ -52,29 +52,29 @@ class SavedTensor:
             self.copy_bits()
 
     def copy_bits(self) -> None:
-        """Copy the bits that the tensor has now; nothing happens where there is a copy."""
+        """Copy the tensor's bits, unless they are copied already."""
         if self.bits is None and not is_lazy(self.tensor):
             bits = owned(self.tensor).detach()
             self.bits = bits.clone() if self._on is None else bits.to(self._on, copy=True)
 
     def has_changed(self) -> bool:
-        """Whether ``restore`` would change anything, as far as that can be seen."""
+        """Return whether ``restore`` would change the tensor. True also where the tensor cannot be compared."""
         if self.bits is None or self._layout is None or _layout(self.tensor) != self._layout:
             return True
         return not torch.equal(owned(self.tensor), self.bits)
 
     def restore(self) -> None:
-        """Put memory, sizes and bits back.
+        """Restore memory, sizes and bits.
 
         Raises:
-            RuntimeError: the tensor was written to, and its bits were not copied before.
+            RuntimeError: the tensor was written to before its bits were copied.
         """
         if type(self.tensor) is not self._kind:  # a lazy parameter has been initialized
             self.tensor.data = self._place
             self.tensor.__class__ = self._kind
         elif self._layout is not None and _layout(self.tensor) != self._layout:
             storage, size = self._place.untyped_storage(), self._layout[1]
-            if storage.nbytes() < size:  # never smaller: views that were made since may reach beyond its end
+            if storage.nbytes() < size:  # never shrinks: newer views may use the memory beyond the old size
                 storage.resize_(size)
             self.tensor.data = self._place
         if self.bits is not None:
@@ -89,7 +89,7 @@ class SavedTensor:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Memory, sizes and strides of a tensor; None where it has no storage of its own (sparse, or a wrapper)."""
+    """Return storage, sizes, strides and dtype of a tensor; None where it has no storage (sparse, wrapper, lazy)."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     try:
@@ -101,7 +101,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 class SavedGradient:
-    """The gradient of a leaf, absent or an object with its bits, and ``requires_grad``."""
+    """The gradient of a leaf, with its bits, and the leaf's ``requires_grad``."""
 
     def __init__(self, tensor: Tensor, on: torch.device | None) -> None:
         self._tensor = tensor
@@ -109,7 +109,7 @@ class SavedGradient:
         self._grad = None if tensor.grad is None else SavedTensor(tensor.grad, on)
 
     def restore(self) -> None:
-        """Put the gradient back."""
+        """Restore the gradient and ``requires_grad``."""
         if self._grad is not None:
             self._grad.restore()
         self._tensor.grad = None if self._grad is None else self._grad.tensor
@@ -118,16 +118,16 @@ class SavedGradient:
 
 
 class ModuleSlots:
-    """Which parameter and buffer objects a module tree holds, and its modes; not their bits."""
+    """Parameter and buffer objects of a module tree, and its train/eval modes. Bits are not copied."""
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
     def restore(self) -> None:
-        """Put the objects and the modes back."""
+        """Restore the objects and the modes."""
         for module, training, parameters, buffers in self._slots:
             module.training = training
-            if not isinstance(module, torch.jit.ScriptModule):  # whose slots no Python code can change
+            if not isinstance(module, torch.jit.ScriptModule):  # Python code cannot change its slots
                 pairs: tuple[tuple[Any, Any], ...] = ((module._parameters, parameters), (module._buffers, buffers))
                 for slots, saved in pairs:
                     slots.clear()
@@ -178,9 +178,9 @@ _NOT_LOOKED_INTO = (str, bytes, int, float, complex, type, types.FunctionType, t
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object has a ``state_dict`` to save and load, as scalers, schedulers and averages of weights have.
+    """Return whether an object has ``state_dict`` and ``load_state_dict``, as scalers and schedulers have.
 
-    A loader or a dataset that has one is not meant: its place is its own concern.
+    False for loaders and datasets: their position is not part of the saved state.
     """
     kind = type(value)
     has_state = callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
@@ -188,16 +188,16 @@ def is_stateful(value: Any) -> bool:
 
 
 class Saved:
-    """Everything that was added to it, each object once.
+    """Collection of saved objects. An object that is added twice is saved once.
 
     Args:
-        on: the device for copies of tensors; default: where the originals are.
+        on: the device for copies of tensors; default: the device of each tensor.
     """
 
     def __init__(self, on: torch.device | None = None) -> None:
         self._on = on
         self._parts: list[Any] = []
-        self._seen: dict[int, Any] = {}  # by id; holding the object keeps its id from being used again
+        self._seen: dict[int, Any] = {}  # by id; the reference prevents reuse of the id
         self._copied: set[Any] = set()  # storages
         self._uncopied: dict[int, list[SavedTensor]] = {}  # by storage
 
@@ -205,24 +205,24 @@ class Saved:
         return id(value) in self._seen
 
     def module(self, module: nn.Module) -> None:
-        """Add parameters, buffers, gradients, modes, and which objects the module holds."""
+        """Add a module: parameters, buffers, gradients, modes, and the identity of its parameters and buffers."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.tensor(tensor)
         self.slots(module)
 
     def slots(self, module: nn.Module) -> None:
-        """Add the modes, and which objects the module holds, without their bits."""
+        """Add the modes of a module and the identity of its parameters and buffers, but not their bits."""
         for part in module.modules():
             self._is_new(part)
         self._parts.append(ModuleSlots(module))
 
     def tensor(self, tensor: Tensor, *, copied: bool = True) -> None:
-        """Add a tensor and its gradient. One that is not ``copied`` has its bits copied by ``before_write``."""
+        """Add a tensor and its gradient. With ``copied=False``, ``before_write`` copies the bits later."""
         if not self._is_new(tensor):
             return
         layout = _layout(tensor)
         storage: Any = None if layout is None else layout[0]
-        copied = copied or storage is None or storage in self._copied  # shares memory that the job writes to
+        copied = copied or storage is None or storage in self._copied  # a copied tensor shares this memory
         saved = SavedTensor(tensor, self._on, copied=copied)
         self._parts.append(saved)
         if copied:
@@ -233,42 +233,42 @@ class Saved:
             self._parts.append(SavedGradient(tensor, self._on))
 
     def gradient(self, tensor: Tensor) -> None:
-        """Add the gradient of a leaf, and not its bits."""
+        """Add the gradient of a leaf, but not the leaf's bits."""
         if self._is_new(tensor):
             self._parts.append(SavedGradient(tensor, self._on))
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copies of tensors, without gradients."""
+        """Size of the copies of tensors in bytes, without gradients."""
         tensors = (part.bits for part in self._parts if isinstance(part, SavedTensor))
         return sum(bits.nbytes for bits in tensors if bits is not None)
 
     @property
     def has_uncopied(self) -> bool:
-        """Whether there are tensors whose bits are not copied yet."""
+        """True while there are tensors whose bits are not copied."""
         return bool(self._uncopied)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy the bits that a write to this tensor would change."""
+        """Copy the bits of all added tensors that share memory with ``tensor``, before a write to it."""
         layout = _layout(tensor)
         for saved in self._uncopied.pop(layout[0], ()) if layout is not None else ():
             saved.copy_bits()
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add parameters, state and every attribute; an optimizer that is wrapped by this one as well."""
+        """Add parameters, state and every attribute, including an optimizer that this one wraps."""
         self._is_new(optimizer)
         self.value(optimizer.state, with_objects=True)
         self.value(vars(optimizer))
 
     def value(self, value: Any, *, with_objects: bool = False, copied: bool = True) -> None:
-        """Add a tensor, a container with what is in it, a module, or an object with a ``state_dict`` of its own.
+        """Add a tensor, an array, a module, an optimizer, an object with a ``state_dict``, or a container of these.
 
         Args:
-            value: of any kind; one of another kind is not looked into.
-            with_objects: whether to add the attributes of any other object, too.
-            copied: as in ``tensor``.
+            value: any object. Objects of other types are ignored.
+            with_objects: whether to add the attributes of objects of other types, too.
+            copied: see ``tensor``.
         """
-        if type(value) in weakref.ProxyTypes:  # which may be dead
+        if type(value) in weakref.ProxyTypes:  # a dead proxy raises at any access
             return
         if isinstance(value, Tensor):
             self.tensor(value, copied=copied)
@@ -305,9 +305,9 @@ class Saved:
         return True
 
     def restore(self) -> None:
-        """Put everything back, past failures.
+        """Restore all objects, even after a failure.
 
         Raises:
-            BaseException: the first failure, with the others as its notes; everything else is restored then.
+            BaseException: the first failure, with later ones as its notes. All other objects are restored.
         """
         run_all(part.restore for part in self._parts)

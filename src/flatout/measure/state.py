@@ -1,7 +1,7 @@
-"""Everything that training changes, captured and put back bit for bit.
+"""Snapshot of everything that training changes, restored bit for bit.
 
-One ``State`` serves trials, undo and recovery. Python attributes that a user's ``forward``, loss or dataset sets are
-the user's, tensors and hooks among them, and are not touched.
+Trials, undo and recovery use the same ``State``. Python attributes that a user's ``forward``, loss or dataset sets are
+not saved, even where they are tensors or hooks.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class _BackendFlags:
 class State:
     """A snapshot of a training job: ``State.capture(...)`` now, ``restore()`` as often as wanted.
 
-    Restoring is bit-exact and in place: parameters, buffers and optimizer state keep their objects and their memory, so
-    views, tied weights and references held elsewhere stay valid. It costs one copy of the model, its gradients and the
-    optimizer's state.
+    Restoring is bit-exact and in place. Parameters, buffers and optimizer state keep their objects and their memory, so
+    views, tied weights and other references stay valid. A snapshot takes the memory of one copy of the model, its
+    gradients and the optimizer's state.
     """
 
     def __init__(self, saved: Saved, *parts: Any) -> None:
@@ -79,13 +79,15 @@ class State:
         """Copy everything that a training step changes.
 
         Args:
-            modules: model and loss modules: parameters, buffers, gradients, train/eval modes and random generators.
-            optimizer: its parameters, state, hyper-parameters and attributes, with the tensors, containers and
-                optimizers in them.
-            loader: the random generators that it, its samplers and its dataset keep; of flatout's loaders the position.
-            code: callables of the step, such as the loss: the random generators that they use, and the modules,
-                optimizers and tensors that they can reach.
-            on: the device for the copies; default: where the originals are.
+            modules: the model and loss modules, whose parameters, buffers, gradients, train/eval modes and random
+                generators are captured.
+            optimizer: the optimizer, whose parameters, state, hyper-parameters and attributes are captured, with the
+                tensors, containers and optimizers in these.
+            loader: the loader, whose random generators are captured, including those of its samplers and its dataset.
+                Of flatout's loaders also the position.
+            code: callables of the step, such as the loss. Captured are the random generators that they use, and the
+                modules, optimizers and tensors that they can reach.
+            on: the device for the copies; default: the device of each original.
         """
         modules = list(modules)
         saved = Saved(on)
@@ -94,32 +96,32 @@ class State:
         if optimizer is not None:
             saved.optimizer(optimizer)
         add_foreign(saved, list(code))
-        # Restored in this order: flags last, as techniques that are taken back turn them.
+        # Restored in this order. Flags come last, because reverting a technique changes them.
         return cls(
             saved, RandomState.capture([loader, *modules, *code, optimizer]), LoaderPosition(loader), _BackendFlags()
         )
 
     def restore(self) -> None:
-        """Put everything back as it was when captured. May be called any number of times.
+        """Restore everything to the captured state. May be called any number of times.
 
         Raises:
-            BaseException: the first failure of a part, with others as its notes. All other parts are restored then.
+            BaseException: the first failure, with later ones as its notes. All other parts are restored.
         """
         run_all(part.restore for part in self._parts)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Inside, no optimizer may step that this state does not hold.
+        """Forbid steps, inside the block, of optimizers that this state does not hold.
 
         Raises:
-            RuntimeError: before the step of such an optimizer.
+            RuntimeError: such an optimizer is about to step.
         """
         return self._guard.on()
 
     def check(self) -> None:
-        """Raise what a guarded step raised: a trial takes it for a failure of its candidate."""
+        """Raise the error of a guarded step again, because a trial counts it as a failure of its candidate."""
         if self._guard.error is not None:
             raise self._guard.error
 
     def extended(self) -> AbstractContextManager[None]:
-        """Inside, tensors that ``code`` can reach are copied before they are written to."""
+        """Copy tensors that ``code`` can reach before an operator inside the block writes to them."""
         return copied_before_writes(self._saved)
