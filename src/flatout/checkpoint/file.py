@@ -61,13 +61,13 @@ def write(path: str | Path, state: Any) -> None:
 
 
 def read(path: str | Path) -> Any:
-    """Return what ``write`` wrote to ``path``, on the CPU; nothing in the file is run (``weights_only``).
+    """Return the state that ``write`` wrote to ``path``, with tensors on the CPU. Runs no code (``weights_only``).
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it could not be read.
-        DamagedCheckpoint: the file is corrupt, was not written by ``write``, or is no regular file.
-        ValueError: it is whole, but of another version, or it holds what cannot be read safely.
+        OSError: the file cannot be read.
+        DamagedCheckpoint: the file is corrupt, was not written by ``write``, or is not a regular file.
+        ValueError: the file is intact, but has another version, or holds objects that are not safe to load.
     """
     _check(Path(path))
     try:
@@ -91,7 +91,7 @@ def _check(path: Path) -> None:
     if is_special(path):
         raise DamagedCheckpoint(f"{path} is not a regular file")
     with path.open("rb") as file:
-        is_zip = file.read(len(_ZIP)) == _ZIP  # what torch.load reads otherwise has many formats
+        is_zip = file.read(len(_ZIP)) == _ZIP  # torch.load also reads older formats, which `write` never writes
         file.seek(0)
         size = os.fstat(file.fileno()).st_size - _TRAILER_SIZE
         crc = 0

@@ -1,4 +1,4 @@
-"""A state that is to be loaded, checked against the one that is there before anything is changed."""
+"""Checks of a state before it is loaded: values must be of the same kind as in the current state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def check_kinds(state: Any, own: Any, where: str) -> None:
-    """Refuse values of another kind, and tensors of another shape, than ``own`` has in the same place.
+    """Refuse values whose kind, or tensors whose shape, differs from the same entry of ``own``.
 
-    None fits everything. A number fits a tensor of one element: optimizers and schedulers turn one into the other.
-    What is in one of the two alone is not looked at.
+    None fits everything. A number fits a tensor of one element, because optimizers and schedulers convert between the
+    two. Entries that only one of the two states has are not checked.
 
     Args:
-        state: of tensors, numbers, strings, and lists, tuples and dicts of them.
-        own: a state of the same training as it is now.
-        where: what ``state`` is called in errors.
+        state: tensors, numbers and strings, in lists, tuples and dicts.
+        own: the current state of the same training.
+        where: the name of ``state`` in errors.
 
     Raises:
-        ValueError: names the first place that differs.
+        ValueError: an entry differs. The message names the first such entry.
     """
     kind, expected = _kind(state), _kind(own)
     if None in (kind, expected):
@@ -39,13 +39,13 @@ def check_kinds(state: Any, own: Any, where: str) -> None:
 
 
 def check_number(value: Any, where: str, least: int = 0) -> int:
-    """Return a whole number of at least ``least``.
+    """Return ``value`` if it is an int of at least ``least``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``value`` is not such an int. The message calls it ``where``.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where} must be a number from {least}, got {value!r}")
+        raise ValueError(f"{where} must be an int >= {least}, got {value!r}")
     return value
 
 
