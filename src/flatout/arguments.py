@@ -164,8 +164,8 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(not is_lazy(p) and p.is_meta for p in parameters):
             raise ValueError(
-                "optimizer must be made of the model's new weights, got parameters on the meta device. Make it after "
-                f"model.to_empty(...): optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+                "optimizer must be made of the model's current weights, got parameters on the meta device. After "
+                f"model.to_empty(...), call optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
         if not {id(p) for p in parameters} & trainable:
             raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")

@@ -1,4 +1,4 @@
-"""Watches whether training stays finite: warns of the first infinite or NaN loss, and stops after several in a row."""
+"""Monitor of infinite and NaN losses: warns of the first, and stops training after several in a row."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from flatout.mfu.flops import eager
 from flatout.words import first_line
 
 LOOK_EVERY = 50
-"""Steps from one loss that is read to the next on a GPU, while they are finite: a copy takes the host 40 us."""
+"""Interval in steps between two losses that are read on a GPU while they are finite. One read takes the host 40 us."""
 
 STOP_AFTER = 50
-"""Bad steps in a row after which training stops. A loss scaler that finds its scale skips half as many at most."""
+"""Bad steps in a row after which training stops. A loss scaler that searches its scale skips at most half as many."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class FiniteWatch:
-    """Reads losses without waiting for the device, and raises after too many bad steps in a row.
+    """Monitor that reads losses without waiting for the device and raises after too many bad steps in a row.
 
-    A step is bad when its loss is infinite or NaN or, with a loss scaler, when the scaler skipped its update. The first
-    bad loss gives a warning. Skipped updates are normal for a scaler and give none.
+    Without a loss scaler, a step is bad if its loss is infinite or NaN. With one, it is bad if its update was skipped.
+    The first bad loss gives a warning. Skipped updates are normal for a scaler and give no warning.
 
-    On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad one arrives,
-    and every step from there until a finite one arrives. Bad steps are counted from the first that was read, and only
-    steps that follow one another are counted together. Values arrive as late as the GPU runs after the host.
+    On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
+    and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
+    between two bad steps restarts the count. Values arrive with the delay of the GPU behind the host.
 
     Args:
-        job: what is stepped.
+        job: the job whose steps are monitored.
         stop_after: bad steps in a row after which ``look`` raises.
 
     Attributes:
-        next_look: the step to look at next.
+        next_look: the number of the next step to look at.
     """
 
     def __init__(self, job: Job, stop_after: int = STOP_AFTER) -> None:
@@ -57,15 +57,15 @@ class FiniteWatch:
         self.next_look = 0
 
     def look(self, step: int, loss: Tensor, batch: Any) -> None:
-        """Look at a step that has been queued.
+        """Look at a step that is queued on the device.
 
         Args:
-            step: its number.
-            loss: of that step, on the device.
-            batch: of that step; the forward is repeated on it when training stops.
+            step: the number of the step.
+            loss: the loss of the step, on the device.
+            batch: the batch of the step. When training stops, the forward is repeated on this batch.
 
         Raises:
-            FloatingPointError: ``stop_after`` steps in a row were bad. It names the first module whose output is.
+            FloatingPointError: ``stop_after`` steps in a row were bad. The message says where infinities or NaNs begin.
         """
         skipped = None if self._job.scaler is None else self._job.scaler.last_step_skipped
         name, value = ("loss", loss) if skipped is None else ("skipped", skipped)
@@ -85,7 +85,7 @@ class FiniteWatch:
             )
 
     def _queue(self, step: int, name: str, value: Tensor) -> None:
-        """Queue a copy of the value. While finite steps are read, no other is queued before that has arrived."""
+        """Queue a copy of the value to the host. While values are finite, at most one copy is on its way."""
         was_waiting, self._is_waiting = self._is_waiting, self._values.poll()
         if self._bad or not was_waiting:
             self._values.log(name, value, step)
@@ -104,38 +104,41 @@ class FiniteWatch:
 
 
 def _diagnosis(job: Job, batch: Any) -> str:
-    """Say where infinities or NaNs begin. A diagnosis that fails must not replace the error that it belongs to."""
+    """Return where infinities or NaNs begin. An exception here must not replace the error about bad steps."""
     try:
         return first_bad(job, batch)
     except Exception as error:
-        return f"the search for the first of them failed with {first_line(error)}"
+        return f"the search for the first bad value failed with {first_line(error)}"
 
 
 def first_bad(job: Job, batch: Any) -> str:
-    """Where infinities or NaNs come from, in words, as a forward (and, with a loss scaler, a backward) shows it."""
+    """Return a sentence that says where infinities or NaNs begin, from a repeated forward and backward.
+
+    Gradients of the model are set to None.
+    """
     for name, parameter in job.model.named_parameters():
         if not _is_finite(parameter):
-            return f"the parameter {name} is not finite any more: lower the learning rate, or clip gradients"
+            return f"the parameter {name} is no longer finite; lower the learning rate or clip gradients"
     found: list[str] = []
     with eager(), _watched(job.model, found.append):
         loss = job.loss(batch)
     if found:
         return found[0]
     if not _is_finite(loss):
-        return "every module's output is finite, and the loss that is made of them is not"
+        return "the output of every module is finite, but the loss is not"
     job.model.zero_grad(set_to_none=True)
     with eager():
         (loss if job.scaler is None else job.scaler.scale(loss)).backward()
     bad = [name for name, p in job.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
     job.model.zero_grad(set_to_none=True)
-    if bad:  # the last in the forward is the first in the backward
-        return f"the gradient of {bad[-1]} is the first that is not finite in the backward"
-    return "this batch is finite now, in forward and backward"
+    if bad:  # the backward reaches the last parameter first
+        return f"the gradient of {bad[-1]} is the first in the backward that is not finite"
+    return "the repeated forward and backward of this batch are finite"
 
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, tell: Callable[[str], object]) -> Iterator[None]:
-    """Tells of every module that makes something infinite of finite inputs, the innermost first."""
+    """Call ``tell`` for every module with finite inputs and an output that is not finite, the innermost first."""
 
     def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if _are_finite(args) and not _are_finite(output):
@@ -157,7 +160,7 @@ def _are_finite(value: Any) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are, in any layout and dtype."""
+    """Return whether all elements are finite. Takes any layout and dtype."""
     if not (tensor.is_floating_point() or tensor.is_complex()):  # integers; quantized ones are scaled integers
         return True
     tensor = tensor.detach()

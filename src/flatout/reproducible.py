@@ -1,4 +1,4 @@
-"""Training that repeats bit for bit: seeds, deterministic algorithms, and the settings that libraries read once."""
+"""Training that repeats bit for bit: seeds, deterministic algorithms and library settings."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from flatout.data.generators import RandomState
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_CONFIGS = (":4096:8", ":16:8")
-"""Workspaces with which cuBLAS repeats its results; the first is faster and takes 24 MiB (cuBLAS documentation,
+"""Workspace settings that make cuBLAS results repeatable. The first is faster and takes 24 MiB (cuBLAS documentation,
 "Results reproducibility")."""
 
 
 _Flags = tuple[bool, bool, bool, bool, bool]
 _holders: list[weakref.ref[DeterministicAlgorithms]] = []
-"""Those that are on, the latest last. A run that is dropped without ``undo`` holds nothing any more."""
-_in_force = 0  # how many `Reproducible` are
+"""The objects that are enabled, the latest last. References are weak, so a run dropped without ``undo`` disappears."""
+_in_force = 0  # number of `Reproducible` objects in force
 
 
 class DeterministicAlgorithms:
-    """torch's deterministic algorithms with what they need around them, process-wide: on, and exactly off again.
+    """Process-wide switch for torch's deterministic algorithms and the settings that they need.
 
-    Several may be on at a time, and are turned off in any order: one that is not the latest leaves the settings to the
-    next, which puts back what it found and what that one found.
+    Several objects may be enabled at a time and disabled in any order. An object that is not the latest passes its
+    saved settings on to the next one, which restores them when it is disabled.
 
     Args:
-        warn_only: an operator without a deterministic algorithm warns; otherwise it raises.
+        warn_only: whether an operator without a deterministic algorithm warns instead of raising.
     """
 
     def __init__(self, *, warn_only: bool = False) -> None:
@@ -41,11 +41,11 @@ class DeterministicAlgorithms:
         self._before: tuple[_Flags, str | None] = _flags(), os.environ.get(CUBLAS)
 
     def enable(self) -> None:
-        """Turn them on.
+        """Turn deterministic algorithms on.
 
         Raises:
-            RuntimeError: cuBLAS has started in this process, without a workspace that makes it repeat its results;
-                nothing has changed then. A warning with ``warn_only``.
+            RuntimeError: cuBLAS has started in this process without a deterministic workspace. Nothing has changed.
+                With ``warn_only`` this is a warning.
         """
         self._before = _flags(), os.environ.get(CUBLAS)
         _holders.append(weakref.ref(self))
@@ -54,8 +54,8 @@ class DeterministicAlgorithms:
         _set_flags((False, True, True, self._warn_only, True))
         if cublas_started_without():
             message = (
-                f"cuBLAS has started in this process without {CUBLAS}, so that its products need not repeat: ask for "
-                f"determinism before the first matrix product on a GPU, or start Python with {CUBLAS}=:4096:8"
+                f"cuBLAS has started in this process without {CUBLAS}, so its results may vary from run to run. Ask "
+                f"for determinism before the first matrix product on a GPU, or start Python with {CUBLAS}=:4096:8"
             )
             if not self._warn_only:
                 self.disable()
@@ -63,7 +63,7 @@ class DeterministicAlgorithms:
             warnings.warn(message, stacklevel=3)
 
     def disable(self) -> None:
-        """Put every setting back, or leave that to one that was turned on later."""
+        """Restore every setting, or leave this to an object that was enabled later."""
         on = [holder for reference in _holders if (holder := reference()) is not None]
         later = on[on.index(self) + 1 :]
         _holders[:] = [weakref.ref(holder) for holder in on if holder is not self]
@@ -95,12 +95,13 @@ def _set_flags(flags: _Flags) -> None:
 
 
 def cublas_started_without() -> bool:
-    """Whether torch says that cuBLAS runs with a workspace that may give other results from run to run.
+    """Return whether torch reports that cuBLAS started without a deterministic workspace.
 
-    torch looks at the environment once, at the first product, and later releases bring a workspace of their own that
-    needs none (pytorch #161749): only torch can tell, and a product of two numbers makes it.
+    torch reads the environment once, at the first product. Later releases allocate a workspace that needs no
+    environment variable (pytorch #161749). So only torch can tell, and it checks at every product: this function
+    multiplies two numbers.
     """
-    if not torch.cuda.is_initialized():  # nor is cuBLAS
+    if not torch.cuda.is_initialized():  # then cuBLAS has not started either
         return False
     number = torch.ones(1, 1, device="cuda")
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -117,11 +118,11 @@ def cublas_started_without() -> bool:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse what torch cannot be seeded with.
+    """Refuse a value that torch does not accept as a seed.
 
     Raises:
         TypeError: ``seed`` is not an int.
-        ValueError: it is not in ``[0, 2**64)``.
+        ValueError: ``seed`` is not in ``[0, 2**64)``.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
@@ -130,14 +131,14 @@ def check_seed(seed: Any) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of python, numpy and torch, on every device."""
+    """Seed the global generators of Python, NumPy and torch, on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 class Reproducible(AbstractContextManager["Reproducible"]):
-    """What :func:`reproducible` returns: in force until ``undo()``, or until the ``with`` block that it heads ends."""
+    """Result of :func:`reproducible`, in force until ``undo()`` or the end of its ``with`` block."""
 
     def __init__(self, seed: int, *, warn_only: bool) -> None:
         check_seed(seed)
@@ -147,7 +148,7 @@ class Reproducible(AbstractContextManager["Reproducible"]):
         self._begin()
 
     def undo(self) -> None:
-        """Put generators and settings back as they were; nothing happens when they are."""
+        """Restore generators and settings. Does nothing when called again."""
         global _in_force
         if self._before is not None:
             random_state, algorithms = self._before
@@ -183,34 +184,34 @@ def is_reproducible() -> bool:
 
 
 def reproducible(seed: int, *, warn_only: bool = False) -> Reproducible:
-    """Make everything from here on repeat bit for bit, on the same machine with the same software.
+    """Make everything after this call repeat bit for bit, on the same machine with the same software.
 
-    ``flatout.reproducible(0)`` at the top of a script, before the model is made; or, for a part of it alone::
+    Call ``flatout.reproducible(0)`` at the top of a script, before the model is made. Or use it for a part only::
 
         with flatout.reproducible(0):
             ...
 
-    It seeds the global generators of python, numpy and torch (every device), and has torch and its libraries choose
-    algorithms that repeat: ``torch.use_deterministic_algorithms``, uninitialised memory filled, cuDNN deterministic
-    and without benchmarks, cuBLAS with a workspace of its own per stream. A ``DataLoader`` draws the seeds of its
-    workers, and of its shuffle, from what is seeded here: two runs with as many workers are alike without further ado;
-    for random augmentation that is the same with any number of workers, see :func:`flatout.data.seed_samples`.
+    The function seeds the global generators of Python, NumPy and torch (every device). It also makes torch and its
+    libraries deterministic: ``torch.use_deterministic_algorithms``, filled uninitialized memory, deterministic cuDNN
+    without benchmarks, and a fixed cuBLAS workspace per stream. A ``DataLoader`` draws the seeds of its workers and of
+    its shuffle from these generators, so two runs with the same number of workers are equal. For random augmentation
+    that is equal with any number of workers, see :func:`flatout.data.seed_samples`.
 
-    It cannot reach generators that a program makes for itself, nor the order of sets of strings
-    (``PYTHONHASHSEED``, which Python reads when it starts). Inside, ``optimize`` chooses as with
-    ``deterministic=True``. ``optimize(deterministic=True, seed=...)`` does the same for a run, and says what it costs
-    in speed.
+    Generators that a program makes itself are not seeded. The order of sets of strings is not fixed either: it depends
+    on ``PYTHONHASHSEED``, which Python reads when it starts. While ``reproducible`` is in force, ``optimize`` chooses
+    techniques as with ``deterministic=True``. ``optimize(deterministic=True, seed=...)`` does the same for one run and
+    reports the cost in speed.
 
     Args:
-        seed: in ``[0, 2**64)``; numpy takes its lower 32 bits.
-        warn_only: an operator that has no deterministic algorithm warns; by default it raises when it is called.
+        seed: an int in ``[0, 2**64)``. NumPy takes its lower 32 bits.
+        warn_only: whether an operator without a deterministic algorithm warns. By default its call raises.
 
     Returns:
-        A context manager, in force already; ``undo()`` ends it, too.
+        A context manager that is already in force. ``undo()`` also ends it.
 
     Raises:
         TypeError: ``seed`` is not an int.
         ValueError: ``seed`` is out of range.
-        RuntimeError: it is too late: cuBLAS has started already, in a way that need not repeat. Nothing has changed.
+        RuntimeError: cuBLAS has already started without a deterministic workspace. Nothing has changed.
     """
     return Reproducible(seed, warn_only=warn_only)
