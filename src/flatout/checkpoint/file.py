@@ -75,7 +75,7 @@ def read(path: str | Path) -> Any:
     except OSError:
         raise
     except UnpicklingError as error:
-        raise ValueError(f"{path} holds what cannot be read safely: {error}") from error
+        raise ValueError(f"{path} holds objects that cannot be read safely: {error}") from error
     except Exception as error:
         if isinstance(error, MemoryError) or ran_out_of_memory(error):
             raise
