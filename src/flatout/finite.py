@@ -125,7 +125,7 @@ def first_bad(job: Job, batch: Any) -> str:
     if found:
         return found[0]
     if not _is_finite(loss):
-        return "the output of every module is finite, but the loss is not"
+        return "every module's output is finite, but the loss is not"
     job.model.zero_grad(set_to_none=True)
     with eager():
         (loss if job.scaler is None else job.scaler.scale(loss)).backward()
