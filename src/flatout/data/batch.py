@@ -1,4 +1,4 @@
-"""Batches of any nesting: find their tensors, map over them, move them."""
+"""Operations on batches of any nesting: find tensors, map over tensors, move, copy, split."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def map_tensors(
 ) -> Any:
     """Rebuild ``batch`` with ``fn`` applied to each of its tensors, in order.
 
-    Goes through mappings, sequences, named tuples and dataclasses, and keeps their types. A container that
-    cannot be rebuilt as its own type becomes a plain ``dict`` or ``list``, as in torch's collate.
+    Visits mappings, sequences, named tuples and dataclasses, and keeps their types. A container that cannot be rebuilt
+    as its own type becomes a plain ``dict`` or ``list``, as in torch's collate.
 
     Args:
         fn: called once per tensor.
         batch: any nesting.
         other: applied to every leaf that is neither a tensor, a string, a number nor ``None``.
-        is_leaf: lists and tuples that it is true for are leaves.
+        is_leaf: called with each plain list and tuple. Those for which it returns true are leaves.
 
     Returns:
-        A new batch; containers are never changed in place.
+        A new batch. Containers are never changed in place.
     """
     if isinstance(batch, Tensor):
         return fn(batch)
     if batch is None or isinstance(batch, (str, bytes, int, float, complex)):
         return batch
-    if isinstance(batch, PackedSequence):  # a named tuple, but its parts must not be mapped one by one
+    if isinstance(batch, PackedSequence):  # a named tuple whose parts must not be mapped one by one
         return other(batch)
     if isinstance(batch, Mapping):
         return _rebuilt_mapping(batch, {key: map_tensors(fn, value, other, is_leaf) for key, value in batch.items()})
@@ -65,7 +65,7 @@ def map_tensors(
         rebuilt = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                # Not `replace`: it runs __post_init__ again and refuses fields that are not arguments.
+                # `dataclasses.replace` would run __post_init__ again and refuse fields that are not arguments.
                 object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(batch, field.name), other, is_leaf))
         return rebuilt
     return other(batch)
@@ -82,7 +82,7 @@ def _rebuilt_mapping(batch: Mapping, items: dict) -> Any:
     if type(batch) is dict:
         return items
     if isinstance(batch, MutableMapping):
-        # A copy keeps what the type carries besides its items (a default factory, attributes).
+        # A copy keeps attributes of the mapping, such as a default factory.
         try:
             rebuilt = copy.copy(batch)
             rebuilt.update(items)
@@ -114,7 +114,7 @@ def with_own_containers(batch: Any) -> Any:
     """
     kind = type(batch)
     if kind is Tensor or (kind is tuple and all(type(part) is Tensor for part in batch)):
-        return batch  # this runs in every step, and there is nothing to add or remove
+        return batch  # fast path for every step: a tuple of tensors cannot gain or lose entries
     return map_tensors(_keep, batch, _copied_object)
 
 
@@ -123,21 +123,21 @@ def _copied_object(leaf: Any) -> Any:
         return leaf
     try:
         return copy.copy(leaf)
-    except Exception:  # of the object's own code
+    except Exception:  # raised by the user's class
         return leaf
 
 
 def cloned(batch: Any) -> Any:
-    """Copy ``batch``, so that the loader that made it may fill its memory again.
+    """Copy ``batch``, so that the loader may reuse its memory.
 
-    Copies tensors, arrays and containers. Objects are copied by their ``clone`` method; without one, by ``copy.copy``,
-    and so are their attributes that are tensors, arrays, containers or objects with a ``to`` method. What cannot be
-    copied stays shared. An object that occurs twice in ``batch`` does so in the copy.
+    Copies tensors, arrays and containers. Objects are copied by their ``clone`` method, else by ``copy.copy``. Their
+    attributes that are tensors, arrays, containers or objects with a ``to`` method are copied, too. Objects that cannot
+    be copied stay shared. An object that occurs twice in ``batch`` also occurs twice in the copy.
 
     Args:
         batch: any nesting.
     """
-    clones: dict[int, tuple[Any, Any]] = {}  # the originals, too: an id is unique only as long as its object lives
+    clones: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
 
     def clone_tensor(tensor: Tensor) -> Tensor:
         if id(tensor) not in clones:
@@ -149,7 +149,7 @@ def cloned(batch: Any) -> Any:
             clones[id(leaf)] = leaf, _cloned_object(leaf)
             twin = clones[id(leaf)][1]
             for name, value in getattr(leaf, "__dict__", {}).items():
-                if twin is not leaf and getattr(twin, name, None) is value:  # else its own method has copied it
+                if twin is not leaf and getattr(twin, name, None) is value:  # not copied by the object's `clone`
                     object.__setattr__(twin, name, map_tensors(clone_tensor, value, clone_attribute))
         return clones[id(leaf)][1]
 
@@ -173,33 +173,33 @@ def _cloned_object(leaf: Any) -> Any:
         if callable(getattr(leaf, "clone", None)):
             return leaf.clone()
         return copy.copy(leaf) if hasattr(leaf, "__dict__") else copy.deepcopy(leaf)
-    except Exception:  # of the object's own code
+    except Exception:  # raised by the user's class
         return leaf
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of ``batch``, in the order in which :func:`map_tensors` visits them."""
+    """Return the tensors of ``batch``, in the order in which :func:`map_tensors` visits them."""
     found: list[Tensor] = []
     _collect(batch, found, [])
     return found
 
 
 def objects_of(batch: Any) -> list[Any]:
-    """The objects of ``batch`` that have a ``to`` method and are no tensors, in order."""
+    """Return the objects of ``batch`` that have a ``to`` method and are not tensors, in order."""
     others: list[Any] = []
     _collect(batch, [], others)
     return [leaf for leaf in others if not isinstance(leaf, (type, nn.Module)) and callable(getattr(leaf, "to", None))]
 
 
 def tensors_within(batch: Any) -> list[Tensor]:
-    """The tensors of ``batch``, then those in attributes of its objects that have a ``to`` method.
+    """Return the tensors of ``batch``, then those in attributes of its objects that have a ``to`` method.
 
-    What such an object keeps outside of its attributes, in a library's own memory, is not found.
+    Tensors that such an object keeps outside of its attributes, in a library's memory, are not found.
     """
     found: list[Tensor] = []
     left: list[Any] = [batch]
     seen: set[int] = set()
-    for part in left:  # which grows
+    for part in left:  # grows inside the loop
         _collect(part, found, [])
         new = [leaf for leaf in objects_of(part) if id(leaf) not in seen]
         seen.update(map(id, new))
@@ -218,7 +218,7 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
     kind = type(batch)
     if kind is Tensor or isinstance(batch, Tensor):
         found.append(batch)
-    elif kind is tuple or kind is list:  # this runs in every step: what is usual is asked first
+    elif kind is tuple or kind is list:  # this runs in every step, so the common types come first
         for part in batch:
             _collect(part, found, others)
     elif kind is dict:
@@ -243,16 +243,16 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples in ``batch``: the leading dimension of its first tensor, 1 if that tensor is 0-dim.
+    """Return the number of samples in ``batch``: the leading dimension of its first tensor, 1 for a 0-dim tensor.
 
-    A first tensor without samples, such as the boxes of images that have none, does not count where others have some.
+    Empty tensors, such as the boxes of an image without objects, are skipped where another tensor has samples.
 
-    Where there are objects with a ``to`` method in the place of tensors, the first of them counts: by its
-    ``num_graphs`` or ``batch_size``; else by ``len``, unless it has ``keys()``, which ``len`` would count; else by the
-    first tensor in its attributes; else it is one sample.
+    If ``batch`` holds no tensor, its first object with a ``to`` method counts. The number is the object's
+    ``num_graphs`` or ``batch_size``, else its ``len``, else the samples of the tensors in its attributes, else 1. The
+    ``len`` of an object with ``keys()`` does not count, because it is a number of keys.
 
     Raises:
-        ValueError: there is neither in ``batch``.
+        ValueError: ``batch`` holds neither tensors nor such objects.
     """
     sizes = [tensor.size(0) if tensor.dim() else 1 for tensor in tensors_of(batch)]
     if sizes:
@@ -263,7 +263,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def _samples_of(leaf: Any) -> int:
-    """The samples of an object that stands for a batch."""
+    """Return the number of samples of an object that is a batch or a part of one."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     for name in ("num_graphs", "batch_size"):
@@ -279,8 +279,10 @@ def _samples_of(leaf: Any) -> int:
 
 
 def tokens_of(batch: Any) -> int:
-    """Number of tokens in ``batch``: the elements of its first tensor if that is of 32- or 64-bit integers in two
-    dimensions, as token ids are; else 0."""
+    """Return the number of tokens in ``batch``.
+
+    Token ids are a first tensor of 32- or 64-bit integers in two dimensions. For other batches the result is 0.
+    """
     tensors = tensors_of(batch)
     if not tensors or tensors[0].dim() != 2 or tensors[0].dtype not in (torch.int32, torch.int64):
         return 0
@@ -288,23 +290,24 @@ def tokens_of(batch: Any) -> int:
 
 
 class _Whole(Exception):
-    """Something in a batch cannot be taken apart."""
+    """A part of a batch cannot be split."""
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
-    """Take a batch apart along its samples, which lie along the first dimension of its tensors.
+    """Split a batch along its samples, which are the first dimension of its tensors.
 
-    Every tensor and NumPy array whose first dimension is the batch's is narrowed: parts are views. So are lists and
-    tuples with an entry for each sample, where those are not such tensors themselves: file names, targets of
-    detection, lists of numbers. Anything else (a mask, class weights, a tuple of numbers) goes to every part.
+    Tensors and NumPy arrays whose first dimension is the batch size are narrowed, so the parts are views. Lists and
+    tuples with one entry per sample are sliced: file names, targets of detection, lists of numbers. If the first
+    dimension of all tensors in such a list is the batch size, the tensors are narrowed instead. Anything else (a mask,
+    class weights, a tuple of numbers) goes to every part.
 
     Args:
         batch: any nesting.
         sizes: samples of each part; their sum is ``batch_size_of(batch)``.
 
     Returns:
-        The parts, of the batch's own types; None where it cannot be taken apart: there is a ``PackedSequence``, a
-        tensor that is sparse or nested, or an object that may hold tensors (it has a ``to`` method).
+        The parts, with the types of ``batch``. None where the batch cannot be split, because it holds a
+        ``PackedSequence``, a sparse or nested tensor, or an object with a ``to`` method.
     """
     ends = list(itertools.accumulate(sizes))
     try:
@@ -314,14 +317,14 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of so many of a batch's samples, which come again from the first where there are not enough.
+    """Return a batch of ``samples`` samples: the first ones of ``batch``, repeated from the start as needed.
 
     Args:
-        batch: any nesting; what is taken along the samples is what :func:`split` takes apart.
-        samples: >= 1.
+        batch: any nesting. The same parts are resized that :func:`split` splits.
+        samples: number of samples, >= 1.
 
     Returns:
-        The new batch; None where the batch cannot be taken apart.
+        The new batch. None where ``batch`` cannot be split.
     """
     count = batch_size_of(batch)
     try:
@@ -333,10 +336,10 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def _picked(batch: Any, index: slice | list[int]) -> Any:
-    """Some of a batch's samples.
+    """Return some samples of a batch.
 
     Raises:
-        _Whole: it cannot be taken apart.
+        _Whole: the batch cannot be split.
     """
     count = batch_size_of(batch)
 
@@ -344,7 +347,7 @@ def _picked(batch: Any, index: slice | list[int]) -> Any:
         return tensor.dim() > 0 and tensor.size(0) == count
 
     def has_entries(container: Sequence) -> bool:
-        """Whether there is an entry for each sample; a tuple of numbers is some size."""
+        """Return whether a container has one entry per sample. A tuple of numbers is taken for a size."""
         if container is batch or len(container) != count:
             return False
         if type(container) is tuple and all(isinstance(entry, (int, float)) for entry in container):
@@ -370,12 +373,12 @@ def _picked(batch: Any, index: slice | list[int]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """Move every tensor of ``batch`` to ``device``, and every object that has a ``to`` method of its own.
+    """Move every tensor of ``batch``, and every object that has a ``to`` method, to ``device``.
 
     Args:
-        batch: any nesting; strings, numbers and ``None`` pass through.
-        device: where to.
-        non_blocking: as in ``Tensor.to``; a copy from pinned memory then returns before it has ended.
+        batch: any nesting. Strings, numbers and ``None`` are not changed.
+        device: the target device.
+        non_blocking: as in ``Tensor.to``: a copy from pinned memory returns before it has finished.
     """
 
     def move(leaf: Any) -> Any:
@@ -385,6 +388,6 @@ def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool =
 
 
 def move_object(leaf: Any, device: torch.device | str | int) -> Any:
-    """``leaf.to(device)`` where ``leaf`` is an object with such a method, else ``leaf`` itself."""
+    """Return ``leaf.to(device)`` if ``leaf`` is an object with a ``to`` method, else ``leaf`` itself."""
     move = getattr(leaf, "to", None)
     return move(device) if callable(move) and not isinstance(leaf, type) else leaf

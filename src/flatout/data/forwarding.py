@@ -1,4 +1,4 @@
-"""Attributes of a wrapped loader or dataset, through its wrapper."""
+"""Access to attributes of a loader or dataset through its wrapper."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 
 class Forwarding:
-    """A wrapper. Public attributes that are not its own are those of the wrapped object: to read, set and delete.
+    """Base class of wrappers. Reading, setting or deleting a public attribute reaches the wrapped object.
 
-    Names that begin with an underscore, and those of methods and properties of the class, are the wrapper's.
+    Names with a leading underscore, names in ``_OWN``, and methods and properties of the class belong to the wrapper.
     """
 
     _OWN: ClassVar[frozenset[str]] = frozenset()
-    """Public attributes that instances of the wrapper hold."""
+    """Public attributes of the wrapper's instances."""
 
     @property
     def _wrapped(self) -> Any:
@@ -24,7 +24,7 @@ class Forwarding:
         return name.startswith("_") or name in self._OWN or hasattr(type(self), name)
 
     def __getattr__(self, name: str) -> Any:
-        if self._is_own(name):  # a copy looks for attributes before there is a wrapped object to ask
+        if self._is_own(name):  # `copy` and `pickle` look up attributes before `_wrapped` exists
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._wrapped, name)
 
@@ -42,7 +42,7 @@ class Forwarding:
 
 
 class CopiedAsWrapped(Forwarding):
-    """A wrapper that belongs to one training in one process: copies and pickles are of the wrapped object."""
+    """Base class of wrappers that belong to one training in one process. A copy or pickle is the wrapped object's."""
 
     def __copy__(self) -> Any:
         return copy.copy(self._wrapped)

@@ -1,4 +1,4 @@
-"""Every random generator that a dataset can be seen to use: capture, compare, restore."""
+"""States of all random generators that a dataset can reach: capture, compare, restore."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class _Tracked:
 
 
 class RandomState:
-    """States of the generators of torch, ``random`` and NumPy, and of those reachable from an object."""
+    """States of the global generators of torch, ``random`` and NumPy, and of generators reachable from an object."""
 
     def __init__(self, tracked: list[_Tracked]) -> None:
         self._tracked = tracked
 
     @classmethod
     def only(cls, generators: Sequence[Any]) -> RandomState:
-        """Read ``generators`` and no other."""
+        """Read ``generators`` only, not the global ones."""
         return cls([_track_found(generator) for generator in generators])
 
     @classmethod
     def capture(cls, root: Any = None) -> RandomState:
-        """Read the global generators, and those in attributes, containers and closures below ``root``."""
+        """Read the global generators, and those in attributes, containers and closures reachable from ``root``."""
         return cls.of(generators_in(root))
 
     @classmethod
@@ -54,32 +54,36 @@ class RandomState:
         return cls(tracked)
 
     def reread(self) -> RandomState:
-        """The same generators, as they are now."""
+        """Return the current states of the same generators."""
         return RandomState([_track(each.name, each.read, each.write) for each in self._tracked])
 
     def moved(self) -> str | None:
-        """Name of the first generator whose state has changed since; ``None`` if all are as they were."""
+        """Return the name of the first generator whose state has changed; ``None`` if no state has."""
         return next((each.name for each in self._tracked if not _same(each.read(), each.state)), None)
 
     def restore(self) -> None:
-        """Put every generator back."""
+        """Restore the state of every generator."""
         run_all(partial(each.write, each.state) for each in self._tracked)
 
     def advance(self, later: RandomState) -> None:
-        """Give each generator that is still as it was here the state that it has in ``later``, a ``reread``."""
+        """Advance each generator that still has the state read here to its state in ``later``.
+
+        Args:
+            later: a ``reread`` of this object.
+        """
         for here, there in zip(self._tracked, later._tracked, strict=True):
             if not _same(here.state, there.state) and _same(here.read(), here.state):
                 here.write(there.state)
 
     def states(self) -> list[tuple[str, Any]]:
-        """Every generator's name and state, of tensors, numbers and strings alone."""
+        """Return the name and state of every generator, made of tensors, numbers and strings."""
         return [(each.name, _portable(each.state)) for each in self._tracked]
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
-        """Give the generators the ``states`` that those of the same names once had; one without any stays.
+        """Set the generators to ``states``, matched by name. A generator without a state is not changed.
 
         Raises:
-            Exception: of many kinds; a state does not fit. All generators are as they were read, then.
+            Exception: a state does not fit its generator. All generators are then restored to the states read here.
         """
         given = self.given(states)
         try:
@@ -90,7 +94,7 @@ class RandomState:
             raise
 
     def given(self, states: Sequence[tuple[str, Any]]) -> RandomState:
-        """The generators of these names, with the ``states`` that those of the same names once had."""
+        """Return the generators that have an entry in ``states``, with the states of these entries."""
         left, tracked = list(states), []
         for each in self._tracked:
             found = next((i for i, (name, _) in enumerate(left) if name == each.name), None)
@@ -100,7 +104,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put every generator back at the end, whatever happens inside."""
+        """Restore every generator at the end of the block, even after an exception."""
         try:
             yield
         finally:
@@ -124,14 +128,14 @@ def _track_found(generator: Any) -> _Tracked:
 
 
 def generators_in(root: Any) -> list[Any]:
-    """The generators in attributes, containers and closures below ``root``."""
+    """Return the generators in attributes, containers and closures reachable from ``root``."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    found = (node for node in reachable(root) if issubclass(type(node), kinds))  # a dead reference has a type
-    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]  # it has no state
+    found = (node for node in reachable(root) if issubclass(type(node), kinds))  # isinstance raises for a dead proxy
+    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]  # has no state
 
 
 def _portable(state: Any) -> Any:
-    """``state`` with tensors for arrays, as ``torch.load`` takes it without further ado."""
+    """Return ``state`` with arrays replaced by tensors, which ``torch.load`` accepts with ``weights_only``."""
     if isinstance(state, np.ndarray):
         return torch.from_numpy(state.copy())
     if isinstance(state, dict):
@@ -140,7 +144,7 @@ def _portable(state: Any) -> Any:
 
 
 def _like(state: Any, model: Any) -> Any:
-    """``state`` with arrays for tensors wherever ``model`` has arrays."""
+    """Return ``state`` with tensors replaced by arrays where ``model`` has arrays."""
     if isinstance(model, np.ndarray):
         return np.asarray(state)
     if isinstance(model, dict):
@@ -156,7 +160,7 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
     if isinstance(left, (list, tuple)):
-        with contextlib.suppress(ValueError, RuntimeError):  # numbers alone: many times faster than one by one
+        with contextlib.suppress(ValueError, RuntimeError):  # for numbers: many times faster than one by one
             return bool(left == right)
         return len(left) == len(right) and all(map(_same, left, right))
     return left == right

@@ -1,4 +1,4 @@
-"""``InMemoryLoader``: batches of a dataset in memory, gathered ahead by native threads."""
+"""``InMemoryLoader``: batches of a dataset in memory, gathered ahead of time by native threads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from flatout.data.progress import Progress
 
 
 def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:
-    """The datasets that ``dataset`` is made of, and of which row in all of them, one behind the other, each sample is.
+    """Resolve nested ``Subset`` and ``ConcatDataset`` objects (exact types).
 
     Returns:
-        What is no ``Subset`` or ``ConcatDataset`` (exact types); and int64 ``[len(dataset)]``, ``None``: the same.
+        The innermost datasets, and for each sample its row in their concatenation, int64 ``[len(dataset)]``. ``None``
+        instead of rows means that each sample's row is its index.
 
     Raises:
-        ValueError: indices of a ``Subset`` that are not integers within range.
+        ValueError: the indices of a ``Subset`` are not integers within range.
     """
     leaves: list[Any] = []
     if type(dataset) is Subset:
@@ -55,9 +56,9 @@ def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:
 
 
 def why_not_in_memory(loader: Any) -> str | None:
-    """Why :class:`InMemoryLoader` cannot stand in for ``loader``; ``None`` if it can.
+    """Return why :class:`InMemoryLoader` cannot replace ``loader``; ``None`` if it can.
 
-    Looks at types only, exact ones: a subclass may do anything.
+    Accepts exact types only, because a subclass may do anything.
     """
     reason = why_not_collated(loader)
     if reason is not None:
@@ -79,7 +80,7 @@ def why_not_in_memory(loader: Any) -> str | None:
 
 
 def why_not_collated(loader: Any) -> str | None:
-    """Why batches of ``loader`` are not just stacked samples; ``None`` if they are."""
+    """Return why batches of ``loader`` are not plain stacks of samples; ``None`` if they are."""
     if type(loader) is not DataLoader:
         return f"the loader is a {type(loader).__name__}, not torch's DataLoader"
     if loader.batch_sampler is None:
@@ -90,26 +91,26 @@ def why_not_collated(loader: Any) -> str | None:
 
 
 class InMemoryLoader(Forwarding):
-    """What ``loader`` yields, gathered from memory by native threads, ``depth`` batches ahead.
+    """Loader that gathers the batches of ``loader`` from memory with native threads, ``depth`` batches ahead.
 
-    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the
-    same state of every generator after every batch, early breaks included. Batches are fresh memory, valid
-    for as long as they are held. A change that you make to the dataset's tensors in mid-epoch is seen
-    ``depth`` batches late; ``Subset.indices`` are read once, here. Public attributes that are not listed here are those
-    of ``loader``, to read and to set.
+    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the same state
+    of every generator after every batch, even after an early break. Batches are new memory, valid for as long as they
+    are held. A change of the dataset's tensors during an epoch appears ``depth`` batches later. ``Subset.indices`` are
+    read once, by the constructor. Reading or setting any other public attribute reaches ``loader``.
 
     Args:
-        loader: a ``DataLoader`` over a ``TensorDataset``, or subsets (``random_split``) and concatenations of such,
-            with default collate and any sampler. Its ``pin_memory`` is honoured when there is a GPU.
-        depth: batches gathered ahead, >= 1. A sampler that is not torch's own is asked for a batch when you are, as
-            nobody else knows what it draws; so is torch's where the next indices would move a generator of yours.
-        threads: gathering threads besides the one that waits for a batch; default: one per four cores, at most four.
-        device: copy the data there, once, and gather there: batches are on the device then. Changes of the dataset's
-            tensors are not seen. Default: the data stays where it is.
+        loader: a ``DataLoader`` over a ``TensorDataset``, or over subsets (``random_split``) and concatenations of
+            such datasets, with default collate and any sampler. Its ``pin_memory`` applies when there is a GPU.
+        depth: batches gathered ahead, >= 1. A user's own sampler is called only when a batch is requested, because its
+            random draws are unknown. The same holds for torch's samplers where the next indices would advance a
+            generator of the user's.
+        threads: gathering threads besides the thread that waits for a batch. Default: one per four cores, at most four.
+        device: copy the data to this device once and gather there, so that batches are on the device. Later changes of
+            the dataset's tensors have no effect. Default: the data stays where it is.
 
     Raises:
-        ValueError: ``loader`` is none of these; the message says why (see :func:`why_not_in_memory`). Or the data
-            takes more than half of the memory that is free on ``device``.
+        ValueError: ``loader`` is none of these. The message says why (see :func:`why_not_in_memory`). Or the data
+            takes more than half of the free memory on ``device``.
     """
 
     _OWN = frozenset({"loader", "progress", "depth", "threads", "device"})
@@ -146,17 +147,17 @@ class InMemoryLoader(Forwarding):
         device: torch.device | str | int | None = None,
         made_by: tuple[Any, ...] | None = None,
     ) -> InMemoryLoader:
-        """An ``InMemoryLoader`` in the order of ``loader`` whose batches are made of rows of ``columns``.
+        """Make an ``InMemoryLoader`` that gathers rows of ``columns`` in the order of ``loader``.
 
         Args:
-            loader: gives the order, and is the source of ``dataset``, ``sampler`` and the like.
+            loader: decides the order, and provides ``dataset``, ``sampler`` and other attributes.
             columns: tensors ``[len(loader.dataset), ...]``.
             assemble: puts a batch's tensors, one per column, into the containers that the user expects.
             depth: batches gathered ahead, >= 1.
             threads: as in the constructor.
             device: as in the constructor.
-            made_by: a function and its arguments that make this loader again in another process, given ``depth`` and
-                ``threads``; default: it cannot be pickled.
+            made_by: a function and its arguments. Called with these, ``depth`` and ``threads``, the function makes the
+                same loader in another process. Default: a pickle calls the constructor with ``loader`` instead.
         """
         made = cls.__new__(cls)
         made._made_by = made_by
@@ -164,7 +165,7 @@ class InMemoryLoader(Forwarding):
         return made
 
     def clone(self) -> InMemoryLoader:
-        """A loader of the same memory that no epoch has been taken of."""
+        """Return a loader over the same memory in which no epoch has begun."""
         clone = type(self).__new__(type(self))
         vars(clone).update(vars(self), progress=Progress(self.loader), _live=weakref.WeakSet())
         return clone
@@ -172,7 +173,7 @@ class InMemoryLoader(Forwarding):
     __copy__ = clone
 
     def __reduce__(self) -> tuple[Callable[..., InMemoryLoader], tuple[Any, ...]]:
-        """Pickle what the loader was made from. The copy has the depth and the device, and begins with an epoch."""
+        """Pickle the arguments that the loader was made with. The copy begins with a new epoch."""
         if self._made_by is not None:
             make, *arguments = self._made_by
             return functools.partial(make, depth=self.depth, threads=self.threads), tuple(arguments)
@@ -219,10 +220,10 @@ class InMemoryLoader(Forwarding):
         return self._iterate(-1, pin=bool(self.loader.pin_memory) and torch.cuda.is_available())
 
     def iterate_pinned(self, device: int) -> Iterator[Any]:
-        """One epoch in pinned memory of our own, for :class:`NativeCopier` alone.
+        """Return an iterator over one epoch in flatout's pinned memory. Only :class:`NativeCopier` may read it.
 
-        torch does not know this memory: a ``tensor.cuda(non_blocking=True)`` would not keep a batch from being
-        overwritten while it is copied.
+        torch does not track this memory. During ``tensor.cuda(non_blocking=True)``, the next batch could overwrite the
+        batch that is being copied.
         """
         return self._iterate(device, pin=False)
 
@@ -248,32 +249,32 @@ class InMemoryLoader(Forwarding):
         super().__setattr__(name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to whatever of the wrapped loader has a ``set_epoch``."""
+        """Pass ``epoch`` to each part of the wrapped loader that has a ``set_epoch`` method."""
         set_epoch(self.loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on behind the batch that was handed out last: see :meth:`Prefetcher.state_dict`."""
+        """Return the state to resume from after the last batch that was yielded. See :meth:`Prefetcher.state_dict`."""
         return self.progress.state_dict(self.progress.position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch go on where ``state`` was saved, by this kind of loader or by a ``Prefetcher``.
+        """Resume in the next epoch where ``state`` was saved, by this kind of loader or by a ``Prefetcher``.
 
         Raises:
-            ValueError: it was saved by a loader of another kind; the message names the difference.
+            ValueError: ``state`` was saved by a loader of another kind. The message names the difference.
         """
         self.progress.load_state_dict(state)
 
     def close(self) -> None:
-        """End the iterators under way and free the idle buffers; the loader can be iterated again."""
+        """End running iterators and free idle buffers. The loader can be iterated again."""
         for iterator in list(self._live):
             iterator.close()
         for ring in self._rings.values():
             ring.clear()
 
     def _ring(self, device: int, columns: int) -> Any:
-        key = os.getpid(), device  # a forked child cannot use its parent's
+        key = os.getpid(), device  # a forked child cannot use its parent's ring
         if key not in self._rings:
-            # In use at a time: `depth` ahead, the one being taken, and two that a loop holds while it asks.
+            # Batches in use at a time: `depth` ahead, the one being taken, and two that the user's loop holds.
             self._rings[key] = _host.Ring(device=device, max_idle=(self.depth + 3) * columns)
         return self._rings[key]
 
@@ -286,7 +287,7 @@ class _Started:
 
 
 class _InMemoryIterator:
-    """One epoch of an :class:`InMemoryLoader`. Its threads end with it."""
+    """Iterator over one epoch of an :class:`InMemoryLoader`. The gathering threads end with the epoch."""
 
     def __init__(self, loader: InMemoryLoader, gather: Gather, pin: bool) -> None:
         self._pin = pin
@@ -294,19 +295,19 @@ class _InMemoryIterator:
         self._order = self._begin()
         self._gather = gather
         self._started: deque[_Started] = deque()
-        self._left = 0  # batches that were started, or will be with those before them, and are not handed out
+        self._left = 0  # batches of the started spans that are not yet yielded
         self._ended = False
 
     def _begin(self) -> Order:
-        """What ``iter`` of the plain loader is to the generators."""
+        """Begin an epoch and advance the random generators as ``iter`` of the plain loader does."""
         progress, loader = self._loader.progress, self._loader.loader
         order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
-        # The seed of workers, which persistent ones are given once.
+        # `iter(DataLoader)` draws a seed for its workers. Persistent workers get their seed only once.
         if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         progress.has_run = True
         if loader.num_workers > 0 and isinstance(order, Replayed):
-            order.draw()  # workers are given their first indices
+            order.draw()  # `iter` of a DataLoader with workers draws the first indices at once
         return order
 
     def __iter__(self) -> _InMemoryIterator:
@@ -320,7 +321,7 @@ class _InMemoryIterator:
             span = self._order.next_span(asked=self._left == 0)
             if span is None:
                 break
-            if isinstance(span, Foreign):  # asked for, so nothing else is started
+            if isinstance(span, Foreign):  # only returned when `_left` is 0, so no other batch is running
                 batch = self._fetch(span)
                 progress.reached(self._order, span, 1)
                 return batch
@@ -352,7 +353,7 @@ class _InMemoryIterator:
         return self._gather.start(indices, first, span.count, span.batches, ahead)
 
     def _fetch(self, batch: Foreign) -> Any:
-        """As DataLoader does it: what the indices mean, and whether they are an error, is the dataset's to say."""
+        """Fetch a batch as ``DataLoader`` does: the dataset interprets the indices, and may raise for them."""
         loader = self._loader.loader
         dataset: Any = loader.dataset
         if hasattr(dataset, "__getitems__"):
@@ -362,6 +363,6 @@ class _InMemoryIterator:
         return self._placed(loader.collate_fn(samples))
 
     def close(self) -> None:
-        """End the threads; what was gathered ahead is dropped."""
+        """End the threads and drop the batches that were gathered ahead."""
         self._ended = True
         self._gather.close()

@@ -1,4 +1,4 @@
-"""How far the batches of a ``DataLoader`` have been read: a state to save, and to go on from."""
+"""Progress of a ``DataLoader`` within an epoch, as a state to save and to resume from."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ _VERSION = 1
 
 
 class Progress:
-    """Where in an epoch the batches that were handed out end.
+    """Position in an epoch after the last batch that was yielded.
 
-    The state is the same whoever hands them out, a ``DataLoader`` with any number of workers or an
-    ``InMemoryLoader``; going on from it costs what drawing one block of indices costs with torch's own samplers,
-    nothing with samplers that have ``state_dict`` and ``load_state_dict``, and with all others drawing the epoch's
-    indices again. The dataset is not asked for what was read.
+    A ``DataLoader`` with any number of workers and an ``InMemoryLoader`` have the same state. Resuming draws one block
+    of indices with torch's samplers and no index with samplers that have ``state_dict`` and ``load_state_dict``. With
+    other samplers it draws the epoch's indices again. Resuming never reads samples of the dataset again.
 
     Args:
-        loader: over a map-style dataset.
+        loader: a loader over a map-style dataset.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
         self.has_run = False
-        """Whether an epoch has begun, in this process or before a state that was loaded."""
+        """Whether an epoch has begun, in this process or before the loaded state was saved."""
         self._order: Order | None = None
         self._numbers: weakref.WeakKeyDictionary[Order, int] = weakref.WeakKeyDictionary()
-        """Orders by when they began; those from before a state was loaded are not there."""
+        """Orders and their numbers, counted as they begin. Loading a state removes all of them."""
         self._begun = 0
         self._newest_taken = 0
-        """Number of the newest order that a batch was taken of."""
+        """Number of the newest order that yielded a batch."""
         self._position: Position | None = None
         self._reached: tuple[Span | Foreign, int] | None = None
         self._loaded: dict[str, Any] | None = None
 
     def begin(self, samples: int | None, *, reads_ahead: bool = False) -> Order:
-        """The epoch's order: a new one, or the rest of the one that a loaded state was saved in.
+        """Return the order of a new epoch, or the rest of the loaded epoch.
 
-        Making it is to the generators what ``iter`` of the loader's batch sampler is.
+        The random generators advance as in ``iter`` of the loader's batch sampler.
 
         Args:
-            samples: in the dataset. ``None``: what indices mean is left to the dataset; batches of samplers that are
-                not torch's own stay :class:`Foreign`, those of a ``SubsetRandomSampler`` are places in its ``indices``.
-            reads_ahead: batches are asked for before those in front of them are handed out.
+            samples: number of samples in the dataset. With ``None`` only the dataset interprets indices. Then batches
+                of samplers that are not torch's stay :class:`Foreign`, and indices of a ``SubsetRandomSampler`` are
+                positions in its ``indices``.
+            reads_ahead: whether a batch may be requested before earlier ones are yielded.
 
         Raises:
-            ValueError: a sampler without ``state_dict`` draws other batches than those before the state.
+            ValueError: a sampler without ``state_dict`` does not draw the batches before the saved position again.
         """
         loaded = self._loaded
         start = loaded and loaded["position"]
@@ -75,25 +75,25 @@ class Progress:
         self._begun += 1
         self._numbers[order] = self._begun
         self._order, self._position, self._reached = order, order.position(), None
-        return order  # not self._order: by now it may be that of another thread
+        return order  # another thread may have replaced self._order
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next epoch is the rest of one: what is drawn at an epoch's begin was drawn then."""
+        """Whether the next epoch is the rest of a loaded one, which drew its seeds when it began."""
         return self._loaded is not None
 
     def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:
-        """The ``batch``-th batch of ``span`` was handed out, counted from 1."""
+        """Record that the ``batch``-th batch of ``span``, counted from 1, was yielded."""
         if self._counts(order):
             self._order, self._reached, self._loaded = order, (span, batch), None
 
     def ended(self, order: Order) -> None:
-        """All batches of ``order`` were handed out."""
+        """Record that all batches of ``order`` were yielded."""
         if self._counts(order):
             self._order, self._position, self._reached, self._loaded = order, None, None, None
 
     def _counts(self, order: Order) -> bool:
-        """Whether ``order``, of which a batch is taken, is the newest such; one that is only begun moves nothing."""
+        """Return whether no newer order has yielded a batch. Newer orders that only began do not count."""
         number = self._numbers.get(order, -1)
         if number < self._newest_taken:
             return False
@@ -102,18 +102,18 @@ class Progress:
 
     @property
     def position(self) -> Position | None:
-        """What the last batch handed out reached; ``None`` between epochs."""
+        """The position after the last batch that was yielded; ``None`` between epochs."""
         if self._reached is None or self._order is None:
             return self._position
         span, batch = self._reached
         return span.behind(batch) or self._order.position()
 
     def state_dict(self, position: Position | None) -> dict[str, Any]:
-        """What it takes to go on from ``position``, of tensors, numbers, strings, lists and dicts."""
+        """Return the state to resume from ``position``, made of tensors, numbers, strings, lists and dicts."""
         if self._loaded is not None:
             return self._loaded
-        # The sampler may have drawn for batches that are not handed out yet: going on then draws what it takes to bring
-        # its generator to where it belongs.
+        # If the sampler has drawn for batches that are not yet yielded, its generator is ahead of the position. Then
+        # resuming draws these numbers again, and the generator is left out of the state.
         is_ahead = False
         if position is not None and self._order is not None:
             is_ahead = self._order.has_drawn_since(position)
@@ -128,24 +128,24 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch go on from ``state``.
+        """Resume from ``state`` in the next epoch.
 
         Raises:
-            ValueError: it was saved by a loader of another kind; the message names the difference.
+            ValueError: ``state`` was saved by a loader of another kind. The message names the difference.
         """
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise ValueError(f"state must come from state_dict() of a flatout loader, version {_VERSION}")
         for name, here in self._traits().items():
             if state["loader"].get(name) != here:
                 raise ValueError(
-                    f"the state was saved with {name} = {state['loader'].get(name)!r}, here it is {here!r}"
+                    f"the state was saved with {name} = {state['loader'].get(name)!r}, this loader has {here!r}"
                 )
         position, has_run = state["position"], state.get("has_run", False)
         _check_position(position)
         check_kinds(has_run, False, "has_run")
         held = self._held_generators()
         held.write(state["generators"])
-        if position is not None:  # they are given their states when the epoch begins
+        if position is not None:  # `begin` writes the states, and the write above only checks them
             held.restore()
         self._order, self._position, self._reached, self._loaded = None, position, None, position and state
         self._numbers.clear()
@@ -157,14 +157,14 @@ class Progress:
         return generators_in(getattr(sampler, "generator", None) if type(sampler) in TORCHS_SAMPLERS else sampler)
 
     def _held_generators(self, *, without_samplers: bool = False) -> RandomState:
-        """The generators that the loader and its sampler hold."""
+        """Return the generators that the loader and its sampler hold."""
         loaders, samplers = self._loader.generator, self._samplers_generators
         is_samplers = any(loaders is generator for generator in samplers)
         held = [] if loaders is None or is_samplers else [loaders]
         return RandomState.only(held if without_samplers else held + samplers)
 
     def _traits(self) -> dict[str, Any]:
-        """What has to be the same for the state to mean the same samples."""
+        """Return the settings that must be equal for a state to mean the same samples."""
         sampler = _sampler(self._loader)
         traits = {
             "sampler": type(sampler).__name__,
@@ -180,11 +180,11 @@ class Progress:
 
 
 def _check_position(position: Any) -> None:
-    """Refuse what no order has as its position, for the entries that torch's own samplers need.
+    """Refuse a position that no order can have, by the entries that torch's samplers need.
 
     Raises:
-        ValueError: names the entry.
-        Exception: of many kinds; ``before`` is no state of a generator.
+        ValueError: an entry is wrong. The message names the entry.
+        Exception: torch's error if ``before`` is not the state of a generator.
     """
     if position is None:
         return
@@ -197,7 +197,7 @@ def _check_position(position: Any) -> None:
 
 
 def _sampler(loader: DataLoader) -> Any:
-    """What decides about the order of the samples."""
+    """Return the sampler that decides the order of samples: the user's sampler or batch sampler."""
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -205,7 +205,7 @@ def _sampler(loader: DataLoader) -> Any:
 
 
 def _batch_sampler(loader: DataLoader) -> Any:
-    """The batch sampler; without batches, one that makes batches of one."""
+    """Return the loader's batch sampler, or one with batches of one sample where the loader does not batch."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
     if type(loader.sampler) in TORCHS_SAMPLERS:
@@ -218,4 +218,4 @@ class _OneByOne:
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return ([index] for index in self.sampler)  # the sampler is iterated here and now
+        return ([index] for index in self.sampler)  # a generator expression calls `iter(self.sampler)` at once

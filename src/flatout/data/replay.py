@@ -1,4 +1,4 @@
-"""Gives back the batches that trials took from a loader which cannot be rewound."""
+"""Replay of batches that trials took from a loader that cannot be rewound."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flatout.data.source import Epoch, Source, source_of
 
 
 class Replayed(CopiedAsWrapped, Source):
-    """A loader whose first epoch begins with batches that were read from it already. Nothing is lost or repeated.
+    """Loader whose first epoch begins with batches that were already read. No batch is lost or repeated.
 
-    Reading leaves the random generators as they were. When the first epoch begins, each that is still in that state
-    moves to where reading had left it, so that training draws what it would have drawn without the reading ahead, and
-    the second epoch has another order than the first. A generator that was seeded or drawn from in between stays.
+    Reading ahead leaves the random generators unchanged. When the first epoch begins, each generator that is still
+    unchanged advances to its state after the reading. So training draws the same numbers as without reading ahead, and
+    the second epoch has another order than the first. A generator that was seeded or used in between keeps its state.
 
-    Copies and pickles are of ``loader``, without the batches that were read.
+    A copy or pickle is one of ``loader``, without the batches that were read.
 
     Args:
-        loader: the loader; epochs after the first iterate it anew.
-        count: batches to read, or all there are.
+        loader: the loader. Epochs after the first iterate it from the start.
+        count: batches to read at most.
     """
 
     _OWN = frozenset({"is_fresh"})
@@ -40,14 +40,15 @@ class Replayed(CopiedAsWrapped, Source):
     def _read_ahead(self, loader: Iterable[Any], count: int) -> None:
         self._source = source_of(loader)
         self._rest: Epoch | None = self._source.open()
-        # Where the loader was behind the batch that was handed out last: not where it is while there are batches left.
+        # The loader's position after the last batch that was yielded. The loader itself is ahead of it while batches
+        # that were read are left.
         self._behind: tuple[Any] | None = (self._source.mark(),)
-        # Copies: the loader may fill its memory again with the next batch.
+        # Copies, because the loader may reuse the memory for the next batch.
         self._read = deque((cloned(batch), self._source.mark()) for batch in itertools.islice(self._rest, count))
 
     @property
     def read(self) -> list[Any]:
-        """Batches that were read and are not handed out yet."""
+        """Batches that were read and not yet yielded."""
         return [batch for batch, _ in self._read]
 
     def __iter__(self) -> Iterator[Any]:
@@ -60,11 +61,15 @@ class Replayed(CopiedAsWrapped, Source):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the first epoch has not begun."""
+        """True until the first epoch begins."""
         return self._rest is not None
 
     def begin(self, pinned_for: int | None) -> Epoch:
-        """Begin the first epoch; later calls begin another. Returns its batches without those that were read."""
+        """Begin the first epoch, or another one in later calls.
+
+        Returns:
+            The batches of the epoch. Of the first epoch, those that were not read yet.
+        """
         if self._after is not None:
             self._before.advance(self._after)
             self._after = None
@@ -72,10 +77,10 @@ class Replayed(CopiedAsWrapped, Source):
         return self._source.open(pinned_for) if rest is None else rest
 
     def give_back(self) -> Any:
-        """The next of the batches that were read.
+        """Return the next batch that was read.
 
         Raises:
-            StopIteration: there is none left.
+            StopIteration: none is left.
         """
         if not self._read:
             self._behind = None
@@ -110,13 +115,13 @@ class Replayed(CopiedAsWrapped, Source):
 
 
 class _First:
-    """The first epoch: what was read, and the rest. It begins with its first batch, not with ``iter``."""
+    """First epoch: the batches that were read, then the rest. Begins at the first ``next``, not at ``iter``."""
 
     def __init__(self, replayed: Replayed, pinned_for: int | None) -> None:
         self._replayed = replayed
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None
-        self._is_first = False  # of several iterators, the one that is asked first
+        self._is_first = False  # the first of several iterators to be asked yields the batches that were read
 
     def __iter__(self) -> Iterator[Any]:
         return self
