@@ -35,10 +35,10 @@ class CachedDataset(Forwarding, Dataset):
     other pickle, and a deep copy, begins with no sample decoded. A process that dies while it writes a sample costs
     this one sample its place.
 
-    A sample equals ``dataset[index]``: containers, types, values, in memory of its own (``np.memmap`` becomes
-    ``np.ndarray``). What ``dataset`` means by an index that is no integer in ``[0, len)``, and the errors that it
-    raises, are its own. Public attributes are ``dataset``'s, to read and to set. A later change to ``dataset``, such
-    as another transform, does not reach samples that were decoded before.
+    A sample equals ``dataset[index]`` in containers, types and values, and is a new copy (``np.memmap`` becomes
+    ``np.ndarray``). Indices that are not integers in ``[0, len)``, and errors, are left to ``dataset``. Reading or
+    setting a public attribute reaches ``dataset``. A later change of ``dataset``, such as another transform, does not
+    change samples that are already decoded.
 
     Random samples must not be frozen. A dataset is refused when evaluating it moves a global generator of torch,
     ``random`` or NumPy, or a generator found in its attributes, or when a second evaluation of 16 samples spread over
@@ -190,7 +190,7 @@ class CachedDataset(Forwarding, Dataset):
         if not rows:
             return
         before = self._random_state()
-        self._keep(before, rows, list(map(cloned, _samples(self.dataset, rows))))  # it may fill its memory again
+        self._keep(before, rows, list(map(cloned, _samples(self.dataset, rows))))  # the dataset may reuse its memory
 
     def _keep(self, before: RandomState | None, rows: Sequence[int], samples: Any) -> None:
         """Write ``samples``, evaluated since ``before``, into their rows."""
@@ -267,7 +267,7 @@ def cache_in_memory(
 
 
 def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads: int | None) -> InMemoryLoader:
-    """Batches of ``loader`` from the samples of ``cached``, decoded where they have not been."""
+    """Decode the missing samples of ``cached`` and return a loader that gathers the batches of ``loader`` from them."""
     cached.fill(num_workers=loader.num_workers, multiprocessing_context=loader.multiprocessing_context)
     table = cached._table
     lost = next((row for row in range(table.rows) if not table.has(row)), None)

@@ -29,7 +29,7 @@ from flatout.data.generators import RandomState
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
 _SEEDS_ONCE = "seeds_workers_once"
-"""Attribute of a clone: whether the loader that it was made of has persistent workers."""
+"""Name of the attribute of a clone that says whether the original loader has persistent workers."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
 TRIAL_BATCHES = 4
@@ -51,9 +51,9 @@ _BATCHING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "dr
 
 
 def check_reiterable(loader: Any, argument: str = "loader") -> None:
-    """Refuse an iterator that yields nothing in a second epoch: a generator, ``map(...)``, ``iter(a DataLoader)``.
+    """Refuse an iterator that yields nothing in a second epoch: a generator, ``map(...)`` or ``iter(DataLoader)``.
 
-    Iterators of other classes pass. Some return themselves from ``__iter__`` and start over, as NVIDIA DALI's do.
+    Iterators of other classes are accepted, because some start over in ``__iter__``, as NVIDIA DALI's do.
 
     Raises:
         TypeError: ``loader`` is such an iterator.
@@ -62,8 +62,8 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
     is_builtin = isinstance(loader, Iterator) and kind.__module__ in ("builtins", "itertools")
     if (is_builtin and kind not in _ENDLESS) or isinstance(loader, _BaseDataLoaderIter):
         raise TypeError(
-            f"{argument} must be iterable more than once, got a {kind.__name__}, which is spent after one epoch. "
-            "Pass the DataLoader or the list itself, or an object whose __iter__ begins again:\n"
+            f"{argument} must be iterable more than once, got a {kind.__name__}, which is exhausted after one epoch. "
+            "Pass the DataLoader or the list itself, or an object whose __iter__ starts over:\n"
             "    class Batches:\n"
             "        def __iter__(self):\n"
             "            yield from make_batches()"
@@ -93,7 +93,7 @@ def is_rewindable(loader: Any) -> bool:
 
 
 class LoaderPosition:
-    """How far a loader of flatout's that can be rewound was read, and its counters; restored with its objects."""
+    """Snapshot of the position and the counters of a rewindable flatout loader, including the loaders inside it."""
 
     def __init__(self, loader: Any) -> None:
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -105,7 +105,7 @@ class LoaderPosition:
             loader = loader.loader
 
     def restore(self) -> None:
-        """Put every attribute back."""
+        """Restore every attribute."""
         for attributes, saved in self._saved:
             attributes.clear()
             attributes.update(saved)
@@ -120,17 +120,18 @@ def original_of(loader: Any) -> Any:
 
 
 def set_attribute(own: Any, made: Sequence[Any], name: str, value: Any) -> None:
-    """Set an attribute of a loader, and of those that were made of it.
+    """Set an attribute of the user's loader and of the loaders that were made from it.
 
     Args:
         own: the user's loader.
-        made: loaders that were made of it.
-        name: of the attribute.
-        value: of the attribute.
+        made: loaders that were made from ``own``.
+        name: the name of the attribute.
+        value: the new value.
 
     Raises:
-        ValueError: a loader of ``made`` has another setting of this name than ``own``, and would not follow it. Or the
-            loader's own error. Nothing has changed then.
+        ValueError: the attribute is a setting for which ``optimize`` chose another value than ``own`` has. No loader
+            has changed.
+        Exception: the error of a loader that refuses the value.
     """
     for loader in made:
         if name in _SETTINGS and getattr(loader, name) is not getattr(own, name):
@@ -181,8 +182,9 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
 
     Shares dataset, samplers, generator, ``collate_fn`` and all other settings. Settings that only exist with
     worker processes are left out when there are none. Iterating the clone advances shared samplers and
-    generators: capture them first. A clone with persistent workers draws their seed once, and one without draws it
-    every epoch. A ``Prefetcher`` over the clone draws it when ``loader`` would, so that later epochs have its orders.
+    generators: capture them first. A clone with persistent workers draws the workers' seed once, any other clone draws
+    a seed in every epoch. A ``Prefetcher`` over the clone draws the seed exactly when ``loader`` would, so later epochs
+    have the same orders.
 
     Args:
         loader: an exact ``DataLoader``.
@@ -218,9 +220,9 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
 
 
 def seeds_workers_once(loader: DataLoader) -> bool:
-    """Return whether only the first epoch draws a seed for workers, as torch does where those are persistent.
+    """Return whether only the first epoch draws a seed for workers, as torch does for persistent workers.
 
-    A clone draws the random numbers of the loader that it was made of, whatever workers it has.
+    For a clone the answer is that of the original loader, so that both draw the same random numbers.
     """
     return getattr(loader, _SEEDS_ONCE, loader.persistent_workers)
 

@@ -250,7 +250,7 @@ class Replayed:
         return Span(indices, first, count, batches, self.position())
 
     def draw(self) -> None:
-        """Draw the indices of the next batch, if they have not been."""
+        """Draw the indices of the next batch, unless they are already drawn."""
         end = self._taken + self._size
         if self._drawn < end:
             with serial():

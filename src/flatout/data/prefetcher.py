@@ -35,9 +35,9 @@ class Prefetcher(Forwarding):
     precede it, as the same object; from a worker process of a ``DataLoader`` with its arguments, its cause and the
     worker's traceback as text. A worker that has died is a :class:`WorkerError` when its batch is asked for.
 
-    ``loader`` may fill the memory, the containers and the objects of a batch again for the next one. A batch on a
-    CUDA device is the user's: it stays valid for as long as it is held. It may be used on the stream that is current
-    when it is taken; use on a further stream needs ``record_stream``, as ever.
+    ``loader`` may reuse the memory, the containers and the objects of a batch for the next batch. A batch on a CUDA
+    device stays valid for as long as the user holds it. It may be used on the stream that is current when it is taken.
+    Use on another stream needs ``record_stream``, as for any tensor.
 
     Args:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
@@ -53,7 +53,7 @@ class Prefetcher(Forwarding):
         stall_seconds: seconds that ``next`` has spent waiting for data, all epochs together.
         batches: batches handed out, all epochs together.
 
-    Other public attributes are those of ``loader``, to read and to set.
+    Reading or setting any other public attribute reaches ``loader``.
     """
 
     _OWN = frozenset({"loader", "device", "depth", "transform", "stall_seconds", "batches"})
@@ -79,7 +79,7 @@ class Prefetcher(Forwarding):
         self._source = source_of(loader)
         self._handed_out: _Place | None = None
         self._begun = 0
-        self._newest_taken = 0  # number of the newest epoch that a batch was taken of, or that a loaded state allows
+        self._newest_taken = 0  # number of the newest epoch that yielded a batch, or the first one after a load
         self._ring: Any = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
@@ -97,7 +97,7 @@ class Prefetcher(Forwarding):
         return iterator
 
     def __reduce__(self) -> tuple[Callable[..., Prefetcher], tuple[Any, ...]]:
-        """Pickle what the prefetcher was made from. The copy has the settings, and begins with an epoch."""
+        """Pickle the arguments of the constructor. The copy begins with a new epoch."""
         make = functools.partial(type(self), transform=self.transform, copying=self._copying)
         return make, (self.loader, self.device, self.depth)
 
@@ -118,8 +118,8 @@ class Prefetcher(Forwarding):
         Works for a ``DataLoader`` over a map-style dataset with any sampler, for :class:`InMemoryLoader`, and for
         lists of batches; for a ``DataLoader`` (``num_workers=0``) over an ``IterableDataset`` that has ``state_dict``
         and ``load_state_dict``; and for any loader that has these itself.
-        A map-style dataset's own state (both methods) is saved with ``num_workers=0``. Worker processes have copies of
-        the dataset, whose states are not saved: torchdata's ``StatefulDataLoader`` does that.
+        With ``num_workers=0`` the state of a map-style dataset that has both methods is saved, too. Worker processes
+        have copies of the dataset, whose states are not saved. torchdata's ``StatefulDataLoader`` saves them.
 
         The rest of the epoch is the same to the sample, with any number of workers, and so are the states of the
         generators that the loader and its samplers hold; the global generators are yours to save (torch's, NumPy's,
@@ -241,7 +241,7 @@ class _Ahead(_PassThrough):
         prefetcher._handed_out = _Place(prefetcher._source.mark())
 
     def _is_at(self, place: _Place) -> None:
-        """What was handed out last ends there, unless a newer epoch has handed out a batch."""
+        """Record ``place`` as the position after the last batch, unless a newer epoch has yielded a batch."""
         if self._number >= self._prefetcher._newest_taken:
             self._prefetcher._newest_taken, self._prefetcher._handed_out = self._number, place
 
@@ -297,24 +297,24 @@ class _Ahead(_PassThrough):
             try:
                 self._start(entry)
             except Exception:
-                return  # raised when the batch's turn comes, if it fails by then, too
+                return  # tried again when the batch is due, and raised if it fails again
 
     def _start(self, entry: _Entry) -> None:
         if entry.copy is None:
-            # The loader may fill containers and objects again, too.
+            # A copy of containers and objects, because the loader may reuse them for the next batch.
             entry.batch = map_tensors(self._kept, entry.batch, self._moved)
             entry.copy = self._copier.start(tensors_of(entry.batch))
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the copier takes: it hands out a tensor that is on a device already as it is."""
+        """Return a clone of a device tensor that the loader may overwrite: the copier passes it on without a copy."""
         is_refilled = tensor.device.type != "cpu" and not self._prefetcher._source.is_fresh
         return tensor.clone() if is_refilled else tensor
 
     def _moved(self, leaf: Any) -> Any:
         if not callable(getattr(leaf, "to", None)):
             return cloned(leaf)
-        with contextlib.suppress(Exception):  # an object that cannot be copied
-            leaf = copy.copy(leaf)  # some are moved in place
+        with contextlib.suppress(Exception):  # not every object can be copied
+            leaf = copy.copy(leaf)  # the `to` method of some objects moves in place
         return move_object(leaf, self._prefetcher.device)
 
     def _transform(self, entry: _Entry) -> None:

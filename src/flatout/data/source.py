@@ -60,11 +60,11 @@ class Source:
 
 
 class Epoch:
-    """One pass over a loader. A worker process that has died is a :class:`WorkerError` when its batch is due.
+    """One pass over a loader. The batch of a worker process that has died raises a :class:`WorkerError`.
 
     Args:
-        batches: yields them.
-        closes: whether ``batches`` serve this pass alone, and are closed with it.
+        batches: yields the batches.
+        closes: whether to close ``batches`` at the end. False for an iterator that is the loader itself.
     """
 
     def __init__(self, batches: Iterator[Any], *, closes: bool = True) -> None:
@@ -185,10 +185,10 @@ class _Listed(Source):
         super().__init__(batches, "")
         self._list = batches
         self.first = 0
-        """Where the next epoch begins."""
+        """Position at which the next epoch begins."""
         self.passed = 0
         self.loads = 0
-        """States that were loaded: an epoch from before the last does not count."""
+        """Number of states that were loaded. An epoch that began before the last load does not move the position."""
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         return _ListedEpoch(itertools.islice(self._list, self.first, None), self)
@@ -232,10 +232,10 @@ class _FromDataLoader(Source):
         self.is_fresh = loader.pin_memory
 
     def _iterate(self) -> tuple[DataLoader, Any]:
-        """A twin, one as long as its workers live, and an iterator of it."""
-        twin = self._make_twin() if self._persistent is None else self._persistent  # its length may raise, or be 0
+        """Return a twin of the loader and an iterator over the twin. A twin with persistent workers is reused."""
+        twin = self._make_twin() if self._persistent is None else self._persistent  # `or` would call the twin's len()
         self._persistent = twin if twin.persistent_workers else None
-        # An iterator that yields more than `len(loader)` promised warns.
+        # Lets the twin warn, as torch does, when it yields more batches than `len(loader)`.
         twin._IterableDataset_len_called = self._dataloader._IterableDataset_len_called
         return twin, iter(twin)
 
@@ -262,7 +262,7 @@ class _Streamed(_FromDataLoader):
         self.is_under_way = False
         self.was_last = False  # the batch that was yielded last
         self.goes_on = False
-        """Whether the next epoch is the rest of one: it is, until a batch of that was yielded."""
+        """Whether the next epoch is the rest of a loaded one. False again once that has yielded a batch."""
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         _, batches = self._iterate()
@@ -326,7 +326,7 @@ class _MapStyle(_FromDataLoader):
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         if self.progress.goes_on:
-            self._persistent = None  # an epoch that was begun and left without a batch has made it
+            self._persistent = None  # made by an epoch that began but yielded no batch
         if self._persistent is not None and not seeds_workers_once(self._dataloader):
             _noted(self._persistent).draws_seed = True
         twin, batches = self._iterate()
@@ -347,7 +347,7 @@ class _MapStyle(_FromDataLoader):
 
     @property
     def _had_workers(self) -> bool:
-        """Whether an earlier epoch drew the only seed of persistent workers: theirs, or that of those it replaces."""
+        """Whether an earlier epoch drew the single seed of persistent workers, of this loader or of its original."""
         return self.progress.has_run and seeds_workers_once(self._dataloader)
 
     def mark(self) -> Any:
@@ -362,7 +362,7 @@ class _MapStyle(_FromDataLoader):
         return dataset | self.progress.state_dict(position) | {"worker_seed": self.worker_seed}
 
     def _dataset_state(self) -> dict[str, Any]:
-        """The dataset's own state, where it has one; those of its copies in worker processes are not known."""
+        """Return the dataset's state if it has one. States of its copies in worker processes are unknown."""
         dataset: Any = self._dataloader.dataset
         if self._dataloader.num_workers or not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
             return {}

@@ -8,7 +8,7 @@ other stream that batches were handed out on (an evaluation's, another thread's)
 else, so nothing allocates from its pool without that fence.
 
 Nothing may run on the side stream between an allocation and its fence. The native copier allocates before its thread
-enqueues the fence, so it allocates bare storage: torch fills every new tensor in deterministic mode.
+enqueues the fence. So it allocates bare storage, because in deterministic mode torch fills every new tensor.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ class NativeCopier:
             return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, (staged, outputs)), outputs)
         fence = torch.cuda.Event()
         fence.record(_wait_for_consumers(self._side))
-        # The owner outlives the copy, and with it whatever the copy reads, and writes until `tensors` takes it.
+        # The stager holds the owner until the copy ends: the sources, and the outputs until `tensors` takes them.
         stream, owner = self._side.cuda_stream, (staged, outputs, fence)
         copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
         return _NativeCopy(copied, outputs, self._side)
 
     def _empty_like(self, source: Tensor) -> Tensor:
-        """Memory for a dense ``source``, on which nothing has been enqueued."""
+        """Allocate memory for a copy of a dense ``source``, without enqueuing any work."""
         if not self._on_cuda:
             return torch.empty_like(source)
         device = self._side.device
@@ -209,7 +209,7 @@ class _NativeCopy:
         return (work(outputs), None) if self._side is None else _run_on(self._side, work, outputs)
 
     def _take(self) -> list[Tensor]:
-        """Take the outputs from the stager: enqueued, copies come before all later uses of their memory."""
+        """Take the outputs from the stager. Once a copy is enqueued, all later uses of its memory run after it."""
         self._copied.wait()
         outputs = self._outputs[:]
         self._outputs.clear()
