@@ -44,9 +44,9 @@ def is_patched(optimizer: torch.optim.Optimizer) -> bool:
 class NativeStep(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: same options, same state, one native pass per group.
 
-    ``step`` leaves ``p.grad`` as it is: what a lazy update multiplies gradients with is applied in registers. A
-    ``grad_scale``, as torch's GradScaler hands it over, leaves unscaled gradients, as in torch's fused optimizers.
-    Where memory lies is kept from step to step; :meth:`release` lets go of it.
+    ``step`` does not change ``p.grad``: the factor of a lazy update is applied in registers. With a ``grad_scale``,
+    which torch's GradScaler sets, ``step`` leaves unscaled gradients, as torch's fused optimizers do. Addresses of
+    tensors are kept from step to step; :meth:`release` drops them.
     """
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
@@ -214,7 +214,7 @@ class NativeStep(torch.optim.Optimizer):
             return None
         if "_plan" not in self.__dict__:
             self._plan = Plan()
-        # Not inference mode: state that begins in it could not be written outside.
+        # State made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)
 

@@ -37,7 +37,7 @@ class Kind:
     streams: tuple[str, ...]
     """State entries that the rule updates with the parameter."""
     count_dtype: torch.dtype | None
-    """Of step counts that begin; None: there are none."""
+    """Dtype of new step counts; None where steps are not counted."""
     seeded: bool
     """Something is rounded stochastically."""
     layout: Layout
@@ -62,7 +62,7 @@ def takes(parameter: Tensor, grad: Tensor | None) -> bool:
 
 
 def _is_native(tensor: Tensor) -> bool:
-    # The type first: other tensors, as lazy parameters, may have no memory and refuse all questions about it.
+    # The type comes first: tensors of other types, such as lazy parameters, may have no memory and raise when asked.
     return type(_dtensor.local(tensor)) in _dtensor.PLAIN and _gradients.is_native(_real(tensor))
 
 
@@ -214,9 +214,9 @@ class Bucket:
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
         self._which: list[int] = []
         self.given = 0
-        """How many gradients are set."""
+        """Number of gradients that are set."""
         self.reads_copies = False
-        """The kernels read copies of some gradients, so that writing them would change none."""
+        """True if the kernels read copies of some gradients, so that writing the copies would not change ``p.grad``."""
 
     def _is_walked(self, p: Tensor) -> bool:
         return not self._complex and _gradients.is_dense(_dtensor.local(p))
@@ -226,9 +226,12 @@ class Bucket:
         return p.shape != leader.shape or (_gradients.is_dense(p) and p.stride() != leader.stride())
 
     def set_grads(self, grads: list[Tensor | None]) -> int:
-        """Takes its own out of the gradients of all parameters; says how that went.
+        """Pass the gradients of this bucket to the core, which keeps them until the step, and return a status.
 
-        The core keeps gradients until the step. Those laid out unlike their parameter are copied.
+        A gradient with other strides than its parameter is copied.
+
+        Args:
+            grads: the gradients of all parameters of the optimizer.
         """
         mine: list[Any] = list(map(grads.__getitem__, self._positions))
         which = [i for i, grad in enumerate(mine) if grad is not None]
@@ -272,7 +275,7 @@ class Bucket:
             self._versions = self._seen()
 
     def forget_grads(self) -> None:
-        """Let the core release gradients that no step has used."""
+        """Release gradients that the core still holds, because no step has used them."""
         if self.given:
             _ops.set_grads(self.handle, [], [])
             self.given = 0

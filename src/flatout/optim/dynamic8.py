@@ -29,10 +29,10 @@ def coded(state: dict[str, Any]) -> list[str]:
 
 
 def check_codes(state: dict[str, Any], moments: Iterable[str], parameter: Tensor) -> None:
-    """Refuse state in 8 bits of ``parameter`` whose absmaxes are missing or not its own.
+    """Refuse 8-bit state of ``parameter`` whose absmaxes are missing, or have another dtype or size.
 
     Raises:
-        ValueError: the entry, and what it should be.
+        ValueError: the message names the entry and the expected dtype and size.
     """
     for name in moments:
         if getattr(state.get(name), "dtype", None) == torch.uint8:

@@ -43,7 +43,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
             if not _gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
             if is_lazy(p):
-                return f"param_groups[{i}] has a lazy parameter: run the model on one batch first."
+                return f"param_groups[{i}] has a lazy parameter. Run the model on one batch first."
             if not takes(p, None):
                 kind = f"{type(p).__name__} of {p.dtype}"
                 return f"param_groups[{i}] has a {kind}: only float and complex tensors, plain or DTensors, are native."

@@ -117,7 +117,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def count_dtype(group: dict[str, Any]) -> torch.dtype:
-    """The dtype that torch's classes begin step counts of ``group`` in."""
+    """Return the dtype in which torch's optimizers create the step counts of ``group``."""
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     return torch.float64 if wide else torch.float32
 

@@ -53,7 +53,7 @@ class Plan:
         self._forms: list[Any] = []
         self._state: list[Any] = []
         self._distributed = False  # there are DTensors
-        self._redistributed = False  # some of their gradients are laid out anew
+        self._redistributed = False  # some gradients of DTensors were redistributed into new tensors
 
     def ready(self, optimizer: NativeStep) -> list[Bucket] | None:
         """The buckets with something to do, their gradients set; None when something is not for the kernels.
@@ -87,7 +87,7 @@ class Plan:
         return [bucket for bucket in self._buckets if bucket.given] if status == READY else None
 
     def can_unscale(self) -> bool:
-        """True when the step may write the gradients that have been set: they are the parameters' own, and apart."""
+        """Return whether the step may write the gradients: they are the ``p.grad`` tensors and share no memory."""
         given = [bucket for bucket in self._buckets if bucket.given]
         return (
             not self._redistributed
@@ -169,9 +169,10 @@ class Plan:
 
 
 def _begins_twice(optimizer: NativeStep, kind: Kind, params: list[Tensor]) -> bool:
-    """True when SGD is about to begin the momentum of a parameter that is listed twice.
+    """Return whether SGD is about to create the momentum buffer of a parameter that is listed twice.
 
-    torch's loop sets the buffer to the gradient for each mention. Native steps would add to shared zeros twice.
+    torch's loop sets the buffer to the gradient at each mention. Native steps would add the gradient to the same zeros
+    twice.
     """
     if kind.rule != "sgd" or not kind.streams:
         return False

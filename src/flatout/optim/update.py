@@ -36,13 +36,12 @@ def update(
     skip_nonfinite: bool | None = None,
     unscale_grads: bool = False,
 ) -> UpdateResult:
-    """Steps ``optimizer`` with its gradients times ``inv_scale``, clipped to a global norm.
+    """Step ``optimizer`` with its gradients times ``inv_scale``, clipped to a global norm.
 
-    With an optimizer of ``flatout.optim`` this is the lazy form: gradients are read once for the check and
-    once by the step, and not rewritten: ``p.grad`` stays scaled and unclipped (32 bytes per fp32
-    parameter for AdamW, against 48), for step pre-hooks too. Any other optimizer gets its gradients rewritten in place
-    first, with the same meaning; one that cannot skip by itself (only torch's fused classes can) is skipped by asking
-    the device.
+    With an optimizer of ``flatout.optim`` this is the lazy form. Gradients are read once by the check and once by the
+    step, and are not rewritten: ``p.grad`` stays scaled and unclipped, for step pre-hooks too. AdamW moves 32 bytes per
+    fp32 parameter instead of 48. For any other optimizer, gradients are first rewritten in place, with the same result.
+    Only torch's fused classes can skip a step on the device. For other classes the host asks the device.
 
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
@@ -52,8 +51,8 @@ def update(
         max_grad_norm: clip to this norm.
         skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
             Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
-        unscale_grads: have the step of a flatout optimizer leave gradients in ``p.grad`` as it uses them (4 bytes more
-            per fp32 parameter), after a skipped step too. Step pre-hooks see them so, except float16 ones.
+        unscale_grads: whether the step of a flatout optimizer writes to ``p.grad`` the gradients that it uses, even
+            after a skipped step (4 more bytes per fp32 parameter). Step pre-hooks see them unless one is float16.
 
     Returns:
         What the check found. Both are None when there was no need to look: no gradients at all, or only a
@@ -74,7 +73,7 @@ def update(
             look = _look(ready, inv_scale, max_grad_norm)
         elif ready:
             factor = _gradients.on_device(inv_scale, ready[0].device)
-    elif wants_look or inv_scale is not None:  # collecting coalesces sparse gradients, which rounds differently
+    elif wants_look or inv_scale is not None:  # collecting sparse gradients coalesces them, which changes rounding
         grads = _gradients.of_optimizer(optimizer)
         if grads and wants_look:
             look = _gradients.check(grads, inv_scale, max_grad_norm)
@@ -122,16 +121,21 @@ def apply(
     ready: list[Bucket] | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """``optimizer.step()`` with gradients times ``factor``; nothing happens where ``found_inf`` is set.
+    """Call ``optimizer.step()`` with gradients times ``factor``, or skip the step where ``found_inf`` is set.
 
-    ``ready``: a native optimizer's buckets whose gradients have been set. ``unscale_grads``: as of :func:`update`.
+    Args:
+        optimizer: the optimizer.
+        factor: 0-dim tensor that gradients are multiplied with; None: 1.
+        found_inf: 0-dim tensor, not 0 to skip the step; None: never.
+        ready: buckets of a native optimizer whose gradients are set.
+        unscale_grads: see :func:`update`.
     """
     if isinstance(optimizer, NativeStep):
         if not _steps_at_once(optimizer):
             ready = None
             if unscale_grads and factor is not None:
                 grads = _gradients.of_optimizer(optimizer)
-                # float16 would lose the small ones before the step.
+                # Unscaling before the step would round small float16 gradients to 0.
                 if all(grad.dtype != torch.float16 for grad in grads):
                     _gradients.scale_(grads, factor)
                     factor = None
