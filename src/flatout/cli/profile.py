@@ -31,8 +31,8 @@ examples:
 
 A step is what lies between two updates. Before those that are timed, two look
 for sync points, and some use up what loader workers have in store. The exit
-status is the script's own; 0 when it was ended. Where the script ended with 0
-and there is no profile, or a file could not be written, it is 1."""
+status is that of the script, or 0 if the profiler ended the script. It is 1 if
+the script returned 0, but there is no profile or a file cannot be written."""
 
 
 _WRITERS: dict[str, Callable[[Profile, Path], object]] = {
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
     least = args.warmup + SEARCHED_STEPS + 1
     print(
-        f"flatout: profiling {clean(args.script)}, which has to make {least} optimizer updates or more, "
-        f"{least + args.steps - 1} for --steps {args.steps}",
+        f"flatout: profiling {clean(args.script)}, which must make at least {least} optimizer updates "
+        f"({least + args.steps - 1} for --steps {args.steps})",
         file=sys.stderr,
         flush=True,
     )
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     status = _left(ended)
     try:
         _show(recording, ended, args, files)
-    except CommandError as error:  # of ours: what the script ended with counts more
+    except CommandError as error:  # the script's exit status takes precedence over flatout's
         print(f"flatout: {clean(str(error))}", file=sys.stderr)
         return status or 1
     except Exception as error:
@@ -97,18 +97,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(recording: Recording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
-    """Prints and writes the profile.
+    """Print the profile and write it to files.
 
     Raises:
-        CommandError: there is none, or a file could not be written.
-        Exception: of the profiler.
+        CommandError: there is no profile, or a file cannot be written.
+        Exception: the profiler failed.
     """
     if ended.failure is not None:
         raise ended.failure
     if recording.timed == 0:
         raise CommandError(
             f"{args.script} ended after {ended.updates} optimizer updates in this process; a profile takes "
-            f"{args.warmup + SEARCHED_STEPS + 1} or more, and what its loader workers have in store "
+            f"{args.warmup + SEARCHED_STEPS + 1} or more, plus one for each batch that loader workers have prefetched "
             f"(--warmup {args.warmup})"
         )
     commands: Sequence[str] = ()
@@ -119,7 +119,7 @@ def _show(recording: Recording, ended: Ended, args: argparse.Namespace, files: M
     console.print(profile)
     if recording.timed < args.steps:
         print(
-            f"flatout: {recording.timed} of {args.steps} steps were timed: {clean(args.script)} ended after "
+            f"flatout: {recording.timed} of {args.steps} steps were timed, because {clean(args.script)} ended after "
             f"{ended.updates} optimizer updates",
             file=sys.stderr,
         )
