@@ -10,17 +10,17 @@ from flatout.mfu.flop_count import FlopCount
 
 built_with_cuda: bool
 
-# Trusted: nothing can check them. All other arguments are checked, and raise.
+# Address, Extent and Handle cannot be checked and are trusted. Wrong values of other arguments raise.
 Address = int
-"""Memory that the caller keeps valid: ``tensor.data_ptr()``."""
+"""Address of memory that the caller keeps valid, such as ``tensor.data_ptr()``."""
 Extent = int
-"""How much of the memory at an address is used: bytes, rows or indices."""
+"""Size of the memory at an address, in bytes, rows or indices."""
 Handle = int
 """A ``cudaStream_t`` or ``cudaEvent_t``; 0 on the host."""
 Transfer = tuple[Address, Address, Extent]
-"""From, to, bytes."""
+"""Source address, target address, number of bytes."""
 Column = tuple[list[tuple[Address, Extent, Extent]], Extent, int, int, Sequence[int]]
-"""Of each tensor its address, rows and bytes between rows; bytes of a row, DLPack type code, bits, shape of a row."""
+"""Address, rows and row stride (bytes) of each tensor; bytes of a row, DLPack type code, bits, shape of a row."""
 
 # -- counting (csrc/mfu) --
 

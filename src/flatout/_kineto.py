@@ -1,4 +1,4 @@
-"""torch's profiler without messages on standard error that say nothing about the user's code."""
+"""Silence for messages of torch's profiler on standard error that do not concern the user's code."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def quiet_kineto() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_allocator() -> Iterator[None]:
-    """Around a profile of memory: torch's allocator logs every thousandth block that is older than the profile.
+    """Silence torch's allocator during a memory profile.
 
-    It writes to standard error, past Python's warnings, by torch's logger for C++. That is set to errors meanwhile,
-    unless the user has set its level. ``TORCH_WARN`` is not affected: its warnings are Python's.
+    The allocator logs every thousandth block that is older than the profile. It writes to standard error through
+    torch's C++ logger, so Python's warning filters do not apply. Inside the block, the logger's level is ``ERROR``,
+    unless the user has set a level. ``TORCH_WARN`` is not affected, because it issues Python warnings.
     """
     level = None if _TORCHS_LEVEL in os.environ else _log_level()
     if level is None:
@@ -47,7 +48,7 @@ def quiet_allocator() -> Iterator[None]:
 
 
 def _log_level() -> ctypes.c_int | None:
-    """The level of torch's logger; None where this build does not export it."""
+    """Return the level of torch's C++ logger; None where this build does not export the level."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):

@@ -29,20 +29,20 @@ class _Unannounced(nn.Module):
 
 
 _in_pickler: weakref.WeakValueDictionary[tuple[int, int], _Items] = weakref.WeakValueDictionary()
-"""The modules (their ``id``) that a pickler is about to write, each with the pickler's thread."""
+"""Modules (by ``id``) that a pickler is about to write, each with the id of the pickler's thread."""
 
 
 class _Items:
-    """The list items of a module to pickle, which has none as a rule.
+    """Iterator over the list items of a module to pickle. Most modules have none.
 
-    A pickler writes ``__newobj__`` only with the class that is the object's ``__class__``, and asks for list items
-    right after it. So ``__class__`` is the user's class as long as these items are there and have not been asked for.
+    A pickler writes ``__newobj__`` only with the class that ``__class__`` returns, and asks for list items right
+    after that. So ``__class__`` returns the user's class until the pickler asks this iterator for an item.
     """
 
     def __init__(self, module: nn.Module, items: Iterator[Any] | None) -> None:
         self._items = iter(()) if items is None else items
         self._key = id(module), threading.get_ident()
-        self._module = module  # so that no other has its id
+        self._module = module  # keeps the module alive, so that its id is not reused
         _in_pickler[self._key] = self
 
     def __iter__(self) -> _Items:
@@ -54,7 +54,7 @@ class _Items:
 
 
 class _PickledClass:
-    """The attribute ``__class__`` of modules whose class was made here: their type, but for a pickler the user's."""
+    """Descriptor for ``__class__`` of modules whose class was made here. A pickler gets the user's class."""
 
     def __get__(self, module: nn.Module, owner: type[nn.Module]) -> type[nn.Module]:
         is_written = bool(_in_pickler) and (id(module), threading.get_ident()) in _in_pickler
@@ -74,7 +74,7 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
         made, own = type(self), users_class(type(self))  # others may have made classes below and above this one
         registered = copyreg.dispatch_table.get(own)
         reduced: Any = own.__reduce_ex__(self, protocol) if registered is None else registered(self)
-        if isinstance(reduced, str):  # the name of a global
+        if isinstance(reduced, str):  # pickled as a global of this name
             return reduced
         make, args, *rest = reduced
         args = tuple(own if arg is made else arg for arg in args)

@@ -8,26 +8,25 @@ import unicodedata
 from html import escape
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_FORMATS = {"Cf", "Zl", "Zp"}  # format characters, and separators of lines and paragraphs
+_FORMATS = {"Cf", "Zl", "Zp"}  # Unicode categories: format characters, line and paragraph separators
 
 
 def visible(text: str) -> str:
-    """Drop control characters, such as terminal escapes, and show format characters by their number.
+    """Remove control characters, such as terminal escapes, and show format characters by number.
 
-    A format character (Unicode category Cf, such as U+202E, which turns the direction of what follows) makes a name
-    look like another.
+    A format character can make a name look like another. U+202E, for example, reverses the text after it.
     """
     text = _CONTROL.sub("", text)
     return text if text.isascii() else "".join(map(_shown, text))
 
 
 def clean(text: str) -> str:
-    """Return ``text`` as ``visible`` does, without outer white space."""
+    """Return ``visible(text)`` without leading and trailing white space."""
     return visible(text).strip()
 
 
 def as_html(text: str) -> str:
-    """Return ``text`` as ``visible`` does, as HTML."""
+    """Return ``visible(text)`` escaped for HTML."""
     return escape(visible(text))
 
 

@@ -20,20 +20,20 @@ class GradScaler(torch.amp.GradScaler):
 
     What it adds:
 
-    - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim``
-      that is the *lazy* form: gradients are read, never rewritten: ``p.grad`` stays scaled and unclipped.
+    - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim`` this is the
+      *lazy* form, which reads gradients and never rewrites them: ``p.grad`` stays scaled and unclipped.
       ``max_grad_norm=math.inf`` is the lazy form without clipping.
-    - ``step(optimizer)`` leaves unscaled gradients in ``p.grad``, as torch's does, after a skipped step too. With an
-      optimizer of ``flatout.optim`` the step writes them in its one pass (4 bytes more per fp32 parameter).
-    - With an optimizer of ``flatout.optim`` the device decides whether to skip; nothing waits for it.
+    - ``step(optimizer)`` leaves unscaled gradients in ``p.grad``, as torch's does, even after a skipped step. An
+      optimizer of ``flatout.optim`` writes the gradients in the same pass (4 more bytes per fp32 parameter).
+    - With an optimizer of ``flatout.optim`` the device decides whether to skip, without a host synchronization.
     - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled
       once.
     - ``last_step_skipped`` tells what became of the last step.
 
-    float16 gradients (of float16 parameters with master weights, say) are for ``step`` of a flatout optimizer, which
-    unscales them in float32 in registers. ``unscale_`` refuses them, as torch's does, masters or not: written
-    back in float16 before the step, small ones would become the zeros that loss scaling is there to prevent. The
-    plain ``step`` writes them back after their use, as torch's fused optimizers do.
+    Gradients may be float16, such as those of float16 parameters with master weights, only for ``step`` of a flatout
+    optimizer. That step unscales them in float32 registers. ``unscale_`` refuses float16 gradients with and without
+    master weights, as torch's does. Written back in float16 before the step, small gradients would become the zeros
+    that loss scaling prevents. The plain ``step`` writes them back after use, as torch's fused optimizers do.
     """
 
     _last_step_skipped: Tensor | None = None
@@ -57,8 +57,8 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             optimizer: the optimizer that owns the gradients.
             args: forwarded to ``optimizer.step`` of optimizers that are not flatout's.
-            max_grad_norm: clip the unscaled gradients' global norm to this, and with an optimizer of
-                ``flatout.optim`` leave ``p.grad`` as it is.
+            max_grad_norm: clip the unscaled gradients' global norm to this value. An optimizer of ``flatout.optim``
+                then leaves ``p.grad`` unchanged.
             kwargs: as ``args``. Closures are not supported.
 
         Returns:
@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         own = optimizer.__dict__.pop("grad_scale", None)
         total = scale if own is None else scale * own
         result = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm, unscale_grads=not lazy)
-        if result.found_inf is not None:  # else there are no gradients, which torch's fused optimizers take, too
+        if result.found_inf is not None:  # None without gradients, which torch's fused optimizers accept, too
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
 
     def _unscaled_step(
