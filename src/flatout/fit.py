@@ -37,10 +37,10 @@ class Fitted:
 
     @classmethod
     def from_dict(cls, data: Any) -> Fitted:
-        """Make one of its fields as plain data.
+        """Make an object from its fields as plain data.
 
         Raises:
-            ValueError: a field has another kind.
+            ValueError: a field is of another kind.
         """
         check_kinds(data, {"history": [], "steps": 0, "loss": 0.0, "is_trained": False}, "fitted")
         found = cls(**data)
@@ -50,7 +50,7 @@ class Fitted:
         if found.loss is not None and not isinstance(found.loss, Tensor):
             raise ValueError(f"fitted.loss must be a tensor, got {type(found.loss).__name__}")
         if (found.loss is None) != (found.steps == 0):
-            raise ValueError("fitted.loss must be there as soon as there are fitted.steps")
+            raise ValueError(f"fitted.loss must be None only before the first step, got fitted.steps = {found.steps}")
         return found
 
 

@@ -63,14 +63,15 @@ class Job:
         memory_limit: bytes that training may take; None: what the device has.
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: whether only bit-identical techniques may be chosen by timing.
-        reproducible: whether that is because of :func:`flatout.reproducible`, which sets torch's flags by itself.
+        reproducible: whether ``deterministic`` is set because :func:`flatout.reproducible` is in force, which already
+            sets torch's flags.
         expected_steps: steps that the training is going to take, for break-even decisions.
         batches: what trials run on, on the device, while there are trials.
         failed: names of the techniques of which no candidate ran at all.
         micro_batches: how batches are taken apart that are not computed in one.
         compiled_loss: takes the place of ``loss`` in the steps of a training, and may fall back on it; None: every step
             computes the loss plainly.
-        writes_batches: whether loss or forward change the tensors of their batch in place.
+        writes_batches: whether the loss or the forward changes tensors of its batch in place.
         whole_step: takes the place of a training's ``eager_step``, and may fall back on it; None: every step is eager.
         last_loss: of the last batch that waits for an update, as ``step`` returns it; None: none waits.
         work: ``work(batch)``: samples, tokens, and FLOPs of forward, loss and backward of a batch.
@@ -124,7 +125,7 @@ class Job:
 
     @property
     def code(self) -> list[Any]:
-        """The user's objects that a step runs: modules and functions."""
+        """The user's modules and functions that a step calls."""
         functions = (self.loss_fn, self.compute_loss, self.loss_weight)
         return [self.model, *(function for function in functions if function is not None)]
 
@@ -147,7 +148,7 @@ class Job:
             if target is None:
                 raise TypeError(
                     f"batches must be (x, y) pairs for loss_fn, got {type(batch).__name__}. "
-                    f"Give optimize() in its place: {compute_loss_line(self.model, batch, has_loss_fn=True)}"
+                    f"Replace loss_fn by {compute_loss_line(self.model, batch, has_loss_fn=True)}"
                 )
             return self.loss_fn(output, target)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -155,8 +156,8 @@ class Job:
             return loss
         if self.optimizer is not None:
             raise ValueError(
-                f"model must return an output with .loss where there is no loss_fn or compute_loss, got "
-                f"{type(output).__name__}. Give loss_fn, or "
+                f"model must return an output with .loss without loss_fn and compute_loss, got "
+                f"{type(output).__name__}. Pass loss_fn, or "
                 f"{compute_loss_line(self.model, batch, has_loss_fn=True)}"
             )
         return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
@@ -173,9 +174,10 @@ class Job:
         return self.compiled_loss(self.lent(batch))
 
     def lent(self, batch: Any) -> Any:
-        """A batch for the user's code, which may pop its entries, and change its tensors where ``writes_batches``.
+        """Return a copy of a batch for the user's code, which may pop entries and write to tensors.
 
-        The batch itself stays as it is: trials take it again, and so do steps that ran out of memory.
+        Containers are always copied, tensors only if ``writes_batches``. The batch itself must not change, because
+        trials and steps that ran out of memory use it again.
         """
         return cloned(batch) if self.writes_batches else with_own_containers(batch)
 
@@ -190,7 +192,7 @@ class Job:
             return self.model(batch[0]), batch[1]
         given = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
         line = compute_loss_line(self.model, batch, has_loss_fn=self.loss_fn is not None)
-        raise TypeError(f"batches must be (x, y) pairs or mappings, got {given}. Say what the loss is: {line}")
+        raise TypeError(f"batches must be (x, y) pairs or mappings, got {given}. Define the loss: {line}")
 
     def infer(self, batch: Any) -> Any:
         """The model's output for one batch, or what ``compute_loss`` makes of it, under ``inference_mode``."""
@@ -297,7 +299,7 @@ class Job:
                 grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self.accumulate / batches)
                 self._averaged = True
-            # Lazy also without clipping: 4 bytes per parameter less.
+            # The lazy form, also without clipping, moves 4 bytes per parameter less.
             clip = math.inf if self.max_grad_norm is None else self.max_grad_norm
             self.scaler.step(self.optimizer, max_grad_norm=clip)
             self.scaler.update()
@@ -412,7 +414,7 @@ class Job:
         return None
 
     def _count_flops(self, batch: Any) -> FlopCount:
-        """Count on the user's own model and loss, in mid-training too: what only those can reach is put back."""
+        """Count FLOPs with the user's model and loss, even during training, and restore what these change."""
         state = State.capture([], code=[f for f in self.code if f is not self.model])
         with RandomState.capture(self.model).restored(), state.guarded(), state.extended():
             try:

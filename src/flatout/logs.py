@@ -125,10 +125,10 @@ class Logs:
         self._deliver(wait=True)
 
     def poll(self) -> bool:
-        """Hand the values that have arrived to the listeners, without waiting.
+        """Pass the values that have arrived to the listeners, without waiting.
 
         Returns:
-            Whether others are still on their way.
+            True if other values are still on their way.
         """
         self._deliver(wait=False)
         return bool(self._on_their_way)

@@ -90,10 +90,10 @@ def optimize(
 
     A model in eval mode that comes without an optimizer is tuned for inference: its forward under ``inference_mode``.
 
-    Trials leave no trace: weights, buffers, gradients, optimizer state, random-number generators, modes and
-    backend flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for modules,
-    optimizers, loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python
-    attributes and hooks that ``forward``, loss or dataset set are the user's.
+    Trials leave no trace. Weights, buffers, gradients, optimizer state, random-number generators, modes and backend
+    flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for modules, optimizers,
+    loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python attributes
+    and hooks that ``forward``, loss or dataset set are not restored.
 
     Args:
         model: any ``nn.Module``; stays the same object.
@@ -101,8 +101,8 @@ def optimize(
         optimizer: updates the model; leave it out to keep a loop of your own:
             ``model, loader = flatout.optimize(model, loader)``.
         loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
-        compute_loss: ``(model, batch) -> scalar``, where ``loss_fn`` does not fit. It may remove entries from its batch
-            and write to the tensors: it gets its own.
+        compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
+            entries from its batch and write to the tensors, because it receives a copy.
         loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor: what the loss of a batch is a mean over, where
             that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked where a batch is
             computed in parts.
@@ -121,20 +121,20 @@ def optimize(
             the device has, less a tenth.
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
-        deterministic: bit-reproducible training, as :func:`flatout.reproducible` has it; then only bit-identical
-            techniques are chosen by timing, and the report says what determinism costs in speed. Inside
-            ``flatout.reproducible`` techniques are chosen as with True.
+        deterministic: whether training is bit-reproducible, as with :func:`flatout.reproducible`. If True, only
+            bit-identical techniques are chosen by timing, and the report shows the cost in speed. While
+            ``flatout.reproducible`` is in force, techniques are chosen as with True.
         seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
             sample of random augmentation (:func:`flatout.data.seed_samples`).
-        techniques: ``{"compile": False}`` forbids, ``{"workers": 4}`` forces one by name. One that is forced is
-            applied, or an error says why it cannot be.
+        techniques: ``{"compile": False}`` forbids a technique, ``{"workers": 4}`` forces one. A forced technique is
+            applied, or an error says why this is impossible.
         expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of
             a warm-up; default: 10 epochs.
         budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes a
             twentieth of it on top at most.
-        plan: a ``Plan`` or the path of a saved one: applied, and nothing is measured. What of it does not apply here
-            is left out, and its row says so. ``techniques`` and ``precision`` may be given, too, as when it was made:
-            they have to come to what it has decided.
+        plan: a ``Plan`` or the path of a saved one, which is applied without measuring. Decisions that do not apply
+            here are left out, and their rows say so. ``techniques`` and ``precision`` may be given, too, if they agree
+            with the plan's decisions.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -144,9 +144,9 @@ def optimize(
         ValueError: an argument has a value that cannot work, or one that is not the plan's, or the loader is empty, the
             model has nothing to train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing
             has changed then.
-        RuntimeError: too late for ``deterministic``: cuBLAS has started already. Or the loss steps an optimizer that
-            was not found, or writes to another module later than in its first call, so that trials cannot restore it.
-            Nothing has changed either, except what such a later write has changed.
+        RuntimeError: ``deterministic`` comes too late, because cuBLAS has already started. Or trials cannot restore
+            what the loss changes: it steps an optimizer that was not found, or first writes to another module after its
+            first call. Nothing has changed except by such a late write.
     """
     choices = asked = choices_of(techniques, precision)
     forced = forced_by_name(techniques, precision)
@@ -329,12 +329,12 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
         if not tensors_of(batch) and not objects_of(batch):
             raise ValueError(
                 f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
-                f"{type(batch).__name__}. Give the class of your batches that method"
+                f"{type(batch).__name__}. Define to(device) in the class of your batches"
             )
         if batch_size_of(batch) == 0:
             raise ValueError(
                 f"loader must yield batches of at least one sample, got none in batch {i}. "
-                "Leave such batches out, or check what the sampler and collate_fn do with the last samples"
+                "Skip empty batches, or check how the sampler and collate_fn treat the last samples"
             )
     return taken
 

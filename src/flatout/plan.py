@@ -61,11 +61,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Make a plan of its fields as plain data, as ``dataclasses.asdict`` gives them.
+        """Make a plan from its fields as plain data, as ``dataclasses.asdict`` returns them.
 
         Raises:
             KeyError: a field is missing.
-            ValueError: the fields are not those of a plan.
+            ValueError: a field is not that of a plan.
         """
         decisions, fingerprint = data["decisions"], data["fingerprint"]
         for name, field in (("decisions", decisions), ("fingerprint", fingerprint)):
@@ -98,10 +98,10 @@ class Plan:
             raise ValueError(f"the newest checkpoint in {folder} holds no plan: {first_line(error)}") from error
 
     def check_decisions(self) -> None:
-        """Refuse techniques that there are not, and values that they never have.
+        """Refuse unknown techniques, and values that a technique never has.
 
         Raises:
-            ValueError: names the first such technique.
+            ValueError: a decision is refused. The message names the first such technique.
         """
         known = {technique.name: technique for technique in REGISTRY}
         for name, value in self.decisions.items():

@@ -141,11 +141,10 @@ class Run:
 
     @property
     def stop_after_bad(self) -> int:
-        """Steps in a row that were infinite or NaN, or skipped by the loss scaler, after which :meth:`step` raises.
+        """Number of bad steps in a row after which :meth:`step` raises: infinite, NaN or skipped by the loss scaler.
 
-        On a CPU every step counts. On a GPU the loss of every fiftieth step is read while it is finite, and of every
-        step after a bad one: the count begins with the first bad step that is read, and comes as late as the GPU runs
-        after the host.
+        On a CPU every step is read. On a GPU every fiftieth step is read until a bad one, and then every step. The
+        count begins with the first bad step that is read, and follows with the delay of the GPU behind the host.
         """
         return self._finite.stop_after
 
@@ -181,8 +180,8 @@ class Run:
 
         Raises:
             RuntimeError: ``optimize`` was not given an optimizer.
-            FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN; it names where that begins.
-                The first bad loss that is read gives a warning.
+            FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN. The message says where
+                infinities or NaNs begin. Before that, the first bad loss that is read gives a warning.
             torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be taken apart; it says what would
                 help. The step has not been taken, and what was accumulated before it is lost only where it says so.
             flatout.optim.UpdateCutInHalf: an optimizer that is not flatout's ran out of memory in the middle of a step.
@@ -275,7 +274,7 @@ class Run:
             One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
 
         Raises:
-            TypeError: ``eval_loader`` is an iterator that is spent after one of several epochs.
+            TypeError: ``epochs`` is above 1 and ``eval_loader`` is an iterator that yields only one epoch.
             ValueError: the loader yielded no batch in an epoch, ``checkpoint_every`` or ``keep`` is below 1, or the
                 checkpoint is of another training.
             OSError: a checkpoint could not be written.
@@ -367,15 +366,15 @@ class Run:
         self._adopt(state, "the state is", torch.clone)
 
     def _adopt(self, state: Any, what: str, tensor: Callable[[Tensor], Tensor] = lambda own: own) -> None:
-        """Load a state, or change nothing.
+        """Load a state completely, or change nothing.
 
         Args:
-            state: of this training.
-            what: what errors begin with.
-            tensor: makes tensors that are nobody else's of those in ``state``.
+            state: the result of ``state_dict``.
+            what: the beginning of error messages, such as "the state is".
+            tensor: copies a tensor of ``state``, so that nothing else shares its memory.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: ``state`` does not fit this training.
         """
         # On the host: the device may have no room for a second model.
         before = State.capture(
@@ -387,7 +386,7 @@ class Run:
         progress = self._job.progress
         try:
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-                raise ValueError(f"it is not of run.state_dict(), version {STATE_VERSION}")
+                raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
             state = mapped(state, tensor)
             plan = Plan.from_dict(state["plan"])
             fitted = Fitted.from_dict(state["fitted"])
@@ -428,14 +427,14 @@ class Run:
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
         if plan.decisions != self.plan.decisions:
             warnings.warn(
-                f"the checkpoint was trained with {plan.decisions}, this run has {dict(self.plan.decisions)}: training "
-                "goes on, but not bit for bit; optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's",
+                f"the checkpoint was trained with {plan.decisions}, this run has {dict(self.plan.decisions)}. Training "
+                "resumes, but not bit for bit. For that, call optimize(plan=Plan.from_checkpoints(folder))",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _check_scheduler(self, state: Any, own: Any) -> None:
-        """Refuse a state that would break a scheduler, whose ``load_state_dict`` takes whatever it is given."""
+        """Refuse a state that would break the scheduler, because ``load_state_dict`` accepts any attributes."""
         check_kinds(state, own, "scheduler")
         for name in () if own is None else state.keys() - own.keys():
             if callable(getattr(self._scheduler, name, None)):
