@@ -120,11 +120,11 @@ class Source(Protocol):
 
 
 class NotApplicable(Exception):
-    """Why a technique (or one candidate of it) cannot serve this job: one sentence for the report.
+    """A technique, or one of its candidates, does not apply to this job.
 
     Args:
-        reason: the sentence.
-        lasts: whether the techniques that are decided before this one cannot change that.
+        reason: one sentence for the report.
+        lasts: whether the reason holds whatever is decided about earlier techniques.
     """
 
     def __init__(self, reason: str, *, lasts: bool = True) -> None:
@@ -179,7 +179,7 @@ class Rule(Technique):
 
     Attributes:
         costs_speed: whether a trial is to show, for the report, what its switch costs; it stays on in any case.
-        argument: the argument of ``optimize`` that turns it on; empty for a rule that is always applied.
+        argument: the argument of ``optimize`` that turns the rule on; empty for a rule that is always applied.
     """
 
     costs_speed: ClassVar[bool] = False
@@ -206,7 +206,7 @@ class Measured(Technique):
         return ""
 
     def accepts(self, value: Any) -> bool:
-        """Whether ``techniques={name: value}`` and a plan may hold that value, for any job and machine."""
+        """Return whether ``value`` is valid for some job and machine, in ``techniques={name: value}`` or in a plan."""
         return value is True
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Measured(Technique):
         """
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the job is already what ``techniques={name: value}`` asks for."""
+        """Return whether the job already has what ``techniques={name: value}`` would turn on."""
         return False
 
 

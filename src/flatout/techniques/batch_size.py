@@ -151,7 +151,7 @@ class BatchSize(StepTechnique):
         return candidate.reason
 
     def accepts(self, value: Any) -> bool:
-        """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
+        """Accept ``{"micro_batch": 64}``, or a plan's ``{"samples": 512, "micro_batch": 64}``."""
         if not isinstance(value, Mapping) or not value or value.keys() - {"samples", "micro_batch"}:
             return False
         return all(map(_is_size, value.values()))

@@ -85,7 +85,7 @@ class ChannelsLast(StepTechnique):
         return self.candidates(job)[0]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Every convolution's weights are in that format already."""
+        """Return whether there are convolutions and all of their weights are already in channels_last."""
         return any(isinstance(m, CONVOLUTIONS) for m in job.model.modules()) and not self._weights(job)
 
     @staticmethod

@@ -300,7 +300,7 @@ class Compile(StepTechnique):
         return [_switch(job, mode) for mode in modes]
 
     def accepts(self, value: Any) -> bool:
-        """A mode, or True."""
+        """Accept True or a mode."""
         return value is True or (isinstance(value, str) and value in MODES)
 
     def forced(self, job: Job, value: Any) -> Switch:
@@ -315,7 +315,7 @@ class Compile(StepTechnique):
         return _switch(job, mode)
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The model comes compiled, in a mode of the user's."""
+        """Return whether the user has compiled the model and ``value`` is True, which leaves the mode open."""
         by_user = isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None
         return value is True and by_user
 

@@ -56,7 +56,7 @@ class CpuThreads(StepTechnique):
     is_verified = True
 
     def check(self, job: Job) -> None:
-        """A step on the CPU."""
+        """Require a step on the CPU."""
         if job.device.type != "cpu":
             raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
 
@@ -64,18 +64,18 @@ class CpuThreads(StepTechnique):
         """All usable cores where torch uses more or fewer; half of them; one."""
         numbers = self._numbers()
         if not numbers:
-            raise NotApplicable("there is one core to use, and one thread on it")
+            raise NotApplicable("there is only one core, and torch already uses one thread")
         return [ThreadsSwitch(number) for number in numbers]
 
     def accepts(self, value: Any) -> bool:
-        """A number of threads, 1 or more."""
+        """Accept a number of threads >= 1."""
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
     def forced(self, job: Job, value: Any) -> Switch:
         """A number of threads."""
         most = os.cpu_count() or 1
         if not self.accepts(value) or value > most:
-            raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most}, or False; got {value!r}")
+            raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most} or False, got {value!r}")
         return ThreadsSwitch(value)
 
     @staticmethod

@@ -95,7 +95,7 @@ class CudaGraph(StepTechnique):
             raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
         if reason:
-            # An optimizer may be fused by the time that graphs are decided.
+            # Another technique may fuse the optimizer before graphs are decided.
             raise NotApplicable(reason, lasts=isinstance(job.optimizer, NativeStep))
 
     def candidates(self, job: Job) -> Sequence[Switch]:

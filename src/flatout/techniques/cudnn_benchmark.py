@@ -143,7 +143,7 @@ class CudnnBenchmark(StepTechnique):
         return BenchmarkSwitch()
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """It is on already."""
+        """Return whether ``cudnn.benchmark`` is already on."""
         return job.device.type == "cuda" and cudnn.enabled and cudnn.benchmark
 
 

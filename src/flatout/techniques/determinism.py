@@ -53,7 +53,7 @@ class Determinism(Rule):
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
     def switch(self, job: Job) -> Switch | None:
-        """The process-wide flags; None where ``flatout.reproducible`` has set them, and puts them back."""
+        """Return the switch of the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
         return None if job.reproducible else DeterministicSwitch()
 
 

@@ -64,5 +64,5 @@ class FusedOptimizer(StepTechnique):
         return self.candidates(job)[0]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The optimizer is flatout's already."""
+        """Return whether the optimizer is already one of flatout's."""
         return isinstance(job.optimizer, NativeStep)

@@ -103,7 +103,7 @@ class InMemory(LoaderTechnique):
         return [InMemorySource("cached samples", job.loader, collated_from_memory)]
 
     def accepts(self, value: Any) -> bool:
-        """True, or ``"device"``."""
+        """Accept True or ``"device"``."""
         return value is True or (isinstance(value, str) and value == "device")
 
     def forced(self, job: Job, value: Any) -> Source:
@@ -118,7 +118,7 @@ class InMemory(LoaderTechnique):
         return self.candidates(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The loader gathers from memory already."""
+        """Return whether the user's loader is already an ``InMemoryLoader``."""
         return value is True and isinstance(job.loader, InMemoryLoader)
 
 

@@ -83,7 +83,7 @@ class Precision(StepTechnique):
         return [AutocastSwitch(job.model, job.device.type, "bf16")]
 
     def accepts(self, value: Any) -> bool:
-        """``"bf16"``, ``"fp16"`` or True."""
+        """Accept True, ``"bf16"`` or ``"fp16"``."""
         return value is True or (isinstance(value, str) and value in DTYPES)
 
     def forced(self, job: Job, value: Any) -> Switch:
@@ -97,6 +97,6 @@ class Precision(StepTechnique):
         return AutocastSwitch(job.model, job.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The model's parameters are of that dtype already."""
+        """Return whether all floating-point parameters of the model already have that dtype."""
         dtypes = {p.dtype for p in job.model.parameters() if p.is_floating_point()}
         return isinstance(value, str) and dtypes == {DTYPES.get(value)}

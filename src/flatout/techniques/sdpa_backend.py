@@ -135,7 +135,7 @@ class SdpaBackend(StepTechnique):
         return [AttentionSwitch(name, job.device.type) for name in KERNELS if name in others]
 
     def accepts(self, value: Any) -> bool:
-        """The name of a kernel."""
+        """Accept the name of a kernel."""
         return isinstance(value, str) and value in KERNELS
 
     def forced(self, job: Job, value: Any) -> Switch:

@@ -89,7 +89,7 @@ class Tf32(StepTechnique):
         return Tf32Switch()
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """TF32 is on already."""
+        """Return whether TF32 is already on, on a GPU that has it."""
         on = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return on and job.device.type == "cuda" and torch.cuda.get_device_capability(job.device) >= TENSOR_CORES
 

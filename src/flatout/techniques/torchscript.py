@@ -404,7 +404,7 @@ class TorchScript(StepTechnique):
         return [TorchScriptSwitch(job.model)]
 
     def accepts(self, value: Any) -> bool:
-        """``"script"``, ``"trace"`` or True."""
+        """Accept True, ``"script"`` or ``"trace"``."""
         return value is True or (isinstance(value, str) and value in KINDS)
 
     def forced(self, job: Job, value: Any) -> Switch:
@@ -416,5 +416,5 @@ class TorchScript(StepTechnique):
         return TorchScriptSwitch(job.model, (value,))
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The model comes scripted or traced."""
+        """Return whether the model is already scripted or traced and ``value`` is True, which leaves the kind open."""
         return value is True and isinstance(job.model, torch.jit.ScriptModule)

@@ -109,7 +109,7 @@ class Workers(LoaderTechnique):
         return candidate.reason
 
     def accepts(self, value: Any) -> bool:
-        """A number of workers, or that and other settings by the names of ``DataLoader``'s arguments."""
+        """Accept a number of workers, or a dict of ``num_workers`` and other arguments of ``DataLoader``."""
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         prefetch_factor = settings.get("prefetch_factor")
         return (
@@ -125,7 +125,7 @@ class Workers(LoaderTechnique):
         if not self.accepts(value):
             raise ValueError(
                 "techniques['workers'] must be a number of workers, "
-                f"num_workers and others of {', '.join(_SETTINGS)} in a dict, or False; got {value!r}"
+                f"a dict of num_workers and others of {', '.join(_SETTINGS)}, or False, got {value!r}"
             )
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         if settings["num_workers"] == 0:
@@ -136,7 +136,7 @@ class Workers(LoaderTechnique):
             raise ValueError(f"techniques['workers'] cannot be {value!r}: {error}") from error
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """The loader has as many, and batches come from it."""
+        """Return whether the loader already has these settings. Gathering from memory counts as 0 workers."""
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         if isinstance(job.source, InMemoryLoader):
             return settings == {"num_workers": 0}
