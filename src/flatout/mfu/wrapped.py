@@ -193,7 +193,11 @@ class Calls:
             self._core.drop(step.token)
 
     def _take(self, thread: int, step: UnderWay) -> bool:
-        """Remove a step of a thread, unless another thread has; that one may have begun its next meanwhile."""
+        """Remove a thread's step and its hooks.
+
+        Returns:
+            False if another thread has already removed it. Then the thread may already have begun another step.
+        """
         with self._taking:
             if self._steps.get(thread) is not step:
                 return False

@@ -30,7 +30,7 @@ class Ended:
         status: its exit status.
         error: the exception that it ended with; None for none, ``SystemExit`` included.
         updates: that it made until the profile was done; those of its first optimizer where it has several.
-        failure: of the profiler when it was closed, after the script; None where it did not fail.
+        failure: the exception of closing the profiler after the script; None if closing succeeded.
     """
 
     status: int
@@ -54,7 +54,7 @@ def profile_script(
         keep_going: let the script run on to its end, else end it when the profile is done.
 
     Returns:
-        What was recorded, and how the script ended.
+        The recording, and how the script ended.
     """
     recording = Recording(steps, warmup - 1)
     return recording, _run(path, args, recording.course(), stop=not keep_going)

@@ -123,11 +123,11 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Trace:
-        """Reads what ``export_chrome_trace`` wrote. A file that is no valid JSON is replaced by one that is."""
+        """Read a trace that ``export_chrome_trace`` wrote. A file with invalid JSON is repaired and written back."""
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         try:
             trace = json.loads(text)
-        except json.JSONDecodeError:  # kineto writes names of files as they are
+        except json.JSONDecodeError:  # kineto does not escape quotes in names of files
             trace = json.loads(_ARGUMENTS.sub(_repaired, text), strict=False)
             Path(path).write_text(json.dumps(trace), encoding="utf-8")
         return cls(trace["traceEvents"])
@@ -191,7 +191,7 @@ class Trace:
 
 
 def _repaired(arguments: re.Match[str]) -> str:
-    """The arguments of an event with the quotes within their texts escaped; none where that does not help."""
+    """Return the arguments of an event with escaped quotes inside texts; empty if the result is still not valid."""
     line = arguments[0]
     for text in (line, _TEXT.sub(lambda value: json.dumps(value[0])[1:-1], line)):
         with contextlib.suppress(json.JSONDecodeError):

@@ -35,7 +35,7 @@ class Shown(ABC):
             path: written there too, when given.
         """
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        text = text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate as JSON escapes it
+        text = text.encode("utf-8", "backslashreplace").decode()  # shows a lone surrogate as JSON would escape it
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
