@@ -2,13 +2,14 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
-  // Every operator raises, and has changed nothing, where arguments do not fit: dtypes, devices, lengths,
-  // layouts, memory that two of them share or that one has lost.
+  // If arguments do not fit, every operator raises before it changes anything. It checks dtypes, devices,
+  // lengths, layouts, tensors that share memory, and tensors whose storage was freed.
   //
   // One read of the gradients (of one device, any dtypes): 0-dim tensors on their device. grad_factor =
   // inv_scale x clip coefficient is what the step multiplies each gradient with, in registers. found_inf is
   // float32; grad_norm (of the unscaled gradients, of order 1, 2 or inf) and grad_factor are float32, float64
-  // where all gradients are. Without gradients: 0, 0 and what a norm of 0 gives, on the device of inv_scale.
+  // where all gradients are. Without gradients, found_inf and grad_norm are 0, grad_factor is that of a norm
+  // of 0, and all are on the device of inv_scale.
   m.def(
       "unscale_and_check(Tensor[] grads, Tensor? inv_scale, float? max_norm, float norm_type=2.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
@@ -32,9 +33,9 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   ids       key a tensor's random bits; none: its position
   // lr_tensor, where given, wins over lr. grad_factor and found_inf are read on the device: a step whose
   // found_inf is set changes nothing, step counts included. A seed rounds bfloat16 weights without lows and
-  // bfloat16 states stochastically. With unscale_grads, gradients in memory come back times grad_factor,
-  // rounded to their dtype, after a skipped step too; otherwise they are only read. None may share memory
-  // with another.
+  // bfloat16 states stochastically. With unscale_grads, the step also multiplies the gradients in memory by
+  // grad_factor and rounds them to their dtype, even if the step is skipped. Otherwise it only reads them. No
+  // two tensors may share memory.
   m.def(
       "step_(str rule, Tensor(a!)[] weights, Tensor(g!)[] grads, Tensor(b!)[] states, "
       "Tensor(c!)[] absmaxes, Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, "
@@ -51,10 +52,11 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] absmaxes, Tensor[] steps, "
       "Tensor[] averages, Tensor[] lows, int[] ids) -> int");
   m.def("free_bucket(int bucket) -> ()");
-  // Gradients for the next step, of the weights at the ascending indices `which` ([]: all). Kept alive until
-  // that step, or until no gradients are set. 0: ready; 1: the bucket's tensors have moved, it must be made
-  // anew; 2: a gradient's shape or strides are not its weight's; 3: a gradient is not strided, not float or
-  // elsewhere. Between this call and the step no storage may be resized.
+  // Sets gradients for the next step, of the weights at the ascending indices `which` ([]: all). They are
+  // kept alive until that step, or until a call with empty lists. Returns 0: ready; 1: the bucket's tensors
+  // have moved, so make a new bucket; 2: a gradient's shape or strides differ from its weight's; 3: a
+  // gradient is not strided, not float or on another device. No storage may be resized between this call and
+  // the step.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
   // unscale_and_check over the gradients set in buckets of one device.
   m.def(
@@ -64,7 +66,7 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "
       "bool unscale_grads=False) -> ()");
-  // True when no two gradients set in these buckets share memory, as unscale_grads requires.
+  // True if no two gradients that are set in these buckets share memory, as unscale_grads requires.
   m.def("grads_are_apart(int[] buckets) -> bool");
 
   // uint8 images [N, C, H, W] as (x / 255 - mean) / std: each operation rounded to float32, the result to

@@ -23,10 +23,10 @@ inline constexpr int kMaxStreams = 10;
 // One tensor and its companions of equal numel, as flat arrays.
 struct FlatTensor {
   void* address[kMaxStreams];
-  void* step;  // its step count, where the rule has one
+  void* step;  // address of its step count; null where steps are not counted
   int64_t numel;
   uint32_t id;          // keys its random bits
-  bool step_is_double;  // else it is a float
+  bool step_is_double;  // else the count is a float
 };
 
 FLATOUT_HD uint32_t chunks_of(int64_t numel) { return static_cast<uint32_t>((numel + kChunk - 1) / kChunk); }

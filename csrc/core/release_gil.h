@@ -1,4 +1,4 @@
-// release_gil.h: waiting without the GIL, in threads that the interpreter's end may overtake.
+// release_gil.h: waits without the GIL, safe in threads that outlive the interpreter.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,9 +8,9 @@
 
 namespace flatout {
 
-// py::gil_scoped_release for waits. A daemon thread that asks for the GIL while the interpreter ends is
-// unwound by Python before 3.14, and a destructor that is unwound aborts the process. Here the thread stays
-// until the process has ended, as in Python 3.14.
+// Replaces py::gil_scoped_release around waits. When a daemon thread asks for the GIL while the interpreter
+// ends, Python before 3.14 unwinds the thread. Unwinding through a destructor would abort the process. So the
+// thread sleeps until the process ends, as in Python 3.14.
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyEval_SaveThread()) {}
@@ -18,7 +18,7 @@ class ReleaseGil {
     try {
       PyEval_RestoreThread(state_);
     } catch (...) {
-      // The unwinding of pthread_exit. Frames further up hold Python objects, which need the GIL to be freed.
+      // pthread_exit unwinds here. Outer frames hold Python objects, which cannot be freed without the GIL.
       for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
     }
   }

@@ -63,7 +63,7 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
 }
 
-// False where the storage of a dense tensor was resized below its `numel` elements (FSDP frees memory so).
+// False if the storage of a dense tensor is smaller than `numel` elements, as after FSDP has freed memory.
 inline bool has_memory(const Tensor& tensor, int64_t numel, size_t element_size) {
   if (numel == 0) return true;
   int64_t bytes = 0;

@@ -19,7 +19,7 @@ class StepCounter {
  public:
   using Token = StepTimer::Token;
 
-  // Throws std::invalid_argument, here and below, where a number makes no sense.
+  // All methods throw std::invalid_argument if a number is out of range.
   explicit StepCounter(std::size_t window)
       : counter_(window), own_(make_host_timer(counter_)), timer_(own_.get()) {}
 
@@ -48,7 +48,8 @@ class StepCounter {
     counter_.add(step);
   }
 
-  // Called in every step. Each asks for the stream first: Python code may replace the timer there.
+  // Called in every step. Each method gets the stream first, because this runs Python code, which may replace
+  // the timer.
   Token begin() {
     const std::uintptr_t where = stream();
     return timer_->begin(where);

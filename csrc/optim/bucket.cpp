@@ -21,7 +21,7 @@ bool is_strided(const Tensor& tensor) {
   return layout == strided;
 }
 
-// The same memory, whatever becomes of the tensors: `tensor.data = other` gives one other memory.
+// Detached tensors over the same memory. They keep this memory even after `tensor.data = other`.
 TensorList aliases_of(const TensorList& tensors) {
   TensorList aliases;
   aliases.reserve(tensors.size());
@@ -190,7 +190,7 @@ Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& whic
   for (size_t i = 0; i < count; ++i) {
     const size_t at = which.empty() ? i : static_cast<size_t>(which[i]);
     STD_TORCH_CHECK(at < flat_.size() && (i == 0 || which.empty() || which[i] > which[i - 1]), "which[", i,
-                    "] must be below ", flat_.size(), " and above the one before, got ", at);
+                    "] must be below ", flat_.size(), " and above the previous index, got ", at);
     const Fit here = fit(grads[i], dtype, at);
     if (here == Fit::kMoved || here == Fit::kNotNative) return here;
     if (here == Fit::kOtherStrides) worst = here;
@@ -218,7 +218,8 @@ void Bucket::add_grad_extents(std::vector<Extent>& extents) const {
 }
 
 bool Bucket::are_apart(std::vector<Extent> extents) {
-  // Sorting thousands of addresses takes longer than a step over small tensors, and they mostly repeat.
+  // Sorting thousands of addresses takes longer than a step over small tensors. Most steps have the same
+  // addresses as the step before.
   if (extents == apart_) return true;
   std::vector<Extent> sorted = extents;
   std::sort(sorted.begin(), sorted.end());
@@ -229,7 +230,7 @@ bool Bucket::are_apart(std::vector<Extent> extents) {
 }
 
 void Bucket::step(const StepNumbers& numbers) {
-  // Forgotten whatever happens.
+  // Released even if the step throws.
   const std::vector<FlatTensor> tensors = std::exchange(held_, {});
   const TensorList grads = std::exchange(grads_, {});
   if (tensors.empty()) return;

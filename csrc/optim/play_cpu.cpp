@@ -60,7 +60,7 @@ class PlayedBucket final : public Bucket {
         BlockStart<T, Rule> start;
         start_block(start, table, batch, block, config, storage);
         if (skipped) {
-          // Only gradients are written.
+          // A skipped step only unscales gradients, below.
         } else if constexpr (kHasCodes<K>) {
           play_codes<T, Rule, K>(start);
         } else {

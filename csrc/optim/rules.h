@@ -23,7 +23,7 @@ struct StepConfig {
   const float* found_inf = nullptr;  // a step with *found_inf != 0 changes nothing
   double weight_decay = 0;
   bool maximize = false;
-  bool unscale_grads = false;  // gradients in memory come back times grad_factor, after a skipped step too
+  bool unscale_grads = false;  // multiplies gradients in memory by grad_factor, even in a skipped step
   double ema_decay = 0;
   bool stochastic = false;  // 16-bit results are rounded by chance, with bits that `seed` determines
   uint64_t seed = 0;

@@ -24,8 +24,8 @@ struct StepNumbers {
   bool unscale_grads;
 };
 
-// Parameters of one device and dtype with everything that belongs to them but gradients. Keeps their memory
-// alive, and looks before each step whether the caller's tensors still lie there. One thread at a time.
+// Parameters of one device and dtype, with states, masters and averages. Keeps their memory alive, and checks
+// before each step that the caller's tensors still use this memory. Not thread-safe.
 class Bucket {
  public:
   Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
@@ -36,7 +36,8 @@ class Bucket {
   virtual ~Bucket() = default;
 
   enum class Fit : uint8_t { kReady = 0, kMoved = 1, kOtherStrides = 2, kNotNative = 3 };
-  // Keeps the gradients alive until the step. No `which`: all of them; no gradients either: forgets them.
+  // Keeps the gradients alive until the step. An empty `which` means all weights. If both lists are empty,
+  // releases the gradients that are set.
   Fit set_grads(TensorList grads, const std::vector<int64_t>& which);
   // Updates what gradients were set for, and forgets them.
   void step(const StepNumbers& numbers);
@@ -44,10 +45,10 @@ class Bucket {
   // One verdict over gradients on the bucket's device.
   virtual CheckResult check(const Check& check) const = 0;
 
-  // Where the gradients begin and end in memory.
+  // Addresses at which a gradient begins and ends.
   using Extent = std::pair<uintptr_t, uintptr_t>;
   void add_grad_extents(std::vector<Extent>& extents) const;
-  // True when no two overlap; the last that did not are remembered.
+  // True if no two extents overlap. The last extents with this result are cached.
   bool are_apart(std::vector<Extent> extents);
 
   const Tensor& leader() const { return streams_[0].kept[0]; }
@@ -65,7 +66,7 @@ class Bucket {
  private:
   // One tensor per weight: the weights, a state, the averages, the 16-bit companions or a state's absmaxes.
   struct Stream {
-    TensorList tensors;  // the caller's, which may come to lie elsewhere
+    TensorList tensors;  // the caller's, whose memory may change
     int slot;            // in FlatTensor::address
     TensorList kept;     // aliases of the memory that steps work on
   };

@@ -53,9 +53,9 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   self.run(thread, threads);
 }
 
-// Gradients in memory times the factor, behind the step over the same chunk: they are read from L2 then. In
-// the step itself it would cost kernels up to half of their threads, in registers, whether they write
-// gradients or not.
+// Multiplies gradients in memory by the factor. Runs right after the step over the same chunk, so that it
+// reads from L2. Inside the step it would take registers, which would cost kernels up to half of their
+// threads even where they do not write gradients.
 template <class T, class Rule>
 FLATOUT_HD void unscale_thread(const BlockStart<T, Rule>& start, uint32_t thread, uint32_t threads) {
   const compute_t<T> factor = start.extras.unscale;

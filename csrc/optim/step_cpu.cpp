@@ -8,8 +8,8 @@
 namespace flatout {
 namespace {
 
-// The loop itself. The rule is a local copy and the streams are restrict, so that it vectorises. Gradients
-// are multiplied with `unscale` in a loop of their own: a second store would not vectorise beside every rule.
+// The inner loop. The rule is a local copy and the streams are restrict, so that it vectorizes. A separate
+// loop multiplies gradients by `unscale`, because with a second store some rules would not vectorize.
 template <class Rule, class Acc>
 FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], uint32_t count, Acc unscale) {
   constexpr int kStreams = 2 + Rule::kStates;
@@ -19,7 +19,7 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
   Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
   Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
   // In runs where there are prefetches between them: inside the loop they would keep it from vectorising.
-  // Gradients that are read twice must still be in L1.
+  // With `unscale`, short runs keep the gradients in L1 for the second loop.
   const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : unscale != 1 ? kBlock : count;
   for (uint32_t begin = 0; begin < count; begin += run) {
     const uint32_t end = begin + run < count ? begin + run : count;

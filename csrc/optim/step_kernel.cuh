@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
     if (threadIdx.x == 0) start_block(start, table, batch, blockIdx.x, config, storage);
     __syncthreads();
     if (skipped) {
-      // Only gradients are written.
+      // A skipped step only unscales gradients, below.
     } else if constexpr (kHasCodes<K>) {
       step_codes<T, Rule, K>(start);
     } else {
       step_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
     }
-    if (start.extras.unscale != 1) {  // for the whole block
-      __syncthreads();                // until every thread has read its gradients
+    if (start.extras.unscale != 1) {  // the same for all threads of the block
+      __syncthreads();                // every thread must have read its gradients
       unscale_thread(start, threadIdx.x, blockDim.x);
     }
   }
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicAdd(table.ticket, 1u) == gridDim.x - 1;
-    __threadfence();  // other blocks' reads of the counts come before the writes of the last
+    __threadfence();  // orders other blocks' reads of the counts before this block's writes
     if (last) *table.ticket = 0;
   }
   __syncthreads();

@@ -45,7 +45,7 @@ template <class Acc>
 struct Extras {
   Storage storage;
   Acc ema_new;      // 1 - ema_decay
-  Acc unscale;      // gradients in memory are multiplied with it; 1: they stay as they are
+  Acc unscale;      // factor for gradients in memory; 1: they are not written
   bool stochastic;  // round 16-bit results by chance
   RandomKey key;    // its stream is filled in per stream
 

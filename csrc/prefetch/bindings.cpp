@@ -22,8 +22,8 @@ namespace py = pybind11;
 namespace flatout::prefetch {
 namespace {
 
-// Addresses come from Python as integers: tensor.data_ptr() is one. They are trusted, and with them how much
-// memory lies there; all other numbers are checked.
+// Addresses come from Python as integers, such as tensor.data_ptr(). Addresses and the sizes of their memory
+// cannot be checked. All other numbers are checked.
 // NOLINTBEGIN(performance-no-int-to-ptr)
 const std::byte* source_pointer(std::uintptr_t address) {
   return reinterpret_cast<const std::byte*>(address);
@@ -38,9 +38,9 @@ void require(bool fits, const char* otherwise) {
   if (!fits) throw std::invalid_argument(otherwise);
 }
 
-// No object is larger; a sum of several such products does not overflow either.
+// No object is larger. Sums of several sizes up to this limit do not overflow.
 constexpr std::size_t most_bytes = std::size_t{1} << 56;
-// Batches under way at a time, and threads: more are a mistake.
+// Limits for batches gathered at a time and for threads. A larger number is surely an error.
 constexpr std::size_t most_ahead = std::size_t{1} << 16;
 constexpr int most_threads = 1024;
 
@@ -93,13 +93,14 @@ class Columns {
   static void check_layout(int code, int bits, const std::vector<std::int64_t>& row_shape,
                            std::size_t row_bytes) {
     require(code >= 0 && code <= 6, "code must be one of DLPack's types, 0 to 6");
-    require(bits == 8 || bits == 16 || bits == 32 || bits == 64 || bits == 128, "bits must be whole bytes");
+    require(bits == 8 || bits == 16 || bits == 32 || bits == 64 || bits == 128,
+            "bits must be 8, 16, 32, 64 or 128");
     std::size_t bytes = static_cast<std::size_t>(bits) / 8;
     for (const std::int64_t size : row_shape) {
-      require(size >= 0, "row_shape must not be negative");
+      require(size >= 0, "row_shape must hold sizes >= 0");
       bytes = bytes_of(static_cast<std::size_t>(size), bytes);
     }
-    require(bytes == row_bytes, "row_bytes must be those of row_shape");
+    require(bytes == row_bytes, "row_bytes must be the size of row_shape in bytes");
   }
 
   std::shared_ptr<const std::vector<Column>> columns_;
@@ -159,12 +160,12 @@ class Batches {
     const std::size_t rows = bytes_of(std::max<std::size_t>(batches, 1), count);
     for (const Column& column : *columns_->columns()) {
       bytes_of(count, column.row_bytes);
-      // Out of range is an error of the batch; but the numbers of rows must be numbers.
+      // A row out of range is an error of its batch. Only a count beyond all rows is refused here.
       require(indices_ != nullptr || count <= static_cast<std::size_t>(column.first_rows.back()),
-              "count must not be more than there are rows");
+              "count must be at most the number of rows");
     }
     bytes_of(rows, sizeof(std::int64_t));
-    require(first >= 0 && static_cast<std::size_t>(first) <= most_bytes, "first must be a row");
+    require(first >= 0 && static_cast<std::size_t>(first) <= most_bytes, "first must be the index of a row");
   }
 
   // Jobs read what this object keeps alive.
@@ -229,7 +230,7 @@ class PyCopied {
   }
 
   void block(cuda::Stream stream) const {
-    require(copied_->ticket->done(), "block must come after wait");
+    require(copied_->ticket->done(), "block must be called after wait");
     if (copied_->event) copied_->event->block(stream, device_);
   }
 

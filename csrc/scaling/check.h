@@ -33,7 +33,7 @@ using CheckResult = std::tuple<Tensor, Tensor, Tensor>;
 CheckResult check_on_cpu(const Check& check, const Tensor& leader);
 CheckResult check_on_cuda(const Check& check, const Tensor& leader);
 
-// Multiplies gradients of one dtype, which lie at address[slot], in place.
+// Multiplies gradients of one dtype at address[slot] in place.
 void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType dtype, double factor);
 
 // The results, uninitialised.
@@ -52,8 +52,7 @@ inline VerdictAddress address_of(const CheckResult& result) {
           grad_norm.scalar_type() == ScalarType::Double};
 }
 
-// The tensor that says which device the gradients are on. Without gradients it is the factor: torch finds an
-// operator by one of the two.
+// Returns the tensor that decides the device: the first gradient, or the factor if there are no gradients.
 inline const Tensor& leader_of(const TensorList& grads, const std::optional<Tensor>& factor) {
   STD_TORCH_CHECK(!grads.empty() || factor.has_value(), "grads must hold at least one tensor");
   return grads.empty() ? *factor : grads[0];
