@@ -11,7 +11,7 @@ def _unscale_and_check(
     grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None, norm_type: float = 2.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     leader = grads[0] if grads else inv_scale
-    assert leader is not None  # torch finds the operator by its tensors
+    assert leader is not None  # torch dispatches by a tensor argument, so there is at least one
     wide = torch.float64 if grads and all(g.dtype == torch.float64 for g in grads) else torch.float32
     found_inf, grad_norm, grad_factor = (leader.new_empty((), dtype=d) for d in (torch.float32, wide, wide))
     return found_inf, grad_norm, grad_factor

@@ -157,7 +157,10 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
             _check_materialized(name, module)
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable and (optimizer is not None or model.training):
-        raise ValueError("the model has no parameter that requires gradients: there is nothing to train")
+        raise ValueError(
+            "model must have a parameter that requires gradients, got none, so there is nothing to train. "
+            "Call model.requires_grad_(True)"
+        )
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -168,12 +171,15 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
                 f"model.to_empty(...), call optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
         if not {id(p) for p in parameters} & trainable:
-            raise ValueError("the optimizer holds none of the model's trainable parameters: was it made for another?")
+            raise ValueError(
+                "optimizer must hold trainable parameters of the model, got none of the model's. Make a new one: "
+                f"optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+            )
     for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("loss_weight", loss_weight)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     if loss_fn is not None and compute_loss is not None:
-        raise ValueError("give loss_fn or compute_loss, not both")
+        raise ValueError("loss_fn must be None where compute_loss is given, got both. Give one, not both")
 
 
 def _check_materialized(name: str, module: nn.Module) -> None:
@@ -216,9 +222,12 @@ def check_schedule(
     }
     for name, value in asked.items():
         if optimizer is None and value is not None:
-            raise ValueError(f"{name} is used by run.step, which needs an optimizer: give one to optimize()")
+            raise ValueError(f"{name} is used by run.step, which needs an optimizer. Give an optimizer to optimize()")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times in a step: run.step cannot drive it")
+        raise ValueError(
+            "optimizer must step without a closure, got LBFGS. Keep your own loop: "
+            "`model, loader = flatout.optimize(model, loader)`"
+        )
     if scheduler is not None:
         _check_scheduler(scheduler, optimizer)
 
@@ -229,7 +238,8 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(f"scheduler must have a step() method, got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
-            "ReduceLROnPlateau is stepped with a metric: call its step(metric) yourself, after run.evaluate"
+            "scheduler must step without a metric, got a ReduceLROnPlateau. Leave scheduler out, and call "
+            "scheduler.step(metric) after run.evaluate"
         )
     steers = getattr(scheduler, "optimizer", None)
     if isinstance(steers, torch.optim.Optimizer) and not _share_groups(steers, optimizer):
@@ -276,7 +286,7 @@ def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Ma
         raise ValueError(f"batch_size must be a multiple of accumulate={accumulate}, got {batch_size}")
     if BATCH_SIZE.name in choices:
         raise ValueError(
-            f"techniques[{BATCH_SIZE.name!r}] and batch_size={batch_size!r} decide about the same: give one"
+            f"techniques[{BATCH_SIZE.name!r}] and batch_size={batch_size!r} decide about the same. Give only one"
         )
 
 
@@ -295,7 +305,9 @@ def planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> 
         return {}
     samples, there = batch_size // accumulate, (planned or {}).get("samples")
     if there not in (None, samples):
-        raise ValueError(f"this plan was made for batch_size={there * accumulate}, got {batch_size}")
+        raise ValueError(
+            f"batch_size must fit the plan, which was made for batch_size={there * accumulate}, got {batch_size}"
+        )
     return {BATCH_SIZE.name: {"micro_batch": None} | (planned or {}) | {"samples": samples}}
 
 
@@ -306,7 +318,7 @@ def device_of(model: nn.Module, wanted: torch.device | str | None) -> torch.devi
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the model is spread over {names}: flatout trains on one device")
+        raise ValueError(f"model must be on one GPU, got parameters on {names}. Call model.to('cuda')")
     if devices:
         return devices.pop()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -156,7 +156,7 @@ class Job:
             return loss
         if self.optimizer is not None:
             raise ValueError(
-                f"model must return an output with .loss without loss_fn and compute_loss, got "
+                f"model must return an output with .loss if there is no loss_fn or compute_loss, got "
                 f"{type(output).__name__}. Pass loss_fn, or "
                 f"{compute_loss_line(self.model, batch, has_loss_fn=True)}"
             )

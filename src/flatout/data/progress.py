@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next epoch is the rest of a loaded one, which drew its seeds when it began."""
+        """True if the next epoch is the rest of a loaded one, whose seeds were drawn when it began."""
         return self._loaded is not None
 
     def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:

@@ -347,7 +347,7 @@ class _MapStyle(_FromDataLoader):
 
     @property
     def _had_workers(self) -> bool:
-        """Whether an earlier epoch drew the single seed of persistent workers, of this loader or of its original."""
+        """True if an earlier epoch drew the single seed of persistent workers, of this loader or of its original."""
         return self.progress.has_run and seeds_workers_once(self._dataloader)
 
     def mark(self) -> Any:
