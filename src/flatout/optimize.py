@@ -103,8 +103,8 @@ def optimize(
         loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
         compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
             entries from its batch and write to the tensors, because it receives a copy.
-        loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor: what the loss of a batch is a mean over, where
-            that is not its samples: ``lambda batch: (batch["labels"] != -100).sum()``. It is asked where a batch is
+        loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor. Needed if the loss is not a mean over samples,
+            but for example over tokens: ``lambda batch: (batch["labels"] != -100).sum()``. Called when a batch is
             computed in parts.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if there is one, else cpu.
@@ -140,10 +140,10 @@ def optimize(
         A ``Run``, which also unpacks into ``model, loader``.
 
     Raises:
-        TypeError: an argument or a batch is not of a kind that is understood.
-        ValueError: an argument has a value that cannot work, or one that is not the plan's, or the loader is empty, the
-            model has nothing to train, the optimizer holds none of its parameters, or the loss is not a scalar. Nothing
-            has changed then.
+        TypeError: an argument or a batch has an unsupported type.
+        ValueError: an argument has a wrong value or disagrees with the plan. Or the loader is empty, the model has
+            nothing to train, the optimizer holds none of the model's parameters, or the loss is not a scalar. Nothing
+            has changed.
         RuntimeError: ``deterministic`` comes too late, because cuBLAS has already started. Or trials cannot restore
             what the loss changes: it steps an optimizer that was not found, or first writes to another module after its
             first call. Nothing has changed except by such a late write.

@@ -246,17 +246,17 @@ class Run:
         keep: int = 3,
         asynchronous: bool = True,
     ) -> list[dict[str, float]]:
-        """Train for a number of epochs, and go on where an earlier process was stopped or killed.
+        """Train for a number of epochs. With ``checkpoint_dir``, resume where an earlier process was stopped or killed.
 
-        With ``checkpoint_dir``, training goes on from the newest checkpoint in that folder that can be read, so that a
-        script is written once, and started as often as it takes. SIGTERM and Ctrl-C have the step finished and saved,
-        and then do what they ever do: end the process, raise ``KeyboardInterrupt``. A second Ctrl-C does that at once,
-        and saves nothing. A handler of one's own is called behind the save, and ``fit`` returns what there is.
+        Training resumes from the newest readable checkpoint in ``checkpoint_dir``, so the same script can be started
+        again and again. SIGTERM and Ctrl-C finish the step, save, and then terminate as usual (Ctrl-C raises
+        ``KeyboardInterrupt``). A second Ctrl-C terminates at once, without saving. If the user has installed a signal
+        handler, it is called after the save, and ``fit`` returns the epochs so far.
 
-        It ends bit for bit where it would have ended uninterrupted where a step repeats its results (on a GPU:
-        ``deterministic=True``) and takes the same decisions: ``optimize(plan=Plan.from_checkpoints(folder))``. What is
-        drawn by worker processes, or beyond the step when a GPU's batches are loaded ahead, are other random numbers,
-        but for :func:`flatout.data.seed_samples`.
+        The result is bit-exact to an uninterrupted training on two conditions. Steps repeat their results (on a GPU:
+        ``deterministic=True``), and decisions are the same (``optimize(plan=Plan.from_checkpoints(folder))``). Random
+        numbers differ in worker processes, and where a GPU's batches are loaded ahead of the step. With
+        :func:`flatout.data.seed_samples` these are the same, too.
 
         Args:
             epochs: passes over ``run.loader``; with ``checkpoint_dir`` counted from the beginning of training, over

@@ -23,17 +23,17 @@ from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
 
 class Prefetcher(Forwarding):
-    """Same batches, in the same order, as ``loader``; on ``device``, and ``depth`` of them ahead.
+    """Loader that yields the batches of ``loader`` in the same order on ``device``, prefetched ``depth`` batches ahead.
 
-    On a CUDA device host batches are copied into reused pinned memory by a native thread and from there to
-    the device on a stream of their own, while the current step computes. ``iter`` and ``next`` of ``loader``
-    are called on the thread that iterates the prefetcher, in order, up to ``depth`` batches early: with
-    ``num_workers=0`` the dataset's code runs where it always did. On a CPU device batches pass as they are:
-    :class:`InMemoryLoader` gathers ahead by itself, and so do worker processes.
+    On a CUDA device a native thread copies host batches into reused pinned memory. From there they are copied to the
+    device on a separate stream, while the current step computes. ``iter`` and ``next`` of ``loader`` are called in
+    order, up to ``depth`` batches early, on the thread that iterates the prefetcher. So with ``num_workers=0`` the
+    dataset's code runs on the same thread as without a prefetcher. On a CPU device batches are passed on unchanged,
+    because :class:`InMemoryLoader` and worker processes already work ahead.
 
-    An exception of ``loader`` reaches the user where it would without the prefetcher, behind the batches that
-    precede it, as the same object; from a worker process of a ``DataLoader`` with its arguments, its cause and the
-    worker's traceback as text. A worker that has died is a :class:`WorkerError` when its batch is asked for.
+    An exception of ``loader`` is raised as the same object, after the batches that precede it. From a worker process of
+    a ``DataLoader`` it has its arguments, its cause and the worker's traceback as text. The batch of a worker that has
+    died raises a :class:`WorkerError`.
 
     ``loader`` may reuse the memory, the containers and the objects of a batch for the next batch. A batch on a CUDA
     device stays valid for as long as the user holds it. It may be used on the stream that is current when it is taken.
@@ -41,17 +41,17 @@ class Prefetcher(Forwarding):
 
     Args:
         loader: any iterable of batches (see :func:`map_tensors` for what a batch may be).
-        device: where the batches are to be.
+        device: the device of the batches.
         depth: batches copied ahead, >= 1.
-        transform: called with each batch when it is on the device, and on a CUDA device with the copies' stream
-            current, beside the running step; what it returns is handed out. Its exceptions are raised when the
-            batch is due, and the epoch can go on behind it.
-        copying: called on a CUDA device when a batch is there and the current stream is about to wait for its copy.
+        transform: called with each batch on the device. Its result is yielded. On a CUDA device the stream of the
+            copies is current during the call, so that work overlaps the running step. An exception is raised when
+            the batch is due, and the epoch can continue after the batch.
+        copying: called on a CUDA device before the current stream waits for the copy of a batch.
 
     Attributes:
         loader: the wrapped loader.
-        stall_seconds: seconds that ``next`` has spent waiting for data, all epochs together.
-        batches: batches handed out, all epochs together.
+        stall_seconds: seconds that ``next`` has waited for data, in all epochs together.
+        batches: number of batches yielded, in all epochs together.
 
     Reading or setting any other public attribute reaches ``loader``.
     """
@@ -113,36 +113,40 @@ class Prefetcher(Forwarding):
         set_epoch(self.loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on behind the batch that was handed out last, in this process or another.
+        """Return the state to resume from after the last batch that was yielded, in this process or another.
 
-        Works for a ``DataLoader`` over a map-style dataset with any sampler, for :class:`InMemoryLoader`, and for
-        lists of batches; for a ``DataLoader`` (``num_workers=0``) over an ``IterableDataset`` that has ``state_dict``
-        and ``load_state_dict``; and for any loader that has these itself.
+        Works for:
+
+        - a ``DataLoader`` over a map-style dataset with any sampler, an :class:`InMemoryLoader`, and lists of batches;
+        - a ``DataLoader`` (``num_workers=0``) over an ``IterableDataset`` that has ``state_dict`` and
+          ``load_state_dict``;
+        - any loader that has these two methods.
+
         With ``num_workers=0`` the state of a map-style dataset that has both methods is saved, too. Worker processes
         have copies of the dataset, whose states are not saved. torchdata's ``StatefulDataLoader`` saves them.
 
-        The rest of the epoch is the same to the sample, with any number of workers, and so are the states of the
-        generators that the loader and its samplers hold; the global generators are yours to save (torch's, NumPy's,
-        Python's), and between epochs the state of a sampler or dataset of your own. Random augmentation in worker
-        processes goes on with other numbers. A sampler's ``state_dict`` is called for every batch that workers load.
+        The rest of the epoch has exactly the same samples, with any number of workers. Generators of the loader and
+        its samplers get the same states. The user saves the global generators (torch's, NumPy's, Python's) and, between
+        epochs, the state of a custom sampler or dataset. Random augmentation in worker processes continues with other
+        random numbers. A sampler's ``state_dict`` is called for every batch that workers load.
 
         Raises:
-            TypeError: the loader is none of these; the message says what it lacks.
+            TypeError: the loader is none of these. The message says what is missing.
         """
         place = self._handed_out or _Place(self._source.mark())
         return self._source.state_dict(place.mark)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch go on where ``state`` was saved; iterators under way are not changed.
+        """Resume in the next epoch where ``state`` was saved. Running iterators do not change.
 
-        With torch's own samplers this takes the time of drawing indices once, however many batches were read; a
-        sampler with ``state_dict`` and ``load_state_dict`` is asked; any other sampler draws the epoch again up to
-        there. The dataset is never asked for samples that were read.
+        With torch's samplers this takes the time to draw indices once, for any number of batches that were read. A
+        sampler with ``state_dict`` and ``load_state_dict`` restores its position. Any other sampler draws the epoch
+        again up to the position. Samples that were read are never loaded again.
 
         Raises:
-            TypeError: as in :meth:`state_dict`.
-            ValueError: the state was saved by a loader of another kind; the message names the difference. Or, when the
-                epoch begins: a sampler without a state of its own does not draw the same batches again.
+            TypeError: see :meth:`state_dict`.
+            ValueError: the state was saved by a loader of another kind. The message names the difference. Or, when the
+                epoch begins: a sampler without ``state_dict`` does not draw the same batches again.
         """
         self._source.load_state_dict(state)
         self._handed_out = None

@@ -1,11 +1,11 @@
-"""Copies of host batches to a device, on a stream of their own.
+"""Copies of host batches to a device on a side stream.
 
-Why no ``record_stream`` is needed: device tensors are allocated under the side stream, so the allocator may
-hand a tensor's memory to the next batch as soon as the user lets go of it, while kernels that read it are
-still queued on the user's stream. Every copy therefore waits for a fence: an event recorded on the user's
-stream when the copy is asked for, behind all work that can have used memory which was free by then; and one on every
-other stream that batches were handed out on (an evaluation's, another thread's). The side stream is given to nobody
-else, so nothing allocates from its pool without that fence.
+Fences replace ``record_stream``. Device tensors are allocated under the side stream. So the allocator may give a
+tensor's memory to the next batch as soon as the user drops the tensor, while kernels that read it are still queued on
+the user's stream. Therefore every copy waits for a fence, an event that is recorded on the user's stream when the copy
+is requested. It comes after all work that used memory which is free at that time. Each other stream on which batches
+were yielded (of an evaluation or of another thread) has such a fence, too. The side stream is private, so nothing
+allocates from its pool without a fence.
 
 Nothing may run on the side stream between an allocation and its fence. The native copier allocates before its thread
 enqueues the fence. So it allocates bare storage, because in deterministic mode torch fills every new tensor.
