@@ -298,8 +298,10 @@ def _leaves_no_trace(job: Job) -> BaseException | None:
     rewinds, is_seeded = is_rewindable(world.loader), job.arguments.get("seed") is not None
     before, around, flags = world.picture(), process.surroundings(), process.flags()
     with _undone(world):
-        world.trigger.arm(True)
         try:
+            if job.twice:
+                world.optimize(fixed_batches(world.kind, job.batch), budget=0, seed=None, deterministic=False)
+            world.trigger.arm(True)
             world.optimize()
         except (*ERRORS, Injected, KeyboardInterrupt, MemoryError) as error:
             if not _may_raise(job, error):

@@ -55,7 +55,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Job:
-    """A training, and what is asked of ``optimize``. The defaults are the simplest job."""
+    """A training, and the arguments of ``optimize``. The defaults are the simplest job.
+
+    ``twice`` calls ``optimize`` two times: without ``undo`` between the calls when state is compared before and
+    after, and with ``undo`` between the calls when a training is compared with the plain one.
+    """
 
     seed: int = 0
     form: str = "step"
