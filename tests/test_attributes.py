@@ -19,7 +19,7 @@ FIXED = ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "pers
 
 
 class Mixing:
-    """As timm's loaders: training switches something off in mid-training."""
+    """Loader with a switch that training turns off, as in timm."""
 
     def __init__(self, batches):
         self.batches = batches

@@ -23,7 +23,7 @@ class Pair:
 
 
 class Data:
-    """As PyTorch Geometric's: has ``.to``, and attributes that come and go."""
+    """Batch that has ``.to`` and attributes that come and go, as in PyTorch Geometric."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y

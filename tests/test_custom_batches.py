@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 
 
 class Batch:
-    """As PyTorch Geometric's Data: ``to`` moves it in place, ``len`` counts its keys."""
+    """Stand-in for PyTorch Geometric's ``Data``: ``to`` moves it in place, ``len`` counts its keys."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._store = {"x": x, "y": y}
@@ -43,7 +43,7 @@ class Batch:
 
 
 class Counted(Batch):
-    """As PyTorch Geometric's Batch."""
+    """Stand-in for PyTorch Geometric's ``Batch``."""
 
     @property
     def num_graphs(self) -> int:

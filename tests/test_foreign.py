@@ -212,7 +212,7 @@ def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
 
 
 class Average:
-    """As torch-ema's: a plain object with a ``state_dict``."""
+    """Average of weights in a plain object with a ``state_dict``, as in torch-ema."""
 
     def __init__(self, model):
         self.shadow = [p.detach().clone() for p in model.parameters()]

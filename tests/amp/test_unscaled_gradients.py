@@ -1,4 +1,4 @@
-"""What a step with a scaler leaves in ``p.grad``: torch's unscaled gradients; as they were in the lazy form only."""
+"""Gradients after a step with a scaler: unscaled as torch leaves them, untouched only in the lazy form."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scaler_of(cls=fa.GradScaler):
 
 
 def torchs(grads):
-    """What torch's scaler makes of scaled gradients; on a CPU it takes no complex ones."""
+    """Return the gradients that torch's scaler leaves. On a CPU torch's scaler takes no complex gradients."""
     params = parameters([torch.view_as_real(g.clone()) if g.is_complex() else g.clone() for g in grads])
     scaler_of(torch.amp.GradScaler).step(torch.optim.SGD(params, lr=0.0))
     return [torch.view_as_complex(p.grad) if g.is_complex() else p.grad for p, g in zip(params, grads, strict=True)]
@@ -161,7 +161,7 @@ def sparse():
 @pytest.mark.parametrize("groups", [False, True], ids=["one_group", "groups"])
 @pytest.mark.parametrize("make", [shared, overlapping, transposed, strided, negative, conjugate, sparse])
 def test_gradients_of_all_sorts(make, groups, bad):
-    """What shares memory is unscaled as often as it is listed, as in torch."""
+    """A gradient that is listed twice is unscaled twice, as in torch."""
     results = []
     for module in (torch.optim, fo):
         grads = make()

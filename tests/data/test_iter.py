@@ -110,7 +110,7 @@ def test_what_was_begun_before_an_epoch_moves_generators_as_torch_does(name, sam
 
 
 class Counting(IterableDataset):
-    """With a state of its own."""
+    """Dataset that has a ``state_dict``."""
 
     def __init__(self):
         self.at = 0

@@ -111,7 +111,7 @@ class World:
         optimizer.step()
 
     def compute_loss(self, batch: Any) -> Tensor:
-        """As ``optimize`` is to understand its arguments."""
+        """Return the loss, from the arguments that ``optimize`` is given."""
         arguments = self.loss.arguments
         if "compute_loss" in arguments:
             return arguments["compute_loss"](self.model, batch)
@@ -151,7 +151,7 @@ class World:
 
 
 class Course:
-    """What a training went through."""
+    """Record of a training: its batches and losses."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -388,7 +388,7 @@ def _sequence_changes(theirs: list[Any], ours: list[Any]) -> list[str]:
 
 
 class Tolerance:
-    """How far a training may differ from the plain one: not at all with techniques that are exact."""
+    """Allowed difference from the plain training: none where every technique is exact."""
 
     def __init__(self, job: Job, decisions: dict[str, Any]) -> None:
         inexact = {name for name, value in decisions.items() if value is not False} - EXACT

@@ -1,4 +1,4 @@
-"""Which jobs are run: those of ``--jobs`` and ``--seed``, or a choice that covers every kind of part."""
+"""Choice of jobs: those of ``--jobs`` and ``--seed``, or a set that covers every kind of part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a random job is made of: drawn from a seed alone, the same on every machine."""
+"""Grammar of random jobs. A seed gives the same job on every machine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def refusable(self) -> str:
-        """Why ``optimize`` may refuse the job; empty where it must not."""
+        """Reason for which ``optimize`` may refuse the job; empty where a refusal is a defect."""
         if self.optimizer == "LBFGS":
             return "a step needs several backward passes"
         if self.scheduler == "ReduceLROnPlateau":
@@ -220,7 +220,7 @@ def _quirks(rng: random.Random, model: str, form: str) -> tuple[str, ...]:
 
 
 def is_slow(job: Job) -> bool:
-    """Whether the job compiles, which takes many times as long as everything else."""
+    """Return True for a job that compiles, which takes many times longer than all other parts."""
     return any(job.techniques.get(name) is True for name in ("compile", "torchscript"))
 
 

@@ -133,7 +133,13 @@ class Picture:
     def changes(
         self, other: Picture, aspects: frozenset[str] | None = None, equal: Callable[[Any, Any], bool] = operator.eq
     ) -> list[str]:
-        """Where ``other`` differs in ``aspects`` of what is here; without any, in all of them, and in what is new."""
+        """Return the places where ``other`` differs.
+
+        Args:
+            other: a later picture of the same roots.
+            aspects: the aspects to compare. None compares all aspects, and reports what is new in ``other``.
+            equal: compares two values.
+        """
         here = {key: value for key, value in self.seen.items() if aspects is None or key[1] in aspects}
         new = other.seen.keys() - here.keys() if aspects is None else ()
         return [

@@ -1,4 +1,4 @@
-"""What a process has once: flags, generators, threads, hooks, the environment."""
+"""State of the process: flags, generators, threads, hooks, environment."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def flags() -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What no technique may change, even while it is on. TorchInductor's threads, and tqdm's, are theirs."""
+    """Return the state that no technique may change. Threads of TorchInductor and tqdm are left out."""
     module = torch.nn.modules.module
     optimizer = sys.modules[torch.optim.Optimizer.__module__]
     return {

@@ -20,7 +20,7 @@ from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
 
 @pytest.fixture(autouse=True, scope="module")
 def shortest_trials() -> Iterator[None]:
-    """What trials leave behind depends neither on how long they take nor on how exactly they measure."""
+    """Shorten trials: their traces depend neither on their length nor on their precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.02)
         patch.setattr("flatout.measure.bench.STRETCH_SECONDS", 0.005)

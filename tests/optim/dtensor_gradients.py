@@ -1,4 +1,4 @@
-"""What :mod:`tests.optim.test_dtensor` runs on each of four ranks: gradients after a step with a scaler."""
+"""Checks that :mod:`tests.optim.test_dtensor` runs on each of four ranks: gradients after a step with a scaler."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_amsgrad_switched_on_in_mid_run_starts_its_maximum_there(name):
 @pytest.mark.parametrize("after", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_changes_its_dtype_between_steps_takes_its_state_along(name, after):
-    """As a new optimizer for the changed model that loads the state."""
+    """Load the state into a new optimizer for the changed model."""
     model = torch.nn.Linear(7, 5)
     optimizer = make(name, model.parameters())
     set_grads(list(model.parameters()), 0)

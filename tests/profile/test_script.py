@@ -184,7 +184,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_exit_status_is_the_scripts_however_it_ends(name: str, tmp_path: Path) -> None:
-    """Whether there is a profile or not: only a script that ended well and gave none ends with 1."""
+    """A script's own exit status wins. Only a script that exits with 0 and leaves no profile ends with 1."""
     end, status = ENDS[name]
     path = write(tmp_path, f"import sys\n{LOOP}{end}\n")
     brief = ["profile", "--warmup", "1", "--steps", "3", "--keep-going"]

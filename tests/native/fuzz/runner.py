@@ -107,7 +107,11 @@ def _child(signatures: Sequence[Signature], seed: int, cases: range, pipe: int) 
 
 
 def _fork(signatures: Sequence[Signature], seed: int, cases: range) -> tuple[str, int, int, int]:
-    """How a child ended ("" for well), the last case that it began, calls and those that did not raise."""
+    """Run cases in a child process.
+
+    Returns:
+        Its failure ("" for none), the last case that it began, the number of calls, and of calls that did not raise.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()

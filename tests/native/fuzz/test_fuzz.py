@@ -1,4 +1,4 @@
-"""No call of the native core crashes the process.
+"""Random calls of the native core never crash the process.
 
 ``FLATOUT_FUZZ_CASES=10000`` runs more cases, ``FLATOUT_FUZZ_SEED`` others.
 """

@@ -25,7 +25,7 @@ TRUSTED = ("Address", "Extent", "Handle")
 
 
 class Values:
-    """What the calls of one case draw from; results of calls are drawn again."""
+    """Pool of values for the calls of one case. Results of calls join the pool."""
 
     def __init__(self, rng: random.Random, signatures: Sequence[Signature] = ()) -> None:
         self.rng = rng
@@ -92,7 +92,7 @@ class Values:
         return found
 
     def change_a_tensor(self) -> None:
-        """What a user may do to a tensor between two calls."""
+        """Changes that a user may make to a tensor between two calls."""
         if self.tensors:
             position = self.rng.randrange(len(self.tensors))
             tensor = self.tensors[position]
@@ -120,7 +120,7 @@ class Values:
         return 0 if self.chance(0.1) else self.buffer.data_ptr()
 
     def extent(self) -> int:
-        """How much lies at an address: what fits, or more than any memory holds."""
+        """Number of bytes at an address: one that fits, or one larger than any memory."""
         return self.rng.choice((-1, (1 << 57) + 1, (1 << 61), (1 << 64) - 1)) if self.chance(0.15) else self.small()
 
     def small(self) -> int:
