@@ -24,6 +24,8 @@ print_flatout := import torch, flatout; print("torch", torch.__version__, "flato
   assert "site-packages" in flatout.__file__
 TOOLS := cmake ninja scikit-build-core pybind11
 JOBS := $(shell nproc 2>/dev/null || echo 2)
+# A process for each core. A file's tests share its fixtures, so they stay in one process.
+PARALLEL := -n $(JOBS) --dist loadfile
 
 # Folders are listed too: their time changes when a file comes or goes.
 native := $(shell find csrc cmake -not -name '.*' 2>/dev/null) CMakeLists.txt
@@ -39,7 +41,7 @@ demo: $(VENV)/.native
 	$(VENV)/bin/python -m flatout.cli demo $(ARGS)
 
 test: $(VENV)/.native $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # ---- the environment ---------------------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ $(TORCHES:%=test-torch-%): test-torch-%: .venvs/torch-%/.ready
 	mkdir -p build/torch-$*
 	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -c '$(print_flatout)'
 	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  -p no:cacheprovider $(ARGS) $(CURDIR)/tests
+	  -p no:cacheprovider $(PARALLEL) $(ARGS) $(CURDIR)/tests
 
 test-torches: $(TORCHES:%=test-torch-%)
 
