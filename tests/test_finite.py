@@ -125,6 +125,28 @@ def test_on_a_cpu_every_step_counts(precision: str, patience: int) -> None:
     assert run.steps == before + patience
 
 
+def test_with_a_scaler_updates_count_and_not_their_batches() -> None:
+    spoils = Spoils()
+    run = run_of(nn.Sequential(nn.Tanh(), spoils), precision="fp16", accumulate=3)
+    run.stop_after_bad = 3
+    for by in (1.0, 0.0, 1.0):
+        spoils.by = by
+        train(run, 6)
+    spoils.by = 0.0
+    with pytest.raises(FloatingPointError):
+        train(run, 200)
+    assert run.steps == 18 + 3 * 3
+
+
+def test_updates_count_across_an_epochs_leftover_batches() -> None:
+    spoils = Spoils()
+    run = run_of(nn.Sequential(nn.Tanh(), spoils), precision="fp16", accumulate=len(make_data()) // 16 - 1)
+    run.stop_after_bad = 3
+    spoils.by = 0.0
+    with pytest.raises(FloatingPointError):
+        run.fit(4, progress=False)
+
+
 def test_the_warning_names_the_step_and_the_callers_line() -> None:
     spoils = Spoils()
     run = run_of(spoils)

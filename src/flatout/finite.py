@@ -28,8 +28,9 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 class FiniteWatch:
     """Monitor that reads losses without waiting for the device and raises after too many bad steps in a row.
 
-    Without a loss scaler, a step is bad if its loss is infinite or NaN. With one, it is bad if its update was skipped.
-    The first bad loss gives a warning. Skipped updates are normal for a scaler and give no warning.
+    Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,
+    and bad if the scaler skipped it. The first bad loss gives a warning. Skipped updates are normal for a scaler and
+    give no warning.
 
     On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
     and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
@@ -57,17 +58,20 @@ class FiniteWatch:
         self.next_look = 0
 
     def look(self, step: int, loss: Tensor, batch: Any) -> None:
-        """Look at a step that is queued on the device.
+        """Look at a batch whose step is queued on the device.
 
         Args:
-            step: the number of the step.
-            loss: the loss of the step, on the device.
-            batch: the batch of the step. When training stops, the forward is repeated on this batch.
+            step: the number of the batch.
+            loss: the loss of the batch, on the device.
+            batch: the batch. When training stops, the forward is repeated on this batch.
 
         Raises:
             FloatingPointError: ``stop_after`` steps in a row were bad. The message says where infinities or NaNs begin.
         """
-        skipped = None if self._job.scaler is None else self._job.scaler.last_step_skipped
+        scaler = self._job.scaler
+        if scaler is not None and self._job.pending:  # ``last_step_skipped`` is that of an earlier update
+            return
+        skipped = None if scaler is None else scaler.last_step_skipped
         name, value = ("loss", loss) if skipped is None else ("skipped", skipped)
         if value.is_cpu:
             self._heard(step, name, value.item())
@@ -97,7 +101,9 @@ class FiniteWatch:
         if not bad:
             self._bad = 0
             return
-        self._bad = self._bad + 1 if step == self._last_bad + 1 else 1
+        # An epoch's leftover batches are updated with outside of a step, so two looks are up to twice as far apart.
+        gap = 1 if name == "loss" else 2 * self._job.accumulate - 1
+        self._bad = self._bad + 1 if step <= self._last_bad + gap else 1
         self._last_bad = step
         if name == "loss" and self._first_bad_loss is None:
             self._first_bad_loss = step, value
