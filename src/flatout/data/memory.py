@@ -132,7 +132,7 @@ class InMemoryLoader(Forwarding):
         def columns() -> Iterable[tuple[Tensor, ...]]:
             return zip(*(leaf.tensors for leaf in leaves), strict=True)
 
-        self._made_by: tuple[Any, ...] | None = None
+        self._made_by: tuple[Any, ...] = (functools.partial(type(self), device=device), loader)
         self._set_up(loader, columns, list, rows, depth, threads, device)
 
     @classmethod
@@ -145,7 +145,7 @@ class InMemoryLoader(Forwarding):
         depth: int = 2,
         threads: int | None = None,
         device: torch.device | str | int | None = None,
-        made_by: tuple[Any, ...] | None = None,
+        made_by: tuple[Any, ...],
     ) -> InMemoryLoader:
         """Make an ``InMemoryLoader`` that gathers rows of ``columns`` in the order of ``loader``.
 
@@ -156,8 +156,8 @@ class InMemoryLoader(Forwarding):
             depth: batches gathered ahead, >= 1.
             threads: as in the constructor.
             device: as in the constructor.
-            made_by: a function and its arguments. Called with these, ``depth`` and ``threads``, the function makes the
-                same loader in another process. Default: a pickle calls the constructor with ``loader`` instead.
+            made_by: a function and its arguments, for pickles. Called with these, ``depth`` and ``threads``, the function
+                makes the same loader in another process.
         """
         made = cls.__new__(cls)
         made._made_by = made_by
@@ -174,11 +174,8 @@ class InMemoryLoader(Forwarding):
 
     def __reduce__(self) -> tuple[Callable[..., InMemoryLoader], tuple[Any, ...]]:
         """Pickle the arguments that the loader was made with. The copy begins with a new epoch."""
-        if self._made_by is not None:
-            make, *arguments = self._made_by
-            return functools.partial(make, depth=self.depth, threads=self.threads), tuple(arguments)
-        make = functools.partial(type(self), depth=self.depth, threads=self.threads, device=self.device)
-        return make, (self.loader,)
+        make, *arguments = self._made_by
+        return functools.partial(make, depth=self.depth, threads=self.threads), tuple(arguments)
 
     def _set_up(
         self,
