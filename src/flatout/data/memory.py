@@ -156,8 +156,8 @@ class InMemoryLoader(Forwarding):
             depth: batches gathered ahead, >= 1.
             threads: as in the constructor.
             device: as in the constructor.
-            made_by: a function and its arguments, for pickles. Called with these, ``depth`` and ``threads``, the function
-                makes the same loader in another process.
+            made_by: a function and its arguments, for pickles. Called with these, ``depth`` and ``threads``, it makes
+                the same loader in another process.
         """
         made = cls.__new__(cls)
         made._made_by = made_by
