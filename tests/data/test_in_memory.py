@@ -231,7 +231,9 @@ def test_batch_samplers(name, kind, stop_after):
     assert_equal_traces(make_loader, stop_after=stop_after)
 
 
-@pytest.mark.parametrize("sampler", [SequentialSampler(range(11)), [0, 3, 10, 4], [1, 2.5, 0]], ids=str)
+@pytest.mark.parametrize(
+    "sampler", [SequentialSampler(range(11)), [0, 3, 10, 4], [1, 2.5, 0]], ids=["one too many", "a list", "a fraction"]
+)
 def test_indices_that_the_dataset_refuses(sampler):
     """The same error as the DataLoader's, at the same batch; and the batches behind it are still to be had."""
     outcomes = []

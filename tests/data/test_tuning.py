@@ -652,7 +652,9 @@ class Own(Sampler):
 
 
 @pytest.mark.parametrize(
-    "loader", [DataLoader(Stream()), DataLoader(torch.zeros(3), sampler=Own()), [torch.zeros(3)]], ids=repr
+    "loader",
+    [DataLoader(Stream()), DataLoader(torch.zeros(3), sampler=Own()), [torch.zeros(3)]],
+    ids=["a stream", "a sampler", "a list"],
 )
 def test_what_trials_would_use_up_is_refused(loader):
     with pytest.raises(ValueError, match="loader must be a DataLoader that trials can iterate"):

@@ -443,6 +443,15 @@ def test_the_kernels_own_threads_are_left_out() -> None:
     assert all(one.rss_bytes for one in processes)
 
 
-@pytest.mark.parametrize(("pid", "there"), [(os.getpid(), True), (1, True), (0, False), (-1, False), (2**40, False)])
+PIDS = {
+    "own": (os.getpid(), True),
+    "init": (1, True),
+    "0": (0, False),
+    "-1": (-1, False),
+    "too large": (2**40, False),
+}
+
+
+@pytest.mark.parametrize(("pid", "there"), PIDS.values(), ids=PIDS)
 def test_processes_exist_or_do_not(pid: int, there: bool) -> None:
     assert host.exists(pid) == there
