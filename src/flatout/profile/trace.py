@@ -27,6 +27,7 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _RUNTIME = {"cuda_runtime", "cuda_driver"}
 _HOST = {"cpu_op", "user_annotation", "python_function", *_RUNTIME}
 _ARGUMENTS = re.compile(r'(?<="args": \{\n).*(?=\n)')
+_NAME = re.compile(r'(?<="name": ").*(?=",(?: "pid": .*)?$)', re.MULTILINE)  # not escaped by torch before 2.14
 _TEXT = re.compile(r'(?<=": ").*?(?="(?:, "[A-Z][A-Za-z ]*": |$))')
 _FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
 
@@ -128,6 +129,7 @@ class Trace:
         try:
             trace = json.loads(text)
         except json.JSONDecodeError:  # kineto does not escape quotes in names of files
+            text = _NAME.sub(lambda name: _escaped(name[0]), text)
             trace = json.loads(_ARGUMENTS.sub(_repaired, text), strict=False)
             Path(path).write_text(json.dumps(trace), encoding="utf-8")
         return cls(trace["traceEvents"])
@@ -193,11 +195,22 @@ class Trace:
 def _repaired(arguments: re.Match[str]) -> str:
     """Return the arguments of an event with escaped quotes inside texts; empty if the result is still not valid."""
     line = arguments[0]
-    for text in (line, _TEXT.sub(lambda value: json.dumps(value[0])[1:-1], line)):
-        with contextlib.suppress(json.JSONDecodeError):
-            json.loads(f"{{{text}}}", strict=False)
+    for text in (line, _TEXT.sub(lambda value: _escaped(value[0]), line)):
+        if _is_valid(f"{{{text}}}"):
             return text
     return ""
+
+
+def _escaped(text: str) -> str:
+    """Return the inside of a JSON string, escaped if it is not valid as it is."""
+    return text if _is_valid(f'"{text}"') else json.dumps(text)[1:-1]
+
+
+def _is_valid(text: str) -> bool:
+    with contextlib.suppress(json.JSONDecodeError):
+        json.loads(text, strict=False)
+        return True
+    return False
 
 
 def _nest(events: list[Event]) -> None:
