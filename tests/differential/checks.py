@@ -9,6 +9,7 @@ import math
 import random
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -288,7 +289,11 @@ def _none(places: list[str], what: str) -> None:
     assert not places, f"{what}:\n" + "\n".join(places[:20])
 
 
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _differing(before: dict[str, Any], now: Callable[[], dict[str, Any]]) -> list[str]:
+    """Return what stays different. Workers that were told to end may take a while to do so."""
+    deadline = time.monotonic() + 10
+    while (after := now()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
     return [f"{name}: {before[name]!r:.200} -> {after[name]!r:.200}" for name in before if before[name] != after[name]]
 
 
@@ -312,14 +317,14 @@ def _leaves_no_trace(job: Job) -> BaseException | None:
         drawn = r"^generator" if is_seeded and refused is None else ""
         # One sets a variable of the environment, the other goes on with the epoch that trials began.
         if refused is None and not job.arguments.get("deterministic") and rewinds:
-            _none(_differing(around, process.surroundings()), "optimize changed the process")
+            _none(_differing(around, process.surroundings), "optimize changed the process")
         if refused is None:
             places = before.changes(world.picture(), VALUES)
             _none(_unexpected(job, places, r"^optimizer\.step", drawn), "optimize left a trace")
     gc.collect()
     what = "undo did not give back" if refused is None else f"{type(refused).__name__} left"
     _none(_unexpected(job, before.changes(world.picture()), drawn), what)
-    _none(_differing(around | flags, process.surroundings() | process.flags()), what)
+    _none(_differing(around | flags, lambda: process.surroundings() | process.flags()), what)
     return refused
 
 
@@ -355,7 +360,7 @@ def _trains_alike(job: Job) -> None:
         _none(_unexpected(job, places, *close.allowed), "training ended elsewhere")
     del world, twin
     gc.collect()
-    _none(_differing(around, process.surroundings()), "training changed the process")
+    _none(_differing(around, process.surroundings), "training changed the process")
 
 
 def _unequal(theirs: list[Any], ours: list[Any], equal: Callable[[float, float], bool]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -111,6 +112,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def _children() -> set[str]:
+    multiprocessing.active_children()  # joins processes that have ended
     return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
