@@ -24,27 +24,35 @@ def finished(process):
     return process.exitcode == 0
 
 
+def steps_saved(folder):
+    return max((int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.pt")), default=0)
+
+
+def kill(process, folder, step, seconds):
+    """Send SIGKILL ``seconds`` after the checkpoint of ``step``, unless the process ends before."""
+    while process.is_alive() and steps_saved(folder) < step:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
     kinds = [*KINDS]
-    expected, seconds = {}, {}
-    assert finished(start(kinds[0], tmp_path / "the first starts the server"))
+    expected, steps = {}, {}
     for kind in kinds:
-        begun = time.perf_counter()
         assert finished(start(kind, tmp_path / kind))
-        seconds[kind] = time.perf_counter() - begun
-        expected[kind] = read(tmp_path / kind / "result.pt")
+        expected[kind], steps[kind] = read(tmp_path / kind / "result.pt"), steps_saved(tmp_path / kind)
     moments = random.Random(0)
     kills = trainings = 0
     while kills < KILLS:
         kind = kinds[trainings % len(kinds)]
         folder = tmp_path / f"{kind} {trainings}"
         trainings += 1
-        for _ in range(4):
+        for step in sorted(moments.choices(range(steps[kind]), k=4)):
             process = start(kind, folder)
-            time.sleep(moments.uniform(0, seconds[kind]))
-            process.kill()
-            process.join()
+            kill(process, folder, step, moments.choice([0, 0.003, 0.03, 0.3]) * moments.random())
             kills += process.exitcode == -9
         assert finished(start(kind, folder))
         found = read(folder / "result.pt")

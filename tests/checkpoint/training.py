@@ -1,5 +1,6 @@
 """A training to stop, kill and go on with: dropout, BatchNorm, random samples, a schedule, a last small batch."""
 
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,8 @@ def train(kind, folder=None, *, stop_before=None, plan=False, **options):
 
 
 def train_and_tell(kind, folder):
-    """What a process does: trains to the end from wherever the folder says, and leaves the result there."""
+    """Train in this process to the end, from the newest checkpoint in the folder, and write the result there."""
+    # A worker of a fork server outlives the trainer that is killed: torch's watchdog watches the worker's parent.
+    multiprocessing.set_start_method("fork", force=True)
     run, history = train(kind, folder, checkpoint_every=1)
     write(f"{folder}/result.pt", {"state": run.state_dict(), "history": history})

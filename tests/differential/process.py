@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -11,7 +12,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ FLAGS: dict[str, Callable[[], object]] = {
 THEIR_THREADS = ("ThreadPoolExecutor", "tqdm")
 
 
-@contextmanager
+@contextlib.contextmanager
 def as_user_sets_it(flags: tuple[str, ...]) -> Iterator[None]:
     """The process with some of ``FLAGS`` set."""
     state, collects = State.capture([]), gc.isenabled()
@@ -117,4 +117,8 @@ def _children() -> set[str]:
 
 
 def _native_threads() -> int:
-    return sum((task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir())
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            names.append((task / "comm").read_text())
+    return sum(name.startswith("flatout") for name in names)
