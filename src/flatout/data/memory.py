@@ -18,6 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout import _host
 from flatout.data.batch import to_device
+from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import seeds_workers_once, set_epoch
@@ -212,6 +213,9 @@ class InMemoryLoader(Forwarding):
         self._on_device = [torch.cat([tensor.to(device) for tensor in column]).contiguous() for column in columns]
 
     def __iter__(self) -> Iterator[Any]:
+        return opened(self._epoch)
+
+    def _epoch(self) -> Iterator[Any]:
         if self.device is not None:
             return self._kept(_InMemoryIterator(self, DeviceGather(self._on_device), pin=False))
         return self._iterate(-1, pin=bool(self.loader.pin_memory) and torch.cuda.is_available())

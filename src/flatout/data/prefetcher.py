@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flatout.data.batch import cloned, map_tensors, move_object, tensors_of
+from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.remote import WorkerError
@@ -84,6 +85,9 @@ class Prefetcher(Forwarding):
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
+        return opened(self._epoch)
+
+    def _epoch(self) -> Iterator[Any]:
         iterator: _PassThrough
         if self.device.type == "cpu":
             iterator = _PassThrough(self, self._source.open())

@@ -1,0 +1,84 @@
+"""Iteration in daemon threads, which must not be inside an operator of torch when the interpreter ends.
+
+Python before 3.14 ends a daemon thread where it asks for the GIL after the interpreter has begun to end. Inside an
+operator of torch this unwinds through a C++ destructor and aborts the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PATIENCE = 2.0
+"""Seconds that the interpreter's end waits for daemon threads to finish the batch that they are fetching."""
+
+
+class _Gate:
+    """Context in which daemon threads fetch batches. Once it is closed, a thread that enters waits for ever."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._is_closed = False
+        self._thread = threading.local()
+
+    def __enter__(self) -> None:
+        depth = getattr(self._thread, "depth", 0)
+        if depth == 0:
+            with self._changed:
+                while self._is_closed:
+                    self._changed.wait()
+                self._inside += 1
+        self._thread.depth = depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.depth -= 1
+        if self._thread.depth == 0:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: self._inside == 0, PATIENCE)
+
+
+class _Gated:
+    """Iterator that a daemon thread advances inside the gate."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> _Gated:
+        return self
+
+    def __next__(self) -> Any:
+        with _GATE:
+            return next(self._iterator)
+
+    def close(self) -> None:
+        self._iterator.close()  # type: ignore[attr-defined]
+
+
+def opened(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return ``iterate()``, and in a daemon thread an iterator that the interpreter's end does not interrupt.
+
+    Args:
+        iterate: makes an iterator that has a ``close`` method.
+    """
+    if not threading.current_thread().daemon:
+        return iterate()
+    with _GATE:
+        return _Gated(iterate())
+
+
+_GATE = _Gate()
+atexit.register(_GATE.close)
+os.register_at_fork(after_in_child=_GATE.reset)  # the threads that are inside are not in the child
