@@ -149,6 +149,8 @@ def draw(seed: int) -> Job:
     quirks = _quirks(rng, model, form)
     scheduler = rng.choice(["", *SCHEDULERS]) if form != "inference" else ""
     techniques = _techniques(rng, form)
+    if model == "scripted" and techniques.get("precision") == "fp16":
+        techniques["precision"] = "bf16"  # scripted modules of one type share graphs, which have autocast's first dtype
     if model not in SPLITTABLE or loss not in WHOLE_LOSSES or {"hooks", "spectral norm"} & {*quirks}:
         techniques.pop("batch_size", None)
     arguments: dict[str, Any] = {"budget": rng.choice([0, 0, 0, 0.3])}
