@@ -12,13 +12,15 @@ SCRIPT = """
     from torch.utils.data import DataLoader, TensorDataset
     from flatout.data import InMemoryLoader, Prefetcher
 
-    data = TensorDataset(torch.zeros(2048, 1024), torch.arange(2048))
+    data = TensorDataset(torch.zeros(1 << 20, 1))  # most of the time goes into torch.randperm, within next
     loader = {wrap}
     started = threading.Event()
+    kept = []  # a tensor that is freed outside of next asks for the GIL inside torch, too
 
     def iterate():
         while True:
-            for _ in loader:
+            for batch in loader:
+                kept.append(batch)
                 started.set()
 
     threading.Thread(target=iterate, daemon=True).start()
@@ -28,7 +30,10 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     "wrap",
-    ["InMemoryLoader(DataLoader(data, 256))", "Prefetcher(InMemoryLoader(DataLoader(data, 256)), 'cpu')"],
+    [
+        "InMemoryLoader(DataLoader(data, 1 << 19, shuffle=True))",
+        "Prefetcher(InMemoryLoader(DataLoader(data, 1 << 15, shuffle=True)), 'cpu')",
+    ],
     ids=["in memory", "prefetcher"],
 )
 def test_a_daemon_thread_within_next_does_not_abort_the_process(wrap):

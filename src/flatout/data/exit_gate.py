@@ -1,7 +1,8 @@
 """Iteration in daemon threads, which must not be inside an operator of torch when the interpreter ends.
 
 Python before 3.14 ends a daemon thread where it asks for the GIL after the interpreter has begun to end. Inside an
-operator of torch this unwinds through a C++ destructor and aborts the process.
+operator of torch this unwinds through a C++ destructor and aborts the process. The gate covers ``next`` of flatout's
+loaders. What the thread does with a batch is not covered: torch asks for the GIL when it frees a tensor, too.
 """
 
 from __future__ import annotations
@@ -50,21 +51,33 @@ class _Gate:
             self._changed.wait_for(lambda: self._inside == 0, PATIENCE)
 
 
+_GATE = _Gate()
+atexit.register(_GATE.close)
+os.register_at_fork(after_in_child=_GATE.reset)  # a child has none of the threads that are inside
+
+
 class _Gated:
     """Iterator that a daemon thread advances inside the gate."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+        self._iterator: Iterator[Any] | None = iterator
 
     def __iter__(self) -> _Gated:
         return self
 
     def __next__(self) -> Any:
         with _GATE:
-            return next(self._iterator)
+            if self._iterator is not None:
+                batch = next(self._iterator, self)
+                if batch is not self:
+                    return batch
+                self._iterator = None  # it holds tensors, so it is freed inside the gate
+        raise StopIteration
 
     def close(self) -> None:
-        self._iterator.close()  # type: ignore[attr-defined]
+        iterator = self._iterator
+        if iterator is not None:
+            iterator.close()  # type: ignore[attr-defined]
 
 
 def opened(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -77,8 +90,3 @@ def opened(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         return iterate()
     with _GATE:
         return _Gated(iterate())
-
-
-_GATE = _Gate()
-atexit.register(_GATE.close)
-os.register_at_fork(after_in_child=_GATE.reset)  # the threads that are inside are not in the child
