@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
-  // If arguments do not fit, every operator raises before it changes anything. It checks dtypes, devices,
-  // lengths, layouts, tensors that share memory, and tensors whose storage was freed.
+  // Every operator checks its arguments and raises before it changes anything. It checks dtypes, devices,
+  // lengths, layouts, shared memory and freed storage.
   //
   // One read of the gradients (of one device, any dtypes): 0-dim tensors on their device. grad_factor =
   // inv_scale x clip coefficient is what the step multiplies each gradient with, in registers. found_inf is

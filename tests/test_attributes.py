@@ -15,7 +15,7 @@ from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_job
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 FIXED = ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
-"""What a DataLoader does not let itself be changed in."""
+"""Attributes that a DataLoader refuses to change."""
 
 
 class Mixing:

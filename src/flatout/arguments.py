@@ -276,7 +276,7 @@ def check_numbers(
 
 
 def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Mapping[str, Any]) -> None:
-    """Refuse a batch size that is not a number of samples, or that ``techniques`` also decides."""
+    """Refuse a batch size that is not a positive int, and one that ``techniques`` also sets."""
     lr_factor(lr_rule, 1, 1)
     if batch_size == "keep":
         return

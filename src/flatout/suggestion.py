@@ -51,7 +51,7 @@ def why_not_taken(model: nn.Module, batch: Any) -> str:
 
 
 def _of_names(model: nn.Module, places: dict[str, str], has_loss_fn: bool) -> str:
-    """Return an expression for the loss of a batch whose parts have names.
+    """Return the expression of the loss, for a batch with named parts.
 
     Args:
         model: the model.
@@ -84,7 +84,7 @@ def _signature(model: nn.Module) -> inspect.Signature | None:
 
 
 def _required(model: nn.Module) -> list[str]:
-    """Return the names of the arguments of ``forward`` that have no default."""
+    """Return the names of the required arguments of ``forward``."""
     signature = _signature(model)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = () if signature is None else signature.parameters.values()

@@ -29,7 +29,7 @@ def steps_saved(folder):
 
 
 def kill(process, folder, step, seconds):
-    """Send SIGKILL ``seconds`` after the checkpoint of ``step``, unless the process ends before."""
+    """Kill the process ``seconds`` after it has saved the checkpoint of ``step``, if it is still running then."""
     while process.is_alive() and steps_saved(folder) < step:
         time.sleep(0.001)
     time.sleep(seconds)

@@ -99,7 +99,7 @@ def test_iterators_that_were_begun_before_the_first_batch_do_not_mix_their_epoch
 
 
 class Noisy(Refilled):
-    """Draws from the global generator, and fails when it is told to."""
+    """Loader that draws from the global generator, and raises on request."""
 
     def __init__(self, fails_at=None):
         super().__init__(tuple)

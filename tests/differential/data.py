@@ -60,7 +60,7 @@ class Container:
     pack: Callable[[Tensor, Tensor], Any]
     unpack: Callable[[Any], tuple[Tensor, Tensor]]
     takes: frozenset[str]
-    """What it is, for losses: "pairs", "mappings", "keywords" (mappings that ``model(**batch)`` takes)."""
+    """Kinds of batch, for losses: "pairs", "mappings", "keywords" (mappings that ``model(**batch)`` takes)."""
 
 
 def _container(pack: Any, unpack: Any, *takes: str) -> Container:
@@ -329,4 +329,4 @@ NOT_REWINDABLE = (
 OF_ONE = ("batches of one", "list of index lists")
 """Some of whose batches have a single sample, of which BatchNorm has no variance."""
 RESEEDED = tuple(name for name in LOADERS if name.startswith("draws from "))
-"""Whose samples ``deterministic=True`` with a seed gives other random numbers."""
+"""Loaders whose samples draw other random numbers under ``deterministic=True`` with a seed."""

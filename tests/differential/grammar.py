@@ -15,7 +15,7 @@ from tests.differential.optimizers import FOR_SPARSE, NO_COMPLEX, OPTIMIZERS, SC
 from tests.differential.process import FLAGS
 
 FORMS = ("step", "step", "step", "fit", "checkpoint", "own loop", "inference")
-"""Who runs the loop. "checkpoint" is ``fit`` that is saved after an epoch and goes on in a new process's place."""
+"""Owners of the loop. "checkpoint" is a ``run.step`` loop that is saved after an epoch and resumed by a new run."""
 
 LOSSES_LEFT_OUT = {
     "checkpoint": ("teacher", "gan"),  # whose other modules no checkpoint of ours holds
@@ -24,7 +24,7 @@ LOSSES_LEFT_OUT = {
 """By form. Buffers that grew or are expanded, and a ``Lookahead``, cannot go on from their ``state_dict`` either."""
 
 WHOLE_LOSSES = ("function", "closure", "of the model", "ignoring some")
-"""Which batches computed in parts add up to."""
+"""Losses that are the sum of the losses of a batch's parts."""
 
 FORCES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16", "fp16"),
@@ -36,10 +36,10 @@ FORCES: dict[str, tuple[Any, ...]] = {
     "cpu_threads": (1,),
     "batch_size": ({"micro_batch": 2},),
 }
-"""What a job may force. Compilation, which takes seconds, is drawn apart."""
+"""Values that a job may force. Compilation takes seconds and is drawn separately."""
 
 ALWAYS = {"compile": False, "torchscript": False, "workers": False, "cpu_threads": False}
-"""What takes seconds to try is forced or left out."""
+"""Techniques whose trials take seconds. A job forces them or leaves them out."""
 
 FORBIDDABLE = tuple(t.name for t in REGISTRY if isinstance(t, (Measured, Advice)))
 

@@ -151,7 +151,7 @@ LOSSES: dict[str, tuple[Callable[[Unpack], Loss], str]] = {
     "of the model": (_of_the_model, "keywords"),
     "ignoring some": (_ignoring, "pairs"),
 }
-"""How each is made, and which batches it takes."""
+"""Maker of each loss, and the kind of batch that it takes."""
 
 WRITING = ("pops labels", "in place")
 """Losses that write to their batch."""

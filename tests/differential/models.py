@@ -326,12 +326,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (lambda: SparseWords(head=False), "words"),
     "sparse and dense": (lambda: SparseWords(head=True), "words"),
 }
-"""How each is made, and what it takes."""
+"""Maker of each model, and the kind of data that it takes."""
 
 NO_SINGLE_SAMPLE = ("batch norm", "average of all batches", "twice", "lazy", "scripted")
-"""Which cannot train on a batch of one."""
+"""Models that cannot train on a batch of one sample."""
 SPLITTABLE = ("linear", "layer norm", "complex", "odd", "extra state", "sparse", "sparse and dense")
-"""Whose steps are the same computed in parts: without BatchNorm, and without random numbers."""
+"""Models whose step may be computed in parts: without BatchNorm and without random numbers."""
 SPARSE = ("sparse", "sparse and dense")
 
 

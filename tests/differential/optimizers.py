@@ -122,7 +122,7 @@ FOR_SPARSE = {"sparse": ("SGD", "SGD maximize", "Adagrad", "SparseAdam"), "spars
 """Optimizers that take a model's sparse gradients."""
 NO_COMPLEX = ("SGD fused", "Adam fused", "Muon", "Adafactor", "flatout Lion", "subclass", "LBFGS")
 SIGNS = ("Rprop", "subclass", "flatout Lion")
-"""Whose updates follow the gradients' signs: rounding turns them around."""
+"""Optimizers whose updates follow the signs of gradients, which rounding may flip."""
 
 
 def _lambda(optimizer: torch.optim.Optimizer) -> Any:

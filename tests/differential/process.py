@@ -29,7 +29,7 @@ FLAGS: dict[str, Callable[[], object]] = {
     "unfilled": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "no collector": gc.disable,
 }
-"""What a user may have set for the whole process."""
+"""Settings that a user may have made for the whole process."""
 
 THEIR_THREADS = ("ThreadPoolExecutor", "tqdm")
 

@@ -97,7 +97,7 @@ def _outcomes(suite: Suite, sources: Path, tests: Sequence[str], parts: Sequence
             "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPYCACHEPREFIX": str(HERE.parents[1] / "build" / "bytecode"),
         }
-        # Of the checkout's own settings none applies: they name plugins that need not be installed.
+        # The checkout's own settings are ignored: they name plugins that need not be installed.
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
         command += ["-p", "flatout_in_place", "-p", "no:cacheprovider", "--basetemp", str(Path(folder, "temporary"))]
         command += ["-k", suite.select] if suite.select and parts else []

@@ -59,7 +59,7 @@ def _lightning(name: str, package: str, *tests: str) -> Suite:
 
 
 TRAINING = ("optim", "amp", "clip")
-# Of torch's tests of DataLoader, those whose datasets are tensors: an InMemoryLoader takes no others.
+# torch's tests of DataLoader over tensors, the only datasets that an InMemoryLoader takes.
 OF_TENSORS = "TestDataLoader and not Persistent and (sequential or shuffle or random_sampler or batch or len or last)"
 SUITES = (
     _torch("torch, learning-rate schedulers", ("optim",), "optim/test_lrscheduler.py"),

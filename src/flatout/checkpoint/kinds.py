@@ -1,4 +1,4 @@
-"""Checks of a state before it is loaded: values must be of the same kind as in the current state."""
+"""Checks of a state before it is loaded: its values must have the kinds of the current values."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool =
     Args:
         batch: any nesting. Strings, numbers and ``None`` are not changed.
         device: the target device.
-        non_blocking: as in ``Tensor.to``: a copy from pinned memory returns before it has finished.
+        non_blocking: return before copies from pinned memory have finished, as ``Tensor.to`` does.
     """
 
     def move(leaf: Any) -> Any:

@@ -25,7 +25,7 @@ class _Tracked:
 
 
 class RandomState:
-    """States of the global generators of torch, ``random`` and NumPy, and of generators reachable from an object."""
+    """States of random generators: the global ones of torch, Python and NumPy, and others that an object holds."""
 
     def __init__(self, tracked: list[_Tracked]) -> None:
         self._tracked = tracked
@@ -66,7 +66,7 @@ class RandomState:
         run_all(partial(each.write, each.state) for each in self._tracked)
 
     def advance(self, later: RandomState) -> None:
-        """Advance each generator that still has the state read here to its state in ``later``.
+        """Set each generator that has not been used since it was read to its state in ``later``.
 
         Args:
             later: a ``reread`` of this object.

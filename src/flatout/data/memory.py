@@ -354,7 +354,7 @@ class _InMemoryIterator:
         return self._gather.start(indices, first, span.count, span.batches, ahead)
 
     def _fetch(self, batch: Foreign) -> Any:
-        """Fetch a batch as ``DataLoader`` does: the dataset interprets the indices, and may raise for them."""
+        """Fetch a batch as ``DataLoader`` does. The dataset interprets the indices, and may refuse them."""
         loader = self._loader.loader
         dataset: Any = loader.dataset
         if hasattr(dataset, "__getitems__"):

@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
         self.has_run = False
-        """Whether an epoch has begun, in this process or before the loaded state was saved."""
+        """True once an epoch has begun, in this process or before the loaded state was saved."""
         self._order: Order | None = None
         self._numbers: weakref.WeakKeyDictionary[Order, int] = weakref.WeakKeyDictionary()
         """Orders and their numbers, counted as they begin. Loading a state removes all of them."""

@@ -262,7 +262,7 @@ class _Streamed(_FromDataLoader):
         self.is_under_way = False
         self.was_last = False  # the batch that was yielded last
         self.goes_on = False
-        """Whether the next epoch is the rest of a loaded one. False again once that has yielded a batch."""
+        """True from ``load_state_dict`` until the resumed epoch yields a batch."""
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         _, batches = self._iterate()

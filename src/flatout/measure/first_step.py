@@ -1,4 +1,4 @@
-"""First forward of a job: checks the loss and finds the tensors that the forward writes to."""
+"""Check of a job's first forward: the type of its loss, and the batch tensors that it overwrites."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Values:
         return type("Timer", (_host.StepTimer,), methods | {"reset": lambda *_: None})()
 
     def anything(self) -> Any:
-        # No tensor from among those of the case: an error prints it, and torch crashes over one without memory.
+        # Not a tensor of the case: the error prints it, and torch crashes while printing a tensor without memory.
         made: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.integer,
