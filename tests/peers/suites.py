@@ -38,8 +38,9 @@ class Suite:
     def version(self, sources: Path) -> str:
         """Return the version of the checkout under ``sources``."""
         file = sources / self.project / self.version_file
-        found = re.search(r"\d+\.\d+[.\w]*", file.read_text()) if file.exists() else None
-        return found.group() if found else "unknown"
+        # The whole file, or what `__version__` is set to below a licence that has a version, too.
+        found = re.search(r"(?:\A|__version__ = [\"'])(\d+\.\d+[.\w]*)", file.read_text()) if file.exists() else None
+        return found[1] if found else "unknown"
 
 
 def _torch(name: str, parts: tuple[str, ...], *tests: str, select: str = "") -> Suite:

@@ -88,3 +88,18 @@ def test_the_table_counts_and_explains(result: Result) -> None:
 def test_a_suite_that_cannot_run_is_an_error(sources: Path) -> None:
     with pytest.raises(RuntimeError, match="three"):
         run(replace(SUITE, select="no_test_has_this_name"), sources)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("2.14.0a0\n", "2.14.0a0"),
+        ('# Apache License, Version 2.0\n__version__ = "1.15.0.dev0"\n', "1.15.0.dev0"),
+        ("__version__ = '1.0.29'\n", "1.0.29"),
+        ("# Apache License, Version 2.0\n", "unknown"),
+    ],
+)
+def test_the_version_is_that_of_the_project(tmp_path: Path, text: str, version: str) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "version.txt").write_text(text)
+    assert SUITE.version(tmp_path) == version
