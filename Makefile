@@ -24,8 +24,9 @@ print_flatout := import torch, flatout; print("torch", torch.__version__, "flato
   assert "site-packages" in flatout.__file__
 TOOLS := cmake ninja scikit-build-core pybind11
 JOBS := $(shell nproc 2>/dev/null || echo 2)
-# A process for each core. A file's tests share its fixtures, so they stay in one process.
-PARALLEL := -n $(JOBS) --dist loadfile
+# One process more than cores, because some tests wait for processes of their own: 9:18 instead of 10:23 minutes on two
+# cores. A file's tests share its fixtures, so they stay in one process.
+PARALLEL := -n $(shell expr $(JOBS) + 1) --dist loadfile
 
 # Folders are listed too: their time changes when a file comes or goes.
 native := $(shell find csrc cmake -not -name '.*' 2>/dev/null) CMakeLists.txt
