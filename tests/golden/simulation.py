@@ -1,0 +1,225 @@
+"""Jobs whose steps take simulated time, so that every decision of ``optimize`` can be repeated exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+import flatout
+
+TICK = 2e-4
+"""Seconds between two readings of the clock, so that loops that wait for a moment end."""
+
+SAMPLES = 96
+BATCH_SIZE = 16
+CLASSES = 3
+
+
+class Clock:
+    """Replacement of ``time.perf_counter`` that only the job advances."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += TICK
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One job, and how long its parts take.
+
+    Attributes:
+        step_ms: milliseconds of a step of ``BATCH_SIZE`` samples without techniques.
+        factors: multiply these while the named technique is active.
+        noise: standard deviation of each step's time, relative.
+        sample_ms: milliseconds to load one sample in the training process.
+        data: ``"tensors"``, ``"samples"`` of a map-style dataset, or a ``"stream"``.
+        model: ``"perceptron"`` or ``"convolution"``.
+        form: ``"step"`` with an optimizer, ``"own loop"`` without, or ``"inference"``.
+        arguments: further arguments of ``flatout.optimize``.
+    """
+
+    step_ms: float = 10.0
+    factors: Mapping[str, float] = field(default_factory=dict)
+    noise: float = 0.01
+    sample_ms: float = 0.0
+    data: str = "tensors"
+    model: str = "perceptron"
+    form: str = "step"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+SLOW_TO_TRY = {"compile": False, "torchscript": False}
+"""Their candidates compile in real time."""
+
+REAL_PROCESSES = {"workers": False}
+"""Worker processes take real time, which the clock does not see."""
+
+PAYS = {"precision": 0.6, "fused_optimizer": 0.8, "cpu_threads": 0.7, "channels_last": 0.75}
+COSTS = {name: 1 / factor for name, factor in PAYS.items()}
+
+JOBS: dict[str, Simulated] = {
+    "nothing differs": Simulated(),
+    "everything pays": Simulated(factors=PAYS),
+    "everything costs": Simulated(factors=COSTS),
+    "noisy": Simulated(factors=PAYS, noise=0.3),
+    "very noisy": Simulated(factors={"fused_optimizer": 0.95}, noise=1.0),
+    "long steps": Simulated(step_ms=4000, factors=PAYS),
+    "short steps": Simulated(step_ms=1.0, factors=PAYS),
+    "convolution": Simulated(model="convolution", factors=PAYS),
+    "convolution, costs": Simulated(model="convolution", factors=COSTS),
+    "slow samples": Simulated(data="samples", sample_ms=2.0),
+    "slow samples, long steps": Simulated(data="samples", sample_ms=2.0, step_ms=200),
+    "stream": Simulated(data="stream", sample_ms=1.0, factors=PAYS),
+    "own loop": Simulated(form="own loop", factors=PAYS),
+    "inference": Simulated(form="inference", factors=PAYS),
+    "accumulated": Simulated(factors=PAYS, arguments={"accumulate": 3, "max_grad_norm": 0.5}),
+    "deterministic": Simulated(factors=PAYS, arguments={"deterministic": True, "seed": 3}),
+    "short training": Simulated(factors=PAYS, data="samples", sample_ms=2.0, arguments={"expected_steps": 12}),
+    "little budget": Simulated(factors=PAYS, arguments={"budget": 0.5}),
+    "no budget": Simulated(factors=PAYS, arguments={"budget": 0}),
+    "forced": Simulated(factors=COSTS, arguments={"techniques": {"fused_optimizer": True, "in_memory": True}}),
+    "forbidden": Simulated(factors=PAYS, arguments={"techniques": {"precision": False, "cpu_threads": False}}),
+    "in fp32": Simulated(factors=PAYS, arguments={"precision": "fp32"}),
+}
+
+
+class SimulatedStep:
+    """Loss function that advances the clock by the time of a whole step."""
+
+    def __init__(self, job: Simulated, clock: Clock) -> None:
+        self._job = job
+        self._clock = clock
+        self._noise = random.Random(7)
+        self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.threads = torch.get_num_threads()
+        self._autocast = False
+
+    def begins(self, *_: object) -> None:
+        """Note whether autocast is on, which flatout turns on inside the call of the model alone."""
+        self._autocast = torch.is_autocast_enabled("cpu")
+
+    def _active(self) -> set[str]:
+        assert self.model is not None
+        weights = [p for p in self.model.parameters() if p.dim() == 4]
+        found = {
+            "precision": self._autocast,
+            "cpu_threads": torch.get_num_threads() != self.threads,
+            "fused_optimizer": type(self.optimizer).__module__.startswith("flatout"),
+            "channels_last": any(not p.is_contiguous() for p in weights),
+        }
+        return {name for name, is_active in found.items() if is_active}
+
+    def passes(self, samples: int) -> None:
+        seconds = self._job.step_ms / 1e3 * samples / BATCH_SIZE
+        for name in sorted(self._active()):
+            seconds *= self._job.factors.get(name, 1.0)
+        self._clock.advance(seconds * max(0.1, self._noise.gauss(1.0, self._job.noise)))
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.passes(len(target))
+        return functional.cross_entropy(output, target)
+
+
+class Small(nn.Module):
+    """Perceptron with BatchNorm and Dropout, or one convolution."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        convolution = [nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4 * 4, CLASSES)]
+        perceptron = [nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, CLASSES)]
+        self.layers = nn.Sequential(*(convolution if kind == "convolution" else perceptron))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _samples(job: Simulated) -> tuple[Tensor, Tensor]:
+    x = torch.randn(SAMPLES, 32, generator=torch.Generator().manual_seed(1))
+    y = (x.sum(1) > 0).long()
+    return (x.view(SAMPLES, 2, 4, 4) if job.model == "convolution" else x), y
+
+
+class TimedSamples(Dataset[Any]):
+    def __init__(self, job: Simulated, clock: Clock) -> None:
+        self._x, self._y = _samples(job)
+        self._seconds = job.sample_ms / 1e3
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if get_worker_info() is None:
+            self._clock.advance(self._seconds)
+        return self._x[index], self._y[index]
+
+
+class TimedStream(IterableDataset[Any]):
+    def __init__(self, samples: TimedSamples) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._samples[i] for i in range(SAMPLES))
+
+
+def _loader(job: Simulated, clock: Clock) -> DataLoader[Any]:
+    if job.data == "tensors":
+        return DataLoader(TensorDataset(*_samples(job)), BATCH_SIZE, shuffle=True)
+    samples = TimedSamples(job, clock)
+    if job.data == "stream":
+        return DataLoader(TimedStream(samples), BATCH_SIZE)
+    return DataLoader(samples, BATCH_SIZE, shuffle=True)
+
+
+@contextlib.contextmanager
+def _simulated(clock: Clock) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with mock.patch.object(time, "perf_counter", clock), mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
+    """Tune the job on a simulated clock, and return what ``use`` makes of the tuned run."""
+    clock = Clock()
+    with _simulated(clock):
+        torch.manual_seed(0)
+        model = Small(job.model)
+        step = SimulatedStep(job, clock)
+        step.model = model
+        model.layers.register_forward_pre_hook(step.begins)
+        arguments = dict(job.arguments)
+        arguments["techniques"] = SLOW_TO_TRY | REAL_PROCESSES | arguments.get("techniques", {})
+        if job.form == "inference":
+            model.eval()
+            model.register_forward_hook(lambda _, __, output: step.passes(len(output)))
+        elif job.form == "step":
+            step.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            arguments["optimizer"] = step.optimizer
+        if job.form != "inference":
+            arguments["loss_fn"] = step
+        tuned = flatout.optimize(model, _loader(job, clock), **arguments)
+        try:
+            return use(tuned)
+        finally:
+            tuned.undo()
