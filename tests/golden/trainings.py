@@ -38,16 +38,6 @@ def _by_fit(run: flatout.Run) -> None:
     run.fit(EPOCHS)
 
 
-def _by_steps_of_the_user(run: flatout.Run) -> None:
-    model, loader = run
-    optimizer = run.job.optimizer
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-
 def _resumed(run: flatout.Run) -> None:
     """Save in the middle of the second epoch, train on, return to the checkpoint, and finish."""
     with tempfile.TemporaryDirectory() as folder:
