@@ -32,7 +32,7 @@ SCRIPT = """
     "wrap",
     [
         "InMemoryLoader(DataLoader(data, 1 << 19, shuffle=True))",
-        "Prefetcher(InMemoryLoader(DataLoader(data, 1 << 15, shuffle=True)), 'cpu')",
+        "Prefetcher(InMemoryLoader(DataLoader(data, 1 << 19, shuffle=True)), 'cpu')",
     ],
     ids=["in memory", "prefetcher"],
 )

@@ -1,6 +1,6 @@
-"""Records of what flatout decides and trains, to compare a refactored version with."""
+"""Records of decisions and trainings, for comparing two versions of flatout."""
 
 import os
 
-# Before torch is imported: idle threads of OpenMP sleep, where they would spin on cores that others use.
+# Idle threads of OpenMP sleep instead of spinning. The variable must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -14,7 +14,7 @@ from tests.golden.trainings import result, trainings
 
 
 def report(name: str) -> dict[str, Any]:
-    """Return the report and the plan of a simulated job, without what depends on the machine or a native clock."""
+    """Return report and plan of a simulated job, except figures of the machine and of native clocks."""
     recorded = run(
         JOBS[name], lambda tuned: {"report": json.loads(tuned.report.to_json()), "plan": tuned.plan.decisions}
     )

@@ -36,7 +36,7 @@ def _run(name: str, **changes: Any) -> flatout.Run:
 
 
 def _finish(run: flatout.Run, batches: int) -> dict[str, Tensor]:
-    """Train to the end of the last epoch, and return the model's state."""
+    """Train until the last epoch ends and return the state of the model."""
     left = EPOCHS * 6 - batches
     while left > 0:
         for batch in run.loader:

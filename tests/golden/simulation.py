@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
 
@@ -64,11 +64,8 @@ class Simulated:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-SLOW_TO_TRY = {"compile": False, "torchscript": False}
-"""Their candidates compile in real time."""
-
-REAL_PROCESSES = {"workers": False}
-"""Worker processes take real time, which the clock does not see."""
+REAL_TIME = {"compile": False, "torchscript": False, "workers": False}
+"""Techniques that are left out, because compilers and worker processes take time that the clock does not see."""
 
 PAYS = {"precision": 0.6, "fused_optimizer": 0.8, "cpu_threads": 0.7, "channels_last": 0.75}
 COSTS = {name: 1 / factor for name, factor in PAYS.items()}
@@ -166,8 +163,7 @@ class TimedSamples(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if get_worker_info() is None:
-            self._clock.advance(self._seconds)
+        self._clock.advance(self._seconds)
         return self._x[index], self._y[index]
 
 
@@ -209,7 +205,7 @@ def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
         step.model = model
         model.layers.register_forward_pre_hook(step.begins)
         arguments = dict(job.arguments)
-        arguments["techniques"] = SLOW_TO_TRY | REAL_PROCESSES | arguments.get("techniques", {})
+        arguments["techniques"] = REAL_TIME | arguments.get("techniques", {})
         if job.form == "inference":
             model.eval()
             model.register_forward_hook(lambda _, __, output: step.passes(len(output)))

@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         own = optimizer.__dict__.pop("grad_scale", None)
         total = scale if own is None else scale * own
         result = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm, unscale_grads=not lazy)
-        if result.found_inf is not None:  # No entry without gradients, which torch's fused optimizers accept, too
+        if result.found_inf is not None:  # a step without gradients records nothing, as with torch's fused optimizers
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
 
     def _unscaled_step(

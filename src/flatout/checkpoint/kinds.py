@@ -1,4 +1,4 @@
-"""Checks of a state before it is loaded: its values must have the kinds of the current values."""
+"""Checks that the values of a state have the expected kinds, before the state is loaded."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Values:
         return type("Timer", (_host.StepTimer,), methods | {"reset": lambda *_: None})()
 
     def anything(self) -> Any:
-        # Not a tensor of the case: the error prints it, and torch crashes while printing a tensor without memory.
+        # No tensor of the case. An error message prints the value, and torch crashes while printing an empty storage.
         made: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.integer,
