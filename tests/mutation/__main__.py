@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from tests.mutation.mutants import SOURCES, Mutant, Place, find, make
 
 MUTANTS = Path(__file__).with_name("mutants.json")
 _TESTS = 60  # the most specific ones that cover a mutant: those that cover the fewest lines
-_SECONDS = 120  # time limit of the tests of one mutant: a mutant may loop for ever
+_CPU_SECONDS, _SECONDS = 120, 900  # limits of the tests of one mutant, which may loop or wait for ever
 
 
 class Covering:
@@ -50,7 +51,13 @@ def killed(mutant: Mutant, place: Place, tests: list[str]) -> bool:
     try:
         place.file.write_text(place.replaced(mutant.after), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS)),
+        )
         if ended.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise SystemExit(f"{place.file}: the coverage file names other tests than there are:\n{ended.stdout}")
         return ended.returncode != pytest.ExitCode.OK
