@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,35 +39,39 @@ class Covering:
         )
 
     def tests(self, place: Place) -> list[str]:
-        """Return node ids, the most specific first."""
+        """Return node ids, the most specific first; for a line that runs at import, of tests that use its file."""
         by_line = self._tests.get(place.file.resolve(), {})
-        found = {context.partition("|")[0] for line in place.lines for context in by_line.get(line, ())} - {""}
-        breadth = {
-            test: sum(self._breadth[f"{test}|{phase}"] for phase in ("setup", "run", "teardown")) for test in found
-        }
-        return sorted(found, key=lambda test: (breadth[test], test))[:_TESTS]
+        contexts = {context for line in place.lines for context in by_line.get(line, ())} - {""}
+        contexts = contexts or {context for each in by_line.values() for context in each} - {""}
+        breadth = Counter[str]()
+        for context in contexts:
+            breadth[context.partition("|")[0]] += self._breadth[context]
+        return sorted(breadth, key=lambda test: (breadth[test], test))[:_TESTS]
 
 
 def killed(mutant: Mutant, place: Place, tests: list[str]) -> bool:
     """Return whether one of the tests fails with the mutant in the sources."""
     original = place.file.read_bytes()
+    pytest_run = None
     try:
         place.file.write_text(place.replaced(mutant.after), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        ended = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
+        pytest_run = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS)),
         )
-        if ended.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-            raise SystemExit(f"{place.file}: the coverage file names other tests than there are:\n{ended.stdout}")
-        return ended.returncode != pytest.ExitCode.OK
+        status = pytest_run.wait(_SECONDS)
     except subprocess.TimeoutExpired:
         return True
     finally:
         place.file.write_bytes(original)
+        if pytest_run is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(pytest_run.pid, signal.SIGKILL)  # processes that its tests have left, too
+    if status == pytest.ExitCode.USAGE_ERROR:  # the mutant breaks imports of conftest, or a test is gone
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], check=True)
+    return status != pytest.ExitCode.OK
 
 
 def run(output: Path, coverage: str, part: int, parts: int) -> None:
