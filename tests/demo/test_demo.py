@@ -25,11 +25,14 @@ def test_both_trainings_reach_the_same_quality(name: str) -> None:
 
 
 def test_command_writes_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, page = tmp_path / "demo.json", tmp_path / "demo.html"
+    data, page = tmp_path / "demo\u202e.json", tmp_path / "demo.html"
     options = ["--job", "digits", "--quick", "--epochs", "1", "--budget", "0", "--json", str(data), "--html", str(page)]
     assert main(["demo", *options]) == 0
     (job,) = json.loads(data.read_text())["jobs"]
     assert job["epochs"] == 1
     assert Report.from_json(json.dumps(job["report"])).rows
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert "the training throughput" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the training throughput" in printed
+    assert "demo\\u202e.json" in printed
+    assert "\u202e" not in printed
