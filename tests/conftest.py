@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
@@ -24,8 +25,7 @@ import torch
 from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from flatout import _native
-from flatout.measure.state import State
+from tests.process_state import put_back
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
@@ -44,7 +44,8 @@ def _missing_for_gpu_tests() -> str:
     """What keeps GPU tests from running here; empty when nothing does."""
     if not torch.cuda.is_available():
         return "needs a CUDA GPU: `make gpu-check` on a machine that has one"
-    if not _native.BUILT_WITH_CUDA:
+    importlib.import_module("flatout")  # which loads its operators
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("flatout::scale_", "CUDA"):
         return "needs flatout's CUDA kernels: built without nvcc"
     return ""
 
@@ -90,9 +91,8 @@ def frozen_objects() -> None:
 @pytest.fixture(autouse=True)
 def restored_random_states() -> Iterator[None]:
     """No test's draws, nor the threads and backend flags that suited it, reach the next one."""
-    state = State.capture([])
-    yield
-    state.restore()
+    with put_back():
+        yield
 
 
 @pytest.fixture(autouse=True)
