@@ -9,10 +9,119 @@ from typing import Any
 PATTERNS: dict[str, str] = {
     "asked-for": "asks for it",
     "budget-spent": "budget",
+    "nothing-raced": "no time left to race it",
+    "nothing-timed": "nothing was timed",
 }
 
 
-def reasons(told: Any) -> set[str]:
+def reasons(told: Any, patterns: dict[str, str] = PATTERNS) -> set[str]:
     """Return the codes of a row, or of its sentence."""
     text = told if isinstance(told, str) else told.why
-    return {code for code, pattern in PATTERNS.items() if re.search(pattern, text)}
+    return {code for code, pattern in patterns.items() if re.search(pattern, text)}
+
+
+# code: what a sentence of a profile's advice says, as a regular expression
+ADVICE: dict[str, str] = {
+    "can-be-fused": r"flatout\.optim\.fuse\(optimizer\)",
+    "copies": "^Copying batches",
+    "data-wait": "^Waiting for data takes",
+    "is-fused": "only fewer of them help",
+    "launch-bound": "faster than Python launches them",
+    "no-kernels": "^The trace has no kernels",
+    "nothing": "^Nothing sticks out",
+    "operator": "^The costliest operator",
+    "own-code": "^The loop's own code",
+    "sync": "^The wait for the GPU at",
+    "syncs-cost-nothing": "^The syncs below cost nothing",
+    "update": "^The optimizer's update",
+    "would-wait": "On a GPU these would make Python wait",
+}
+
+
+def advice(sentence: str) -> set[str]:
+    """Return the codes of a sentence of a profile's advice."""
+    return reasons(sentence, ADVICE)
+
+
+# code: why the monitor lacks a figure, as a regular expression
+MISSING: dict[str, str] = {
+    "before-hopper": "^needs Hopper or later",
+    "container-silent": "^the container does not tell",
+    "cuda-hidden": "^CUDA_VISIBLE_DEVICES=.* leaves no GPU$",
+    "cuda-order-unknown": "CUDA_DEVICE_ORDER=PCI_BUS_ID$",
+    "dcgm-elsewhere": "DCGM is connected in the process",
+    "dcgm-failed": "DCGM failed: ",
+    "dcgm-lacks-gpu": "DCGM does not know this GPU",
+    "dcgm-not-asked": r"Sampler\(dcgm=True\)",
+    "dcgm-not-importable": "DcgmReader.* not on sys.path",
+    "dcgm-silent": "DCGM's host engine does not answer",
+    "driver-not-loaded": "driver is not loaded",
+    "first-sample": "^from the second sample on$",
+    "gpu-lost": "fallen off the bus",
+    "gpu-unreachable": "^the GPU cannot be reached$",
+    "no-driver-library": "no NVIDIA driver library",
+    "no-gpu": "^NVML finds no GPU$",
+    "not-supported": "^not supported by this GPU",
+    "nvml-cannot-count": "^NVML cannot count",
+    "nvml-not-installed": "^nvidia-ml-py is not installed",
+    "nvml-reopened": "it is opened again$",
+    "nvml-unusable": "^NVML cannot be used: ",
+    "psutil-not-installed": "^psutil is not installed",
+    "versions-differ": "differ in version",
+    "whole-mig": "where MIG is on, name a MIG device",
+}
+
+
+def missing(text: str) -> set[str]:
+    """Return the codes of a sentence of the monitor."""
+    return reasons(text, MISSING)
+
+
+# code: what a finding of the doctor says, as a regular expression of its name, what was found and what to do
+FINDINGS: dict[str, str] = {
+    "anomaly-detection": "^anomaly detection",
+    "clocks-held-down": r"^cuda:\d+ clocks",
+    "could-not-look": "could not be looked at",
+    "cpu-build": "^torch .* for the CPU alone, on a machine with an NVIDIA GPU",
+    "cudnn-deterministic": "^cuDNN .*deterministic on",
+    "cudnn-mismatch": "^cuDNN .*LD_LIBRARY_PATH",
+    "cudnn-missing": "^cuDNN not available",
+    "cudnn-off": "^cuDNN .*switched off",
+    "debug-variable": "^environment",
+    "driver-unusable": "^driver torch cannot use",
+    "extras-missing": "^extras without",
+    "few-open-files": "^open files",
+    "few-threads": "^threads .*OMP_NUM_THREADS=.*unset",
+    "governor": "^governor",
+    "gpu-hidden": "^device hidden by",
+    "gpu-unusable": r"^cuda:\d+ cannot be used",
+    "huge-pages-off": "^huge pages",
+    "kernels-cannot-run": r"^cuda:\d+ kernels",
+    "kernels-missing": "^flatout .*without CUDA kernels",
+    "load": r"^load \d",
+    "low-memory": "^RAM",
+    "memory-errors": r"^cuda:\d+ memory",
+    "no-bfloat16": r"^cuda:\d+ .*no bfloat16",
+    "no-compiler": r"^torch\.compile no C\+\+ compiler",
+    "no-gpu": "^device none",
+    "no-profilers": "^profilers neither",
+    "no-python-headers": r"^torch\.compile no Python\.h",
+    "no-triton": r"^torch\.compile no Triton",
+    "numa": "^NUMA",
+    "pcie-lanes": r"^cuda:\d+ PCIe",
+    "peak-unknown": r"^cuda:\d+ peak",
+    "persistence-off": r"^cuda:\d+ start",
+    "small-shared-memory": "^/dev/shm",
+    "swap-used": "^swap",
+    "tf32-off": "^TF32 off",
+    "too-many-threads": "^threads .*more threads than cores",
+    "torch-lacks-architecture": r"^cuda:\d+ torch",
+    "tracing": "^tracing",
+}
+
+
+def finding_code(finding: Any) -> str:
+    """Return the one code of a finding of the doctor."""
+    text = f"{finding.name} {finding.found} {finding.fix}"
+    (code,) = (code for code, pattern in FINDINGS.items() if re.search(pattern, text, re.DOTALL))
+    return code

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from functools import partial
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.profile import Memory, Profile, Sync, charts, gaps, memory, operators
+from flatout.profile import Memory, Profile, charts, gaps, memory, operators
 from flatout.profile.model import PHASES
 from flatout.profile.summary import summarise
-from flatout.profile.terminal import continued, to_text
+from flatout.profile.terminal import continued
 from flatout.profile.trace import BOUNDARY, Trace
-from flatout.profile.wording import LOOKS, ms
-from flatout.profile.wording import sections as sections_of
+from flatout.profile.wording import LOOKS, sections
 from flatout.words import clean, share
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
-
-HOSTILE = 'train<b>&"\x1b[31m.py'
+from tests.profile.profile_sample import sync_bound
+from tests.reasons import advice
+from tests.renderings.rendered import in_terminal, root_of
 
 
 def found(recording: Recording) -> list[tuple[float, float, str, str, str]]:
@@ -198,8 +198,8 @@ def test_a_gpu_whose_kernels_were_not_recorded_is_no_cpu() -> None:
     told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 512}
     r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 15, "args": told})
     profile = summarise(Trace(r.events))
-    assert profile.advice[0].startswith("The trace has no kernels")
-    assert not any("this CPU" in line for line in (*profile.advice, str(profile)))
+    assert advice(profile.advice[0]) == {"no-kernels"}
+    assert not any("would-wait" in advice(line) for line in (*profile.advice, str(profile)))
 
 
 def test_time_after_the_last_kernel_is_accounted_for() -> None:
@@ -397,128 +397,114 @@ def test_the_gpus_memory_comes_before_the_hosts_and_keeps_its_peak() -> None:
 def test_a_trace_without_steps_is_refused() -> None:
     r = Recording()
     r.boundary(3)
-    with pytest.raises(ValueError, match="at least one step, between two boundaries; it has 1"):
+    with pytest.raises(ValueError, match=r"\b1\b"):
         Trace(r.events)
-
-
-def sync_bound() -> Profile:
-    r = Recording()
-    for index in range(4):
-        at = 1000.0 * index
-        r.boundary(at)
-        if index == 3:
-            break
-        r.phase("loader_wait", at, at + 50)
-        r.phase("forward", at + 60, at + 160)
-        r.function("model.py(3): forward", at + 65, at + 150)
-        r.kernel(at + 70, at + 75, at + 300, name="void at::native::relu<4, float>(int, (anonymous namespace)::F)")
-        r.phase("backward", at + 170, at + 280)
-        r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
-        r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
-        r.wait(at + 300, at + 605)
-        told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048}
-        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at + 200, "args": told})
-    return summarise(
-        Trace(r.events),
-        samples=32,
-        unprofiled_seconds=0.0009,
-        syncs=[Sync("item", f"{HOSTILE}:12", "if loss.item() < 1 & True:", "host_idle", 1.0)],
-        commands=("ncu -k {kernel} train.py",),
-        verdict="MFU 12 % <of> the peak.",
-    )
 
 
 def test_advice_begins_with_what_costs_most_and_is_silent_about_what_costs_nothing() -> None:
     r = step()
     r.phase("loader_wait", 0, 100)
     r.phase("forward", 100, 150)
-    told = [sentence[:16] for sentence in summarise(Trace(r.events)).advice]
-    assert told == ["The loop's own c", "Waiting for data"]
+    assert list(map(advice, summarise(Trace(r.events)).advice)) == [{"own-code"}, {"data-wait"}]
 
 
-def test_a_summary_with_a_gpu_says_who_let_it_idle() -> None:
+def test_advice_names_the_line_that_takes_most_of_it() -> None:
+    r = step()
+    r.function("train.py(1): <module>", 0, 1000)
+    r.phase("loader_wait", 0, 400)
+    r.function("data.py(7): __getitem__", 10, 390)
+    r.function("<built-in function sleep>", 20, 380, "data.py:9")
+    r.phase("forward", 400, 450)
+    r.function("train.py(30): log", 460, 990)
+    own_code, data_wait = summarise(Trace(r.events)).advice
+    assert (advice(own_code), advice(data_wait)) == ({"own-code"}, {"data-wait"})
+    assert "train.py:30 (log)" in own_code
+    assert "data.py:7 (__getitem__)" in data_wait
+    assert "num_workers=" in data_wait  # samples are made on the training's own thread
+
+
+def test_data_that_others_make_has_no_line() -> None:
+    r = step()
+    r.function("train.py(1): <module>", 0, 1000)
+    r.phase("loader_wait", 0, 400)
+    r.phase("forward", 400, 1000)
+    (data_wait,) = summarise(Trace(r.events)).advice
+    assert advice(data_wait) == {"data-wait"}
+    assert "num_workers=" not in data_wait
+    assert "flatout.data.tune" in data_wait
+
+
+def test_a_summary_with_a_gpu_says_who_let_it_idle(tmp_path: Path) -> None:
     profile = sync_bound()
     assert profile.device_busy == pytest.approx(0.525)
     assert profile.gaps[0].cause == "sync"
-    assert profile.advice[0].startswith("The wait for the GPU at train<b>")
-    assert "48 % of it" in to_text(profile, 120, False)
+    assert advice(profile.advice[0]) == {"sync"}
+    assert "train<b>" in profile.advice[0]
     assert profile.commands == ("ncu -k gemm train.py",)
     plain = json.loads(profile.to_json())
     assert plain["gaps"][0]["cause"] == "sync"
     assert "trace" not in plain
-    with pytest.raises(ValueError, match="no trace"):
-        profile.to_chrome_trace("trace.json")
+    with pytest.raises(ValueError, match="trace"):
+        profile.to_chrome_trace(tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "operator", "said"),
+    ("optimizer", "operator", "expected"),
     [
-        ("AdamW", "aten::_foreach_addcdiv_", "flatout.optim.fuse(optimizer)"),
-        ("AdamW", "aten::_fused_adamw_", "fewer of them help"),
-        ("AdamW", "flatout::step_bucket_", "fewer of them help"),
-        ("LBFGS", "aten::dot", "takes 0.900 ms of a step."),
+        ("AdamW", "aten::_foreach_addcdiv_", [{"update", "can-be-fused"}]),
+        ("AdamW", "aten::_fused_adamw_", [{"update", "is-fused"}]),
+        ("AdamW", "flatout::step_bucket_", [{"update", "is-fused"}]),
+        ("LBFGS", "aten::dot", [{"update"}, {"operator"}]),
     ],
 )
-def test_an_update_is_not_told_to_be_what_it_is_or_cannot_be(optimizer: str, operator: str, said: str) -> None:
+def test_an_update_is_not_told_to_be_what_it_is_or_cannot_be(
+    optimizer: str, operator: str, expected: list[set[str]]
+) -> None:
     r = step()
     r.host(f"Optimizer.step#{optimizer}.step", 0, 900, "user_annotation")
     r.host(operator, 10, 800)
-    advice = summarise(Trace(r.events)).advice
-    (sentence,) = [line for line in advice if line.startswith("The optimizer's update")]
-    assert said in sentence
-    assert any(line.startswith("The costliest operator") for line in advice) == (operator == "aten::dot")
+    assert [codes for codes in map(advice, summarise(Trace(r.events)).advice) if codes != {"own-code"}] == expected
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_terminal_and_page_show_it_all(width: int, ascii_only: bool, tmp_path: object) -> None:
+def test_a_terminal_shows_it_all(width: int, ascii_only: bool) -> None:
     profile = sync_bound()
-    text = to_text(profile, width, ascii_only)
+    text = in_terminal(profile, width, ascii_only)
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text
-    assert text.isascii() or not ascii_only
-    file = tmp_path / "profile.html"  # type: ignore[operator]
-    profile.to_html(file)
-    page = file.read_text(encoding="utf-8")
+    assert text.isascii() if ascii_only else "█" in text
+    assert profile.verdict in " ".join(text.split())
+    wide = in_terminal(profile, 300, ascii_only)
+    assert len(list(sections(profile))) == 3
+    for cell in (cell for section in sections(profile) for row in section.rows for cell in row):
+        assert clean(cell) in wide
+
+
+def test_a_page_shows_it_all(tmp_path: Path) -> None:
+    profile = sync_bound()
+    profile.to_html(tmp_path / "profile.html")
+    page = (tmp_path / "profile.html").read_text(encoding="utf-8")
     root = ET.fromstring(page)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert not tags & {"script", "link", "img", "iframe", "b>"}
     said = "".join(root.itertext())
     assert profile.verdict in said
-    sections, wide = list(sections_of(profile)), to_text(profile, 300, ascii_only)
-    assert [section.title for section in sections] == ["Why the GPU idled", "Costliest operators", "Sync points"]
-    assert "model.py:3 (forward)" in said
-    for cell in (cell for section in sections for row in section.rows for cell in row):
+    for cell in (cell for section in sections(profile) for row in section.rows for cell in row):
         assert clean(cell) in said
-        assert clean(cell) in wide
     assert page.count('<rect class="step"') == len(profile.operators)
-    assert text.isascii() or "█" in text
-    assert profile.verdict in " ".join(text.split())
     assert json.loads(profile.to_json())["verdict"] == profile.verdict
     assert 'train<b>&".py:12' in said
-    assert "ncu -k gemm train.py" in said
+    assert "model.py:3 (forward)" in said
+    assert profile.commands[0] in said
     assert BOUNDARY not in said
 
 
-def test_the_parts_of_a_step_are_a_table_in_the_terminal() -> None:
-    profile = sync_bound()
-    lines = to_text(profile, 120, False).splitlines()
-    heading = next(index for index, line in enumerate(lines) if "part of the step" in line)
-    assert lines[heading].split()[-2:] == ["host", "GPU"]
-    longest = max(profile.phases.values())
-    for line, (phase, look) in zip(lines[heading + 1 :], LOOKS.items(), strict=False):
-        seconds = profile.phases[phase]
-        bar = ["█" * round(40 * seconds / longest)] if seconds else []
-        told = [share(seconds / profile.seconds), look.name, ms(seconds), *bar, ms(profile.device_phases[phase])]
-        assert re.split("  +", line.strip()) == told
-
-
-@pytest.mark.parametrize("told", [to_text, Profile._repr_html_])
+@pytest.mark.parametrize("told", [partial(in_terminal, width=120), Profile._repr_html_])
 def test_what_stands_around_the_tables_is_shown_everywhere(told: Callable[[Profile], str]) -> None:
     profile = sync_bound()
     said = " ".join(told(profile).split())
-    for fact in ("1.00 ms", "32,000 samples", "mean of 3 steps", "0.900 ms without it", "peak 2.00 KiB in backward"):
-        assert fact in said.replace("Mean", "mean").replace("Peak", "peak")
     for key, value in profile.environment.items():
         assert f"{key} {value}" in said
     for sentence in profile.advice:
@@ -527,15 +513,9 @@ def test_what_stands_around_the_tables_is_shown_everywhere(told: Callable[[Profi
 
 def test_the_page_has_its_charts_with_a_legend() -> None:
     profile = sync_bound()
-    root = ET.fromstring(profile._repr_html_())
-    labels = [label for element in root.iter() if (label := element.attrib.get("aria-label"))]
-    assert [label.split(" ")[:3] for label in labels] == [
-        ["time", "of", "a"],
-        ["time", "of", "every"],
-        ["memory", "allocated", "over"],
-    ]
+    root = root_of(profile)
+    assert sum("aria-label" in element.attrib for element in root.iter()) == 3  # mean, steps, memory
     said = "".join(root.itertext())
-    assert "The GPU worked for 52 % of the time." in said
     for phase, look in LOOKS.items():
         seconds = profile.phases[phase]
         assert (f"{look.name} {share(seconds / profile.seconds)}" in said) == (seconds > 0)

@@ -1,0 +1,37 @@
+"""A made-up profile of a training that waits for its GPU, with hostile text."""
+
+from __future__ import annotations
+
+from flatout.profile import Profile, Sync
+from flatout.profile.summary import summarise
+from flatout.profile.trace import Trace
+from tests.profile.events import AUTOGRAD, Recording
+
+HOSTILE = 'train<b>&"\x1b[31m.py'
+
+
+def sync_bound() -> Profile:
+    r = Recording()
+    for index in range(4):
+        at = 1000.0 * index
+        r.boundary(at)
+        if index == 3:
+            break
+        r.phase("loader_wait", at, at + 50)
+        r.phase("forward", at + 60, at + 160)
+        r.function("model.py(3): forward", at + 65, at + 150)
+        r.kernel(at + 70, at + 75, at + 300, name="void at::native::relu<4, float>(int, (anonymous namespace)::F)")
+        r.phase("backward", at + 170, at + 280)
+        r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
+        r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
+        r.wait(at + 300, at + 605)
+        told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048}
+        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at + 200, "args": told})
+    return summarise(
+        Trace(r.events),
+        samples=32,
+        unprofiled_seconds=0.0009,
+        syncs=[Sync("item", f"{HOSTILE}:12", "if loss.item() < 1 & True:", "host_idle", 1.0)],
+        commands=("ncu -k {kernel} train.py",),
+        verdict="MFU 12 % <of> the peak.",
+    )

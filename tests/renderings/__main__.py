@@ -1,0 +1,6 @@
+"""Writes the renderings anew."""
+
+from tests.renderings.samples import SAMPLES, file_of, render
+
+for name in SAMPLES:
+    file_of(name).write_text(render(name), encoding="utf-8")

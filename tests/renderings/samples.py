@@ -1,0 +1,126 @@
+"""What is rendered, by the name of the file that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from flatout.cli.doctor import show
+from flatout.demo.result import DemoResult, JobResult
+from flatout.demo.training import Outcome
+from flatout.doctor import Finding
+from flatout.monitor.view import View
+from flatout.report import Pace, Report, Row, Summary
+from tests.monitor import monitor_sample
+from tests.profile.profile_sample import sync_bound
+from tests.renderings.rendered import drawn, everywhere, in_terminal, on_page, root_of
+from tests.report import report_sample
+
+FOLDER = Path(__file__).parent
+
+
+def reports() -> dict[str, str]:
+    """Return the sample report, and those that lack what it has."""
+    whole = report_sample.sample()
+    bare = dataclasses.replace(whole, rows=(), notes=(), won=())
+    unphased = dataclasses.replace(whole.before, phases={}, loader_per_second=None, mfu=None, step_bytes=None)
+    lacking = {
+        "without phases before": dataclasses.replace(bare, before=unphased),
+        "paces alone": dataclasses.replace(bare, before=Pace(4.1, 2.1, 5161.3), after=Pace(1.9, 0.08, 16161.6)),
+        "an unknown pace": dataclasses.replace(
+            bare, before=Pace(math.nan, math.nan, math.nan), after=Pace(1.0, 0.0, 1.0)
+        ),
+        "not raced": dataclasses.replace(bare, before=None),
+        "tuned and not raced": dataclasses.replace(bare, before=None, won=whole.won),
+        "slower": dataclasses.replace(bare, before=whole.after, after=whole.before),
+        "as fast": dataclasses.replace(bare, before=whole.before, after=whole.before),
+        "nothing": Summary(rows=(), environment={}),
+    }
+    report = Report(whole)
+    told = everywhere(report) | {"repr": repr(report)}
+    for name, summary in lacking.items():
+        report = Report(summary)
+        told[f"{name}: terminal, 80 columns"] = in_terminal(report, 80)
+        told[f"{name}: page"] = on_page(root_of(report))
+        told[f"{name}: repr"] = repr(report)
+    return told
+
+
+def profiles() -> dict[str, str]:
+    """Return the profile of a training that waits for its GPU."""
+    facts = {"device": "NVIDIA H100", "torch": "2.14.1"}
+    return everywhere(dataclasses.replace(sync_bound(), environment=facts))
+
+
+def demos() -> dict[str, str]:
+    """Return a demo's comparison of two trainings."""
+    result = demo_result()
+    return {
+        "terminal, 80 columns": in_terminal(result.jobs[0], 80),
+        "page": on_page(ET.fromstring(result.to_html())),
+    }
+
+
+def demo_result() -> DemoResult:
+    row = Row("x", 1, "A <b> technique", "kept", "It pays.")
+    report = Report(Summary((row,), {}, Pace(2, 2, 10), Pace(1, 1, 20)))
+    naive = Outcome(10.0, 1437.0, {"loss": 0.05, "accuracy": 0.9861})
+    tuned = Outcome(4.0, 3592.5, {"loss": 0.06, "accuracy": 0.9889})
+    job = JobResult("digits", "digits <i>", "images", 10, 57_594, naive, tuned, 41.0, report)
+    return DemoResult((job,), 63.0, "flatout demo --job digits")
+
+
+def monitors() -> dict[str, str]:
+    """Return the monitor's view of two GPUs and two processes, and of less."""
+    whole = [monitor_sample.whole()] * 3
+    views = {
+        "whole": View(whole),
+        "no GPU": View([monitor_sample.without_gpu()]),
+        "ended": View([monitor_sample.ended()]),
+    }
+    told = {}
+    for name, view in views.items():
+        told[f"{name}, 80 columns"] = in_terminal(view, 80)
+    told["whole, 60 columns, ASCII"] = in_terminal(views["whole"], 60, ascii_only=True)
+    told["whole, 130 columns"] = in_terminal(views["whole"], 130)
+    told["whole, in a low terminal"] = in_terminal(views["whole"], 100, force_terminal=True, height=20)
+    return {name: re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", text) for name, text in told.items()}
+
+
+FINDINGS = (
+    Finding("install", "torch", "2.14.1, on a machine with an NVIDIA GPU", "broken", "install a build for CUDA"),
+    Finding("install", "flatout", "0.1.0"),
+    Finding("CPU", "governor", "powersave", "slow", "sudo cpupower frequency-set -g performance"),
+    Finding("memory", "open files", "1,024", "note", "ulimit -n 524288: every tensor holds a descriptor"),
+)
+
+
+def doctors() -> dict[str, str]:
+    """Return the doctor's page."""
+    return {
+        "terminal, 80 columns": drawn(partial(show, FINDINGS), 80),
+        "terminal, 40 columns, ASCII": drawn(partial(show, FINDINGS), 40, ascii_only=True),
+    }
+
+
+SAMPLES: dict[str, Callable[[], dict[str, str]]] = {
+    "demo": demos,
+    "doctor": doctors,
+    "monitor": monitors,
+    "profile": profiles,
+    "report": reports,
+}
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / f"{name}.txt"
+
+
+def render(name: str) -> str:
+    """Return all renderings of a file, each under its name."""
+    return "\n".join(f"==== {title}\n{text.rstrip()}\n" for title, text in SAMPLES[name]().items())
