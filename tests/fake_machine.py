@@ -1,0 +1,212 @@
+"""A machine given as data, for what asks files, the system, torch and NVML how the machine is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from flatout import _native, doctor
+from flatout.data import machine
+
+GIB = 2**30
+HEADER = "usr/include/python3/Python.h"
+DRIVER = "proc/driver/nvidia/version"
+FILES = {
+    DRIVER: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+    "proc/self/cgroup": "0::/\n",
+    "proc/meminfo": f"MemAvailable: {64 * 2**20} kB\nSwapTotal: {4 * 2**20} kB\nSwapFree: {4 * 2**20} kB\n",
+    "sys/fs/cgroup/cpu.max": "max 100000",
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "performance\n",
+    "sys/devices/system/node/node0/cpulist": "0-7\n",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    HEADER: "",
+}
+"""What lies where the doctor reads, on a machine that nothing is wrong with."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as torch tells it; ``fails`` is what torch raises when it is asked for it."""
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] = (9, 0)
+    runs_kernels: bool = True
+    fails: str = ""
+
+    def properties(self) -> SimpleNamespace:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        major, minor = self.capability
+        return SimpleNamespace(name=self.name, total_memory=80 * GIB, major=major, minor=minor, uuid="8932f937")
+
+
+class Board:
+    """Some of nvidia-ml-py, with what it answers of one GPU. An answer of None is "not supported".
+
+    Attributes:
+        open: how often it was begun, less how often it was ended.
+        asked: the names that were asked for.
+    """
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    def __init__(self, **answers: int | None) -> None:
+        well = {"CurrPcieLinkWidth": 16, "MaxPcieLinkWidth": 16, "PersistenceMode": 1, "TotalEccErrors": 0}
+        self.answers = {**well, "CurrentClocksEventReasons": 0x5, **answers}
+        self.open = 0
+        self.asked = {"nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID"}
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == "GPU-8932f937"
+        return "handle"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvmlDeviceGet"):  # what the import looks at
+            raise AttributeError(name)
+        self.asked.add(name)
+        answer = self.answers[name.removeprefix("nvmlDeviceGet")]
+
+        def ask(handle: str, *rest: int) -> int:
+            if answer is None:
+                raise RuntimeError("Not Supported")
+            return answer
+
+        return ask
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine and its install look like; as it comes, nothing is wrong with it.
+
+    Where a field holds an exception, asking raises it.
+
+    Attributes:
+        files: path below the root to content, beside ``FILES``; None takes a file away.
+        environment: all environment variables.
+        gpus: the GPUs that torch can use.
+        no_gpu: what ``torch.cuda.init`` raises where torch can use none.
+        torch_cuda: the CUDA that torch was built for.
+        torch_code: the architectures that torch was built for.
+        built_with_kernels: whether flatout has its CUDA kernels.
+        nvml: what ``import pynvml`` gives; None where there is none.
+        cudnn: the version's number, None without cuDNN.
+        commands: what a shell would find.
+        modules: what Python could import.
+        cpus: how many logical CPUs there are, and how many of them this process may use.
+        threads: torch's threads.
+        load: the average of the last minute.
+        shared_memory: bytes free in /dev/shm, None where there is none.
+        open_files: the limit, and how far it may be raised.
+        traced: whether a debugger is on.
+    """
+
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] | Exception = (Gpu(),)
+    no_gpu: str = "No CUDA GPUs are available"
+    torch_cuda: str | None = "13.0"
+    torch_code: tuple[str, ...] = ("sm_75", "sm_80", "sm_90")
+    built_with_kernels: bool = True
+    nvml: Board | None = None
+    cudnn: int | Exception | None = 92400
+    commands: tuple[str, ...] = ("g++", "nsys", "ncu")
+    modules: tuple[str, ...] = ("psutil", "pynvml", "triton")
+    cpus: tuple[int, int] = (8, 8)
+    threads: int = 8
+    load: float | Exception = 0.1
+    shared_memory: int | None = 32 * GIB
+    open_files: tuple[int, int] = (524288, 524288)
+    traced: bool = False
+
+    def with_files(self, **files: str | None) -> Machine:
+        """The same with files by the last part of their paths, which one of ``FILES`` has."""
+        paths = {Path(path).name: path for path in FILES}
+        return replace(self, files={**self.files, **{paths[name]: text for name, text in files.items()}})
+
+
+WITHOUT_GPU = Machine(files={DRIVER: None}, gpus=(), torch_cuda=None, built_with_kernels=False, cudnn=None)
+"""A machine without a GPU, with builds for it."""
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def told(value: Any) -> Any:
+    """What a field says, or its exception."""
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def put_files(root: Path, files: Mapping[str, str | None]) -> None:
+    for path, text in {**FILES, **files}.items():
+        if text is not None:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+
+
+def move_paths(patch: pytest.MonkeyPatch, module: ModuleType, root: Path) -> None:
+    """Let the module read below ``root`` whatever it names by an absolute path."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Path) and value.is_absolute():
+            patch.setattr(module, name, root / value.relative_to("/"))
+
+
+@contextlib.contextmanager
+def on(fake: Machine, root: Path) -> Iterator[None]:
+    """Inside the block this process is on that machine, whose files lie in ``root``."""
+    put_files(root, fake.files)
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, fake.environment, clear=True):
+        for module in (doctor, machine):
+            move_paths(patch, module, root)
+        put = patch.setattr
+        patch.setitem(sys.modules, "pynvml", fake.nvml)  # type: ignore[arg-type]
+        put(shutil, "which", lambda tool: tool if tool in fake.commands else None)
+        put(importlib.util, "find_spec", lambda name: name if name in fake.modules else None)
+        put(sysconfig, "get_path", lambda name: str((root / HEADER).parent))
+        put(sys, "gettrace", lambda: print if fake.traced else None)
+        put(os, "cpu_count", lambda: fake.cpus[0])
+        put(os, "sched_getaffinity", lambda pid: set(range(fake.cpus[1])))
+        put(os, "getloadavg", lambda: (told(fake.load), 9.0, 9.0))
+        put(os, "statvfs", lambda path: free_space(fake.shared_memory))
+        put(resource, "getrlimit", lambda which: fake.open_files)
+        put(torch, "get_num_threads", lambda: fake.threads)
+        put(torch.version, "cuda", fake.torch_cuda)
+        put(torch.version, "hip", None)
+        put(torch.backends.cudnn, "version", lambda: told(fake.cudnn))
+        put(torch.backends.cudnn, "is_available", lambda: fake.cudnn is not None)
+        put(torch.cuda, "is_available", lambda: fake.gpus != ())
+        put(torch.cuda, "init", lambda: told(RuntimeError(fake.no_gpu)))
+        put(torch.cuda, "device_count", lambda: len(told(fake.gpus)))
+        put(torch.cuda, "get_device_properties", lambda index: told(fake.gpus)[index].properties())
+        put(torch.cuda, "get_device_capability", lambda: told(fake.gpus)[0].capability)
+        put(torch.cuda, "get_arch_list", lambda: list(fake.torch_code))
+        put(_native, "BUILT_WITH_CUDA", fake.built_with_kernels)
+        put(_native, "has_cuda_kernels", lambda index: told(fake.gpus)[index].runs_kernels)
+        yield
+
+
+def free_space(free: int | None) -> SimpleNamespace:
+    if free is None:
+        raise FileNotFoundError("/dev/shm")
+    return SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
