@@ -1,7 +1,9 @@
 """What several tests share: bit-exact pictures of training state, and forks."""
 
+import contextlib
 import os
 import random
+import resource
 import signal
 import stat
 import traceback
@@ -24,6 +26,19 @@ def special_file(folder, kind):
     else:
         path.symlink_to("/dev/zero")
     return path
+
+
+@contextlib.contextmanager
+def room_for_files(size):
+    """Inside the block no file of this process grows beyond ``size`` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def bits(tensor):

@@ -1,23 +1,20 @@
-"""A fake NVML in place of nvidia-ml-py."""
+"""The system that the monitor looks at."""
 
-import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from tests.monitor.fake_nvml import FakeNvml
+from tests.monitor.harness import System
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeNvml]:
+def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
+    return System(monkeypatch, tmp_path / "system")
+
+
+@pytest.fixture
+def install(system: System) -> Callable[..., FakeNvml]:
     """Makes ``import pynvml`` find a fake with these attributes."""
-
-    def put(**attributes: Any) -> FakeNvml:
-        fake = FakeNvml(**attributes)
-        monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-        return fake
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    return put
+    return system.nvml

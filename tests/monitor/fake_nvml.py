@@ -114,12 +114,14 @@ class FakeNvml:
         failures: function to the name of the error that it raises.
         before: called with each function's name before it answers: counts, hangs.
         memory_v2: whether the driver tells its own share apart.
+        metrics: GPM's metric to the code and value of its answer; with an error: what was in the memory before.
     """
 
     boards: tuple[Board, ...] = (H100,)
     failures: dict[str, str] = field(default_factory=dict)
     before: Callable[[str], object] = lambda name: None
     memory_v2: bool = True
+    metrics: dict[int, tuple[int, float]] = field(default_factory=dict)
     open: int = 0
     gpm_samples: set[int] = field(default_factory=set)
 
@@ -251,6 +253,8 @@ class FakeNvml:
             known = request.sample1.board.gpm
             metric.nvmlReturn = 0 if metric.metricId in known else 3
             metric.value = known.get(metric.metricId, float("nan"))
+            if metric.metricId in self.metrics:
+                metric.nvmlReturn, metric.value = self.metrics[metric.metricId]
 
 
 FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml") and callable(vars(FakeNvml)[name]))

@@ -4,30 +4,26 @@ import ast
 import dataclasses
 import importlib.util
 import math
-import os
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.monitor import GpuSample, Sampler, nvml
-from flatout.monitor.dcgm import INHERITED, NO_ENGINE, NOT_ASKED, NOT_IMPORTABLE
-from flatout.monitor.visible import UNKNOWN_ORDER
 from tests.monitor.fake_nvml import A100, ERRORS, FUNCTIONS, H100, MIG, T4, FakeNvml
+from tests.monitor.harness import System, gpus
+from tests.reasons import missing
 
 
 def second(
     fake: FakeNvml, environment: dict[str, str] | None = None, *, dcgm: bool = False
 ) -> tuple[tuple[GpuSample, ...], str | None]:
     """The second sample: GPM needs two."""
-    gpus = nvml.Gpus(1.0, dcgm=dcgm)
-    gpus.sample(environment or {})
-    found = gpus.sample(environment or {})
-    gpus.close()
+    looker = gpus(dcgm=dcgm)
+    looker.sample(environment or {})
+    found = looker.sample(environment or {})
+    looker.close()
     assert (fake.open, fake.gpm_samples) == (0, set())
     return found
 
@@ -65,141 +61,105 @@ def test_everything_of_an_h100(install) -> None:
 
 def test_the_first_sample_says_that_activity_needs_two(install) -> None:
     fake = install()
-    gpus = nvml.Gpus(1.0)
-    ((gpu,), _) = gpus.sample({})
-    assert (gpu.gpm, gpu.tensor_active_percent, gpu.util_percent) == (nvml.FIRST_SAMPLE, None, 98.0)
+    looker = gpus()
+    ((gpu,), _) = looker.sample({})
+    assert missing(gpu.gpm) == {"first-sample"}
+    assert (gpu.tensor_active_percent, gpu.util_percent) == (None, 98.0)
     assert len(fake.gpm_samples) == 2
-    gpus.close()
+    looker.close()
 
 
 def test_what_older_gpus_lack_has_a_reason(install) -> None:
     (a100, t4), _ = second(install(boards=(A100, T4), memory_v2=False))
-    assert a100.gpm == t4.gpm == f"needs Hopper or later; {NOT_ASKED}"
+    assert missing(a100.gpm) == missing(t4.gpm) == {"before-hopper", "dcgm-not-asked"}
     assert "power_limit_watts" not in a100.missing
-    assert t4.missing["power_limit_watts"] == t4.missing["mig"] == "not supported by this GPU or its driver"
+    assert missing(t4.missing["power_limit_watts"]) == missing(t4.missing["mig"]) == {"not-supported"}
     assert (a100.pcie_rx_bytes_per_second, a100.pcie_tx_bytes_per_second) == (1200 * 1024.0, 300 * 1024.0)
     assert a100.memory_used_bytes == A100.memory_used + 500_000_000
     assert (a100.throttle, t4.throttle) == ((), ("idle", "heat (driver)"))
 
 
-class Reader:
-    """DCGM's own reader, as far as it is used."""
-
-    open: ClassVar[list["Reader"]] = []
-
-    def __init__(self, **options: object) -> None:
-        assert options["updateFrequency"] == 1_000_000  # microseconds
-        self.m_gpuIdToUUId: dict[int, bytes] = {}
-        Reader.open.append(self)
-
-    def Init(self) -> None:
-        self.m_gpuIdToUUId = {5: A100.uuid.encode()}
-
-    def GetLatestGpuValuesAsFieldIdDict(self) -> dict[int, dict[int, float]]:
-        return {4: {1004: 0.9}, 5: {1002: 0.75, 1004: 0.5}}
-
-    def Shutdown(self) -> None:
-        Reader.open.remove(self)
-
-
-@pytest.fixture
-def bindings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType("DcgmReader")
-    module.DcgmReader = Reader  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "DcgmReader", module)
-    monkeypatch.setattr(Reader, "open", [])
-    return module
-
-
-def test_dcgm_tells_activity_before_hopper_where_it_is_asked(install, bindings: ModuleType) -> None:
-    ((a100, t4), _) = second(install(boards=(A100, T4)), dcgm=True)
-    assert not Reader.open
+def test_dcgm_tells_activity_before_hopper_where_it_is_asked(system: System) -> None:
+    dcgm = system.dcgm()
+    ((a100, t4), _) = second(system.nvml(boards=(A100, T4)), dcgm=True)
+    assert not dcgm.open
     assert (a100.gpm, a100.tensor_active_percent, a100.sm_active_percent) == ("DCGM", 50.0, 75.0)
     assert a100.dram_active_percent is None
-    assert t4.gpm == "needs Hopper or later; DCGM does not know this GPU"
+    assert missing(t4.gpm) == {"before-hopper", "dcgm-lacks-gpu"}
     assert t4.tensor_active_percent is None
 
 
-def test_dcgm_is_left_alone_unless_it_is_asked(install, bindings: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(self: Reader) -> None:
-        raise RuntimeError("DCGM was asked")
-
-    monkeypatch.setattr(Reader, "Init", asked)
-    ((gpu,), _) = second(install(boards=(A100,)))
-    assert gpu.gpm == f"needs Hopper or later; {NOT_ASKED}"
-    assert not Reader.open
+def test_dcgm_is_left_alone_unless_it_is_asked(system: System) -> None:
+    dcgm = system.dcgm(failures={"Init": "DCGM was asked"})
+    ((gpu,), _) = second(system.nvml(boards=(A100,)))
+    assert missing(gpu.gpm) == {"before-hopper", "dcgm-not-asked"}
+    assert (dcgm.open, dcgm.asked) == (0, [])
     (gpu,) = Sampler(dcgm=True).take().gpus
+    assert missing(gpu.gpm) == {"before-hopper", "dcgm-failed"}
     assert gpu.gpm.endswith("DCGM was asked")
 
 
-def test_dcgm_without_its_bindings(install, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "DcgmReader", None)
-    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
-    assert gpu.gpm == f"needs Hopper or later; {NOT_IMPORTABLE}"
+def test_dcgm_without_its_bindings(system: System) -> None:
+    system.without("DcgmReader")
+    ((gpu,), _) = second(system.nvml(boards=(A100,)), dcgm=True)
+    assert missing(gpu.gpm) == {"before-hopper", "dcgm-not-importable"}
 
 
-def test_dcgm_whose_host_engine_is_gone_is_not_called_again(install, bindings, monkeypatch) -> None:
-    asked = []
-
-    def nothing(self: Reader) -> dict[int, dict[int, float]]:
-        asked.append(1)  # the bindings log the lost connection, give nothing, and connect anew at the next call
-        return {}
-
-    monkeypatch.setattr(Reader, "GetLatestGpuValuesAsFieldIdDict", nothing)
-    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
-    assert gpu.gpm == f"needs Hopper or later; {NO_ENGINE}"
-    assert asked == [1]
-    assert not Reader.open
+def test_dcgm_whose_host_engine_is_gone_is_not_called_again(system: System) -> None:
+    dcgm = system.dcgm(values={})  # the bindings log the lost connection, and connect anew at the next call
+    ((gpu,), _) = second(system.nvml(boards=(A100,)), dcgm=True)
+    assert missing(gpu.gpm) == {"before-hopper", "dcgm-silent"}
+    assert dcgm.asked == ["Init", "GetLatestGpuValuesAsFieldIdDict", "Shutdown"]
+    assert not dcgm.open
 
 
-def test_a_dcgm_that_fails_at_the_end_keeps_nothing_open(install, bindings, monkeypatch) -> None:
-    def fail(self: Reader) -> None:
-        raise RuntimeError("gone")
-
-    monkeypatch.setattr(Reader, "Shutdown", fail)
-    second(install(boards=(A100,)), dcgm=True)  # looks at what is left open
+def test_a_dcgm_that_fails_at_the_end_keeps_nothing_open(system: System) -> None:
+    dcgm = system.dcgm(failures={"Shutdown": "gone"})
+    second(system.nvml(boards=(A100,)), dcgm=True)  # looks at what is left open
+    assert dcgm.asked[-1] == "Shutdown"
 
 
-def test_a_forked_child_leaves_its_parents_dcgm_alone(install, bindings, monkeypatch) -> None:
-    fake = install(boards=(A100,))
-    gpus = nvml.Gpus(1.0, dcgm=True)
-    gpus.sample({})
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: -1)
-        ((gpu,), _) = gpus.sample({})
-        assert gpu.gpm.endswith(INHERITED)
-        gpus.close()
-        assert len(Reader.open) == 1
+def test_a_forked_child_leaves_its_parents_dcgm_alone(system: System) -> None:
+    dcgm, fake = system.dcgm(), system.nvml(boards=(A100,))
+    looker = gpus(dcgm=True)
+    looker.sample({})
+    with system.forked():
+        ((gpu,), _) = looker.sample({})
+        assert missing(gpu.gpm) == {"before-hopper", "dcgm-elsewhere"}
+        looker.close()
+        assert dcgm.open == 1
     assert fake.open == 1  # the parent's own
 
 
-def test_a_broken_dcgm_is_asked_once(install, bindings: ModuleType) -> None:
-    asked = []
-
-    class Broken(Reader):
-        def Init(self) -> None:
-            asked.append(1)
-            raise RuntimeError("no host engine")
-
-    bindings.DcgmReader = Broken  # type: ignore[attr-defined]
-    ((gpu,), _) = second(install(boards=(A100,)), dcgm=True)
-    assert gpu.gpm == "needs Hopper or later; DCGM failed: no host engine"
-    assert asked == [1]
-    assert not Reader.open
+def test_a_broken_dcgm_is_asked_once(system: System) -> None:
+    dcgm = system.dcgm(failures={"Init": "no host engine"})
+    ((gpu,), _) = second(system.nvml(boards=(A100,)), dcgm=True)
+    assert missing(gpu.gpm) == {"before-hopper", "dcgm-failed"}
+    assert gpu.gpm.endswith("no host engine")
+    assert dcgm.asked.count("Init") == 1
+    assert not dcgm.open
 
 
-def test_without_the_package_the_library_or_the_driver_there_is_a_sentence(install, monkeypatch) -> None:
-    for error, said in (
-        ("LibraryNotFound", "no NVIDIA driver library"),
-        ("DriverNotLoaded", "the NVIDIA driver is not loaded"),
-        ("LibRmVersionMismatch", "differ in version"),
-    ):
-        gpus, no_gpu = second(install(failures={"nvmlInit": error}))
-        assert gpus == ()
-        assert said in no_gpu
-    assert second(install(boards=())) == ((), "NVML finds no GPU")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml.Gpus(1.0).sample({}) == ((), nvml.NOT_INSTALLED)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("LibraryNotFound", "no-driver-library"),
+        ("DriverNotLoaded", "driver-not-loaded"),
+        ("LibRmVersionMismatch", "versions-differ"),
+    ],
+)
+def test_without_the_library_or_the_driver_there_is_a_reason(install, error: str, code: str) -> None:
+    found, no_gpu = second(install(failures={"nvmlInit": error}))
+    assert found == ()
+    assert missing(no_gpu) == {"nvml-unusable", code}
+
+
+def test_without_a_gpu_or_the_package_there_is_a_reason(system: System) -> None:
+    found, no_gpu = second(system.nvml(boards=()))
+    assert (found, missing(no_gpu)) == ((), {"no-gpu"})
+    system.without("pynvml")
+    found, no_gpu = gpus().sample({})
+    assert (found, missing(no_gpu)) == ((), {"nvml-not-installed"})
 
 
 def test_a_lost_gpu_leaves_the_others(install) -> None:
@@ -212,35 +172,38 @@ def test_a_lost_gpu_leaves_the_others(install) -> None:
     )
     (first, lost), _ = second(fake)
     assert first.util_percent == 91.0
-    assert lost == GpuSample(1, 1, gpm="the GPU cannot be reached", missing={"handle": lost.missing["handle"]})
-    assert "fallen off the bus" in lost.missing["handle"]
+    assert lost == GpuSample(1, 1, gpm=lost.gpm, missing={"handle": lost.missing["handle"]})
+    assert (missing(lost.gpm), missing(lost.missing["handle"])) == ({"gpu-unreachable"}, {"gpu-lost"})
 
 
 def test_nvml_is_opened_again_after_another_library_shut_it_down(install) -> None:
     fake = install()
-    gpus = nvml.Gpus(1.0)
-    gpus.sample({})
+    looker = gpus()
+    looker.sample({})
     fake.open = 0
-    assert "opened again" in gpus.sample({})[1]
-    assert gpus.sample({})[0][0].util_percent == 98.0
-    gpus.close()
+    assert missing(looker.sample({})[1]) == {"nvml-cannot-count", "nvml-reopened"}
+    assert looker.sample({})[0][0].util_percent == 98.0
+    looker.close()
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetCurrentClocksEventReasons"])
-def test_an_old_driver_knows_throttle_reasons_by_their_old_name(install, function: str) -> None:
-    (gpu,), _ = second(install(failures={function: "FunctionNotFound"}))
+def test_an_old_driver_knows_throttle_reasons_by_their_old_name(install) -> None:
+    (gpu,), _ = second(install(failures={"nvmlDeviceGetCurrentClocksEventReasons": "FunctionNotFound"}))
     assert gpu.throttle == ("power limit",)
-    assert nvml.throttle_words(0x8000_0000_0000_0001) == ("idle", "reason 0x8000000000000000")
+
+
+def test_a_throttle_reason_that_nobody_knows_keeps_its_number(install) -> None:
+    (gpu,), _ = second(install(boards=(dataclasses.replace(H100, throttle=0x8000_0000_0000_0001),)))
+    assert len(gpu.throttle) == 2
+    assert "0x8000000000000000" in gpu.throttle[1]
 
 
 @given(failures=st.dictionaries(st.sampled_from(FUNCTIONS), st.sampled_from(sorted(ERRORS.values()))))
 def test_any_functions_may_fail_with_any_error(failures: dict[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        fake = FakeNvml(boards=(H100, A100, T4, MIG), failures=failures)
-        patch.setitem(sys.modules, "pynvml", fake)
-        gpus = nvml.Gpus(1.0)
+        System(patch, Path()).nvml(boards=(H100, A100, T4, MIG), failures=failures)
+        looker = gpus()
         for _ in range(3):
-            found, no_gpu = gpus.sample(
+            found, no_gpu = looker.sample(
                 {"CUDA_VISIBLE_DEVICES": ",".join(map(str, (0, *MIG.mig_devices)))} if len(failures) % 2 else {}
             )
             assert bool(found) == (no_gpu is None)
@@ -253,7 +216,7 @@ def test_any_functions_may_fail_with_any_error(failures: dict[str, str]) -> None
                 }
                 assert unread <= set(gpu.missing) or "handle" in gpu.missing
                 assert gpu.gpm
-        gpus.close()
+        looker.close()
 
 
 @pytest.mark.parametrize(
@@ -277,21 +240,21 @@ def test_cuda_visible_devices(install, visible: str | None, order: str | None, i
     one = dataclasses.replace(MIG, name=A100.name)
     environment = {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
     environment |= {"CUDA_DEVICE_ORDER": order} if order else {}
-    gpus, no_gpu = second(install(boards=(A100, one)), environment)
+    found, no_gpu = second(install(boards=(A100, one)), environment)
     if indices is None:
-        assert (gpus, no_gpu) == ((), f"CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU")
+        assert (found, missing(no_gpu)) == ((), {"cuda-hidden"})
+        assert repr(visible) in no_gpu
     else:
-        assert [(gpu.index, gpu.cuda_index) for gpu in gpus] == indices
+        assert [(gpu.index, gpu.cuda_index) for gpu in found] == indices
 
 
 def test_numbers_of_unlike_gpus_are_not_guessed(install) -> None:
-    gpus, _ = second(install(boards=(T4, A100)), {"CUDA_VISIBLE_DEVICES": "0"})
-    assert [(gpu.index, gpu.cuda_index, gpu.missing["cuda_index"]) for gpu in gpus] == [
-        (0, None, UNKNOWN_ORDER),
-        (1, None, UNKNOWN_ORDER),
-    ]
-    gpus, _ = second(install(boards=(T4, A100)), {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    assert [(gpu.name, gpu.cuda_index) for gpu in gpus] == [(A100.name, 0)]
+    unlike = install(boards=(T4, A100))
+    found, _ = second(unlike, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [(gpu.index, gpu.cuda_index) for gpu in found] == [(0, None), (1, None)]
+    assert all(missing(gpu.missing["cuda_index"]) == {"cuda-order-unknown"} for gpu in found)
+    found, _ = second(unlike, {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert [(gpu.name, gpu.cuda_index) for gpu in found] == [(A100.name, 0)]
 
 
 def test_a_mig_device_has_its_own_memory_and_its_gpus_power(install) -> None:
@@ -326,57 +289,49 @@ def test_every_name_of_nvml_is_in_the_real_module() -> None:
     assert {name: getattr(FakeNvml, name) for name in constants} == {name: getattr(real, name) for name in constants}
 
 
-def test_a_forked_child_opens_nvml_for_itself(install, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install()
-    gpus = nvml.Gpus(1.0)
-    gpus.sample({})
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert gpus.sample({})[0][0].gpm == nvml.FIRST_SAMPLE
+def test_a_forked_child_opens_nvml_for_itself(system: System) -> None:
+    fake = system.nvml()
+    looker = gpus()
+    looker.sample({})
+    with system.forked():
+        assert missing(looker.sample({})[0][0].gpm) == {"first-sample"}
     assert fake.open == 2
 
 
-def test_a_forked_child_gives_nothing_of_its_parent_back(install, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install()
-    gpus = nvml.Gpus(1.0)
-    gpus.sample({})
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: -1)
-        gpus.close()
+def test_a_forked_child_gives_nothing_of_its_parent_back(system: System) -> None:
+    fake = system.nvml()
+    looker = gpus()
+    looker.sample({})
+    with system.forked():
+        looker.close()
     assert (fake.open, len(fake.gpm_samples)) == (1, 2)
 
 
 def test_a_driver_that_cannot_count_is_opened_anew_and_nothing_is_left_open(install) -> None:
     fake = install()
-    gpus = nvml.Gpus(1.0)
-    gpus.sample({})
+    looker = gpus()
+    looker.sample({})
     fake.failures["nvmlDeviceGetCount"] = "Unknown"
     for _ in range(3):
-        assert gpus.sample({}) == ((), "NVML cannot count the GPUs: the driver reports an unknown error")
+        found, no_gpu = looker.sample({})
+        assert (found, missing(no_gpu)) == ((), {"nvml-cannot-count"})
         assert (fake.open, fake.gpm_samples) == (0, set())
     fake.failures.clear()
-    assert gpus.sample({})[0][0].util_percent == 98.0
-    gpus.close()
+    assert looker.sample({})[0][0].util_percent == 98.0
+    looker.close()
     assert fake.open == 0
 
 
 def test_a_whole_gpu_with_mig_on_is_not_told_to_be_hopper(install) -> None:
     ((gpu,), _) = second(install(boards=(MIG,), failures={"nvmlGpmSampleGet": "NotSupported"}))
-    assert gpu.gpm.startswith(nvml.WHOLE_MIG)
+    assert missing(gpu.gpm) == {"whole-mig", "dcgm-not-asked"}
     assert gpu.power_watts == 648.312
 
 
 @pytest.mark.parametrize(("code", "value"), [(3, 12.5), (999, 12.5), (0, math.nan), (0, math.inf)])
-def test_a_metric_that_fails_by_itself_is_unknown(install, monkeypatch, code: int, value: float) -> None:
-    answer = FakeNvml.nvmlGpmMetricsGet
-
-    def with_error(self: FakeNvml, request: SimpleNamespace) -> None:
-        answer(self, request)
-        for metric in request.metrics:
-            if metric.metricId == self.NVML_GPM_METRIC_ANY_TENSOR_UTIL:
-                metric.nvmlReturn, metric.value = code, value  # with an error: what was in the memory before
-
-    monkeypatch.setattr(FakeNvml, "nvmlGpmMetricsGet", with_error)
-    ((gpu,), _) = second(install())
+def test_a_metric_that_fails_by_itself_is_unknown(install, code: int, value: float) -> None:
+    tensor_cores = FakeNvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
+    ((gpu,), _) = second(install(metrics={tensor_cores: (code, value)}))
     assert (gpu.tensor_active_percent, gpu.sm_active_percent) == (None, 93.1)
 
 

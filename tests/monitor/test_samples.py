@@ -7,8 +7,10 @@ import io
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -17,16 +19,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data import machine
 from flatout.monitor import GpuSample, HostSample, JsonLines, ProcessSample, Sample, Sampler, host, read_samples
-from tests.helpers import in_child
+from tests.helpers import in_child, room_for_files
 from tests.monitor.fake_nvml import A100, H100
+from tests.monitor.harness import System, remembers
+from tests.reasons import missing
 
 SAFETY = 30  # seconds, never reached where things work
 
 
 @given(st.data())
-def test_json_lines_give_equal_samples_back(data: st.DataObject) -> None:
+def test_json_lines_give_equal_samples_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     number = st.none() | st.floats(allow_nan=False, allow_infinity=False)
     missing = st.dictionaries(st.text(), st.text())
     gpu = st.builds(
@@ -53,12 +56,9 @@ def test_json_lines_give_equal_samples_back(data: st.DataObject) -> None:
     for sample in samples:
         write(sample)
     assert stream.getvalue().count("\n") == len(samples)
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"samples-{os.getpid()}.jsonl"
+    path = tmp_path_factory.getbasetemp() / "samples.jsonl"
     path.write_text(stream.getvalue(), encoding="utf-8")
-    try:
-        assert list(read_samples(path)) == samples
-    finally:
-        path.unlink()
+    assert list(read_samples(path)) == samples
 
 
 def test_a_file_is_continued_and_a_real_sample_comes_back(install, tmp_path: Path) -> None:
@@ -74,13 +74,15 @@ def test_a_file_is_continued_and_a_real_sample_comes_back(install, tmp_path: Pat
     assert list(read_samples(path)) == taken
     assert len(taken) == 4
     path.write_text('{"time": 1}\n')
-    with pytest.raises(ValueError, match=r"run\.jsonl, line 1 is no sample: 'host'"):
+    with pytest.raises(ValueError, match=r"run\.jsonl.* 1 .*'host'"):
         list(read_samples(path))
 
 
 def test_nan_is_refused_and_every_number_says_its_unit() -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        JsonLines(io.StringIO())(Sample(float("nan"), (), None, HostSample(1)))
+    stream = io.StringIO()
+    with pytest.raises(ValueError, match=r"nan|JSON compliant"):  # as Python words it
+        JsonLines(stream)(Sample(float("nan"), (), None, HostSample(1)))
+    assert stream.getvalue() == ""
     units = ("percent", "bytes", "bytes_per_second", "watts", "mhz", "celsius")
     plain = {
         "index",
@@ -110,7 +112,7 @@ def test_a_writer_that_fails_is_reported_once_and_the_others_go_on(install) -> N
         raise OSError("disk full")
 
     sampler = Sampler([broken, got.append])
-    with pytest.warns(UserWarning, match="stops a writer that failed: disk full"):
+    with pytest.warns(UserWarning, match="disk full"):
         sampler.take()
     sampler.take()  # a second warning would be an error
     sampler.take()
@@ -142,27 +144,24 @@ def test_a_warning_that_is_an_error_ends_neither_the_sampling_nor_the_other_writ
 
 
 def test_a_program_that_ends_while_sampling_ends_quietly() -> None:
-    code = "import time; from flatout.monitor import Sampler; Sampler(interval=1e-4).start(); time.sleep(0.05)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=4 * SAFETY, check=False)
+    code = """
+        import threading
+        from flatout.monitor import Sampler
+        begun = threading.Event()
+        Sampler(lambda sample: begun.set(), interval=1e-4).start()
+        begun.wait()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=4 * SAFETY, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_disk_that_fills_up_is_an_error_and_not_half_a_line(tmp_path: Path) -> None:
-    class Disk(io.BytesIO):
-        room = 5
-
-        def write(self, data: bytes) -> int:  # type: ignore[override]
-            if not self.room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written = super().write(data[: self.room])
-            self.room -= written
-            return written
-
-    writer = JsonLines(tmp_path / "run.jsonl")
-    writer.close()
-    writer._own = Disk()  # type: ignore[assignment]
-    with pytest.raises(OSError, match="No space left"):
-        writer(Sample(1.0, (), None, HostSample(1)))
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as write, room_for_files(5), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        write(Sample(1.0, (), None, HostSample(1)))
+    assert path.stat().st_size == 5
 
 
 def test_the_thread_samples_until_closed(install) -> None:
@@ -179,7 +178,7 @@ def test_the_thread_samples_until_closed(install) -> None:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "flatout-monitor")
         assert thread.daemon
         assert enough.wait(SAFETY)
-        with pytest.raises(RuntimeError, match="once"):
+        with pytest.raises(RuntimeError):
             sampler.start()
     assert not thread.is_alive()
     assert fake.open == 0
@@ -230,7 +229,7 @@ def test_a_forked_child_has_no_thread_and_may_sample_for_itself(install) -> None
 
 @pytest.mark.parametrize("interval", [0, -1.0, float("nan"), float("inf")])
 def test_an_interval_must_be_positive(interval: float) -> None:
-    with pytest.raises(ValueError, match="interval must be a positive number"):
+    with pytest.raises(ValueError, match=f"interval.* {interval}"):
         Sampler(interval=interval)
 
 
@@ -262,13 +261,14 @@ def test_cuda_visible_devices_is_the_watched_process_s(install) -> None:
     assert (gpu.index, gpu.cuda_index) == (1, 0)
 
 
-def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "psutil", None)
+def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(system: System) -> None:
+    system.without("psutil")
     sampler = Sampler()
     sampler.take()
     sample = sampler.take()
     assert sample.host.ram_used_bytes + sample.host.ram_available_bytes == sample.host.ram_total_bytes
-    assert sample.host.missing["cpu_percent"] == sample.host.missing["swap_used_bytes"] == host.NOT_INSTALLED
+    for name in ("cpu_percent", "swap_used_bytes"):
+        assert missing(sample.host.missing[name]) == {"psutil-not-installed"}
     assert (sample.processes, sample.pid_ended) == ((), False)
 
 
@@ -285,32 +285,27 @@ def test_where_no_file_can_be_opened_sampling_goes_on() -> None:
         sample = sampler.take()
         assert not sample.pid_ended
         assert sample.processes == whole.take().processes == ()
-        assert "Too many open files" in sample.host.missing["cpu_percent"]
+        assert os.strerror(errno.EMFILE) in sample.host.missing["cpu_percent"]
 
     assert in_child(work) == 0
 
 
-def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil = pytest.importorskip("psutil")
-
+def test_a_process_that_is_hidden_has_not_ended(system: System) -> None:
     def hidden(pid: int) -> None:
         raise psutil.NoSuchProcess(pid)
 
-    monkeypatch.setattr(psutil, "Process", hidden)  # as under /proc with hidepid, of another user
+    psutil = system.psutil(Process=hidden)  # as under /proc with hidepid, of another user
     assert host.Processes(os.getpid()).sample() == ((), False)
     assert host.Processes(2**22 + 1).sample() == ((), True)
 
 
-def test_a_process_that_may_not_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil = pytest.importorskip("psutil")
-
+def test_a_process_that_may_not_be_read_has_not_ended(system: System) -> None:
     def denied(self: object, *args: object, **kwargs: object) -> None:
         raise psutil.AccessDenied
 
+    psutil = pytest.importorskip("psutil")
     processes = host.Processes(os.getpid())
-    monkeypatch.setattr(psutil.Process, "status", denied)
-    monkeypatch.setattr(psutil.Process, "children", denied)
-    monkeypatch.setattr(psutil.Process, "create_time", denied)
+    system.psutil("Process", status=denied, children=denied, create_time=denied)
     assert processes.sample() == ((), False)
 
 
@@ -331,34 +326,26 @@ def test_processes_that_ended_are_forgotten() -> None:
     for _ in range(3):
         with subprocess.Popen(["sleep", "60"]) as child:
             assert child.pid in {process.pid for process in processes.sample()[0]}
+            assert remembers(processes, child.pid)
             child.kill()
-        children.append(str(child.pid))
+        children.append(child.pid)
     processes.sample()
-    assert not {key.split()[0] for key in processes._rates._last} & set(children)
+    assert not [pid for pid in children if remembers(processes, pid)]
 
 
-class Group:
-    """A folder of control groups, v2."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(machine, "control_groups", lambda controller: iter([root]))
-        self._root = root
-
-    def write(self, **files: str) -> None:
-        for name, text in files.items():
-            (self._root / name.replace("_", ".")).write_text(text)
+VERSION_2 = {"proc__self__cgroup": "0::/\n", "sys__fs__cgroup__cpu.max": "50000 100000"}
 
 
-def test_a_containers_limits_are_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_limits_are_what_counts(system: System) -> None:
     pytest.importorskip("psutil")
-    group = Group(tmp_path, monkeypatch)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    group.write(memory_max=str(2**20), memory_current=str(2**19), cpu_max="50000 100000", cpu_stat="usage_usec 1000000")
+    clock = system.clock()
+    system.cpus(0, 1)
+    memory = {"sys__fs__cgroup__memory.max": str(2**20), "sys__fs__cgroup__memory.current": str(2**19)}
+    system.files(**VERSION_2, **memory, **{"sys__fs__cgroup__cpu.stat": "usage_usec 1000000"})
     looker = host.Host()
-    clock = iter([10.0, 12.0])
-    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
     looker.sample()
-    group.write(cpu_stat="usage_usec 1600000")
+    clock.now += 2.0
+    system.files(**{"sys__fs__cgroup__cpu.stat": "usage_usec 1600000"})
     found = looker.sample()
     assert found.ram_total_bytes == 2**20
     assert found.ram_available_bytes == found.ram_used_bytes == 2**19
@@ -366,29 +353,32 @@ def test_a_containers_limits_are_what_counts(tmp_path: Path, monkeypatch: pytest
     assert found.cores == 1
 
 
-@pytest.mark.parametrize("accounts", ["cpu/a", "cpuacct/a"])
-def test_cpu_time_of_the_first_version_of_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounts: str
-) -> None:
-    for folder in ("cpu/a", "cpuacct/a", "proc/self"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("2:cpuacct:/a\n1:cpu:/a\n")
-    (tmp_path / "cpu/a/cpu.cfs_quota_us").write_text("50000")
-    (tmp_path / "cpu/a/cpu.cfs_period_us").write_text("100000")
-    (tmp_path / accounts / "cpuacct.usage").write_text("1500000000\n")
-    (tmp_path / "cpuacct/cpuacct.usage").write_text("9\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
-    group, quota = host._quota()
-    assert (group, quota) == (tmp_path / "cpu/a", 0.5)
-    assert machine.used_seconds(group) == 1.5
-    (tmp_path / accounts / "cpuacct.usage").unlink()
-    with pytest.raises(OSError, match="does not tell"):
-        machine.used_seconds(group)
+@pytest.mark.parametrize("accounts", ["cpu__a", "cpuacct__a"])
+def test_cpu_time_of_the_first_version_of_control_groups(system: System, accounts: str) -> None:
+    pytest.importorskip("psutil")
+    clock = system.clock()
+    system.cpus(0, 1)
+    system.files(
+        proc__self__cgroup="2:cpuacct:/a\n1:cpu:/a\n",
+        **{
+            "sys__fs__cgroup__cpu__a__cpu.cfs_quota_us": "50000",
+            "sys__fs__cgroup__cpu__a__cpu.cfs_period_us": "100000",
+            "sys__fs__cgroup__cpuacct__cpuacct.usage": "9\n",
+            "sys__fs__cgroup__cpuacct__a__tasks": "",
+        },
+    )
+    usage = f"sys__fs__cgroup__{accounts}__cpuacct.usage"
+    looker = host.Host()
+    for nanoseconds in (1_500_000_000, 2_100_000_000):
+        system.files(**{usage: f"{nanoseconds}\n"})
+        found = looker.sample()
+        clock.now += 2.0
+    assert found.cpu_percent == pytest.approx(60.0)
+    system.files(**{usage: ""})
+    assert missing(looker.sample().missing["cpu_percent"]) == {"container-silent"}
 
 
-def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil = pytest.importorskip("psutil")
+def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(system: System) -> None:
     times = collections.namedtuple("times", "user nice system idle iowait irq softirq steal guest guest_nice")
     looks = iter(
         [
@@ -396,13 +386,13 @@ def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(mon
             [times(4.0, *[0.0] * 9), times(0.5, 0.0, 0.5, 2.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.0)],  # guests are in user
         ]
     )
-    clock = iter([10.0, 14.0])
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: next(looks))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
-    monkeypatch.setattr(machine, "control_groups", lambda controller: iter([]))
-    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
+    system.psutil(cpu_times=lambda percpu: next(looks))
+    system.cpus(1)
+    system.files()  # no container's limits
+    clock = system.clock()
     looker = host.Host()
     assert looker.sample().cpu_percent is None
+    clock.now += 4.0
     found = looker.sample()
     assert found.per_cpu_percent == (25.0,)
     assert found.cpu_percent == 25.0
@@ -414,26 +404,33 @@ def test_rates_survive_counters_that_begin_anew() -> None:
     assert [rates.per_second("x", *look) for look in looks] == [None, 100.0, None, None, 10.0]
 
 
-def test_the_private_memory_of_one_process_is_looked_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System) -> None:
+    """To tell it the system walks all pages of a process; this takes one part in a hundred of the time."""
     pytest.importorskip("psutil")
     asked: list[int] = []
-    clock = [0.0]
+    clock = system.clock()
 
     def costly(pid: int) -> int:
         asked.append(pid)
-        clock[0] += 1.0  # a second each
-        return 1
+        clock.now += 1.0
+        return len(asked)
 
-    monkeypatch.setattr(machine, "private_memory", costly)
-    monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
-    processes = host.Processes(os.getpid())
-    for pids in ([1, 2], [1, 2]):
-        processes._look_up_one_uss(pids)
-    assert asked == [1]
-    for _ in range(3):
-        clock[0] += 100.0
-        processes._look_up_one_uss([1, 2])
-    assert asked == [1, 2, 1, 2]
+    system.private_memory(costly)
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as root:
+        assert root.stdout is not None
+        child = int(root.stdout.readline())
+        processes = host.Processes(root.pid)
+        for _ in range(2):
+            found, _ = processes.sample()
+        assert asked == [root.pid]
+        assert {one.pid: one.uss_bytes for one in found} == {root.pid: 1, child: None}
+        for _ in range(3):
+            clock.now += 100.0
+            found, _ = processes.sample()
+        os.killpg(root.pid, signal.SIGKILL)
+    assert asked == [root.pid, child, root.pid, child]
+    assert {one.pid: one.uss_bytes for one in found} == {root.pid: 3, child: 4}
 
 
 def test_the_kernels_own_threads_are_left_out() -> None:
