@@ -10,6 +10,7 @@ import traceback
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout._backends import SDP_KERNELS
 
@@ -107,6 +108,24 @@ def snapshot(model, optimizer=None):
             {k: _picture(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
     return seen
+
+
+class Operators(TorchDispatchMode):
+    """Inside, the names of all operators but the profiler's ranges are noted in ``names``."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "profiler":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def job_of(run):
+    """Return the job that a run steps. Techniques, trials and monitors take a job, and ``Run`` shows it nowhere."""
+    return run._job
 
 
 def in_child(work) -> int:

@@ -5,6 +5,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from flatout.techniques import REGISTRY, Measured
+
+NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
+"""All that optimize could choose, forbidden."""
+
+
+def trial_step():
+    """Return techniques that change nothing, and yet have steps taken and taken back, as before every trial."""
+    return NO_TECHNIQUES | {"cpu_threads": torch.get_num_threads()}
+
+
 QUICK = {"compile": False, "precision": False, "workers": False}
 """Without what takes seconds; compile and precision have tests of their own."""
 

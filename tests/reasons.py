@@ -7,10 +7,35 @@ from typing import Any
 
 # code: what the sentence contains, as a regular expression
 PATTERNS: dict[str, str] = {
+    "accumulated-gradients-lost": "before it are lost",
     "asked-for": "asks for it",
+    "assumes-mean-over-samples": "if the loss is a mean over samples",
+    "batch-not-splittable": "cannot be taken apart",
+    "batchnorm-sees-parts": "BatchNorm normalises each part",
     "budget-spent": "budget",
+    "computed-in-parts": "computed in parts",
+    "deterministic": "deterministic=True: it may change",
+    "for-inference": "for inference",
+    "forbidden": "does without it",
+    "hooks-see-parts": "hooks see the gradients of each part",
+    "hooks-use-gradients": "hooks use the gradients",
+    "is-a-rule": "is a rule",
+    "loss-not-finite": "output is finite, but the loss is not",
+    "measured-cost": "a step takes .* ms with it and .* without",
+    "memory-of-parameters": "Parameters that are trained take .*, gradients as much",
     "nothing-raced": "no time left to race it",
     "nothing-timed": "nothing was timed",
+    "random-numbers-per-part": "random numbers .* are drawn for each part",
+    "random-samples": "a sample draws|dataset is random",
+    "ranks-apart": r"synchronized between \d+ ranks",
+    "single-sample-too-large": "a single sample does not fit",
+    "try-8-bit-moments": "moments of 8 bits",
+    "try-bf16": "precision='bf16'",
+    "try-checkpointing": r"torch\.utils\.checkpoint",
+    "try-smaller-batches": "smaller batches from the loader",
+    "unknown-cost": "what it costs is not known",
+    "update-left-out": "was left out",
+    "update-retried": "an update ran out of memory, and went well",
 }
 
 

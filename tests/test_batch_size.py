@@ -19,7 +19,7 @@ from flatout.measure.tuner import Tuner
 from flatout.techniques import REGISTRY, Measured
 from flatout.techniques.batch_size import BatchSwitch
 from tests.helpers import snapshot
-from tests.test_recovery import Trap
+from tests.trap import Trap
 
 OTHERS = {t.name: False for t in REGISTRY if isinstance(t, Measured) and t.name != "batch_size"}
 

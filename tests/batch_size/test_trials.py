@@ -9,7 +9,7 @@ import flatout
 from flatout.batch_size.trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from flatout.data.machine import available_memory
 from flatout.techniques import REGISTRY, Measured
-from tests.test_recovery import Trap
+from tests.trap import Trap
 
 PLAIN = {t.name: False for t in REGISTRY if isinstance(t, Measured)}
 WIDTH = 256
