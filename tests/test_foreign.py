@@ -11,24 +11,28 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatout
 from flatout.measure.state import State
-from flatout.optim.update import _steps_at_once
-from tests.helpers import bits, snapshot
-from tests.jobs import QUICK
+from tests.helpers import Operators, bits, snapshot
+from tests.jobs import NO_TECHNIQUES, trial_step
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
-QUICKLY = QUICK | dict.fromkeys(("fused_optimizer", "channels_last", "in_memory", "cpu_threads", "precision"), False)
-
 
 def make_job():
+    """Return a job whose batches differ in size, so that each is stepped when a technique is forced."""
     generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(4)]
+    batches = [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in (8, 7, 6, 5)]
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     return model, batches, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def tried(model, batches, opt, *loss_fn, **how):
+    """Return a run after a step on each batch that was taken back; nothing is measured."""
+    return flatout.optimize(model, batches, opt, *loss_fn, techniques=trial_step(), budget=0, **how)
 
 
 def make_critic():
@@ -105,8 +109,7 @@ def test_a_second_optimizer_leaves_no_trace(way):
     model, batches, opt = make_job()
     critic, optimizer = make_critic()
     before = snapshot(critic, optimizer), snapshot(model, opt)
-    run = flatout.optimize(model, batches, opt, compute_loss=way(critic, optimizer), techniques=QUICKLY, budget=0)
-    run.undo()
+    tried(model, batches, opt, compute_loss=way(critic, optimizer)).undo()
     assert (snapshot(critic, optimizer), snapshot(model, opt)) == before
 
 
@@ -124,9 +127,8 @@ def test_measured_trials_of_a_second_optimizer_leave_no_trace_and_training_is_th
     model, batches, opt = make_job()
     critic, optimizer = make_critic()
     before = snapshot(critic, optimizer)
-    run = flatout.optimize(
-        model, batches, opt, compute_loss=by_closure(critic, optimizer), techniques=QUICKLY, budget=1
-    )
+    loss = by_closure(critic, optimizer)
+    run = flatout.optimize(model, batches, opt, compute_loss=loss, techniques=NO_TECHNIQUES, budget=1)
     assert snapshot(critic, optimizer) == before
     torch.manual_seed(1)
     assert [run.step(batch).item() for batch in run.loader] == expected
@@ -146,15 +148,8 @@ def test_an_optimizer_inside_the_model_leaves_no_trace():
     model = Model()
     opt = torch.optim.SGD(model.body.parameters(), lr=0.1)
     before = snapshot(model, model.critics)
-    run = flatout.optimize(
-        model,
-        batches,
-        opt,
-        compute_loss=lambda model, batch: gan_loss(model.body, batch, model.critic, model.critics),
-        techniques=QUICKLY,
-        budget=0,
-    )
-    run.undo()
+    loss = lambda model, batch: gan_loss(model.body, batch, model.critic, model.critics)  # noqa: E731
+    tried(model, batches, opt, compute_loss=loss).undo()
     assert snapshot(model, model.critics) == before
 
 
@@ -172,8 +167,7 @@ def test_optimizers_that_step_in_the_backward_leave_no_trace():
     for p in extra.parameters():
         p.register_post_accumulate_grad_hook(step)
     before = snapshot(model)
-    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=1)
-    run.undo()
+    tried(model, batches, opt, functional.cross_entropy).undo()
     assert snapshot(model) == before
     assert not any(optimizer.state for optimizer in optimizers.values())
 
@@ -192,9 +186,10 @@ def test_an_optimizer_that_is_not_found_raises_before_its_first_step(from_call):
 
     before = snapshot(critic, optimizer), snapshot(model, opt), random.getstate()
     with pytest.raises(RuntimeError, match=r"flatout\.optim\.fuse"):
-        flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=5)
+        tried(model, batches, opt, compute_loss=compute_loss)
     assert (snapshot(critic, optimizer), snapshot(model, opt), random.getstate()) == before
-    optimizer.step()  # nobody looks any more
+    assert calls == from_call
+    optimizer.step()  # nothing looks at steps any more
 
 
 def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
@@ -208,7 +203,7 @@ def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
             optimizer.step()
         return functional.cross_entropy(model(batch[0]), batch[1])
 
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    tried(model, batches, opt, compute_loss=compute_loss)
 
 
 class Average:
@@ -262,7 +257,7 @@ def test_averages_of_the_weights_leave_no_trace(make):
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     before = average.picture()
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+    tried(model, batches, opt, compute_loss=compute_loss)
     assert average.picture() == before
 
 
@@ -280,7 +275,7 @@ def test_an_average_that_is_first_written_to_later_is_an_error():
 
     before = snapshot(model, opt)
     with pytest.raises(RuntimeError, match="compute_loss"):
-        flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+        tried(model, batches, opt, compute_loss=compute_loss)
     assert snapshot(model, opt) == before
 
 
@@ -300,8 +295,21 @@ def test_a_scaler_and_a_scheduler_in_the_loss_leave_no_trace():
         return functional.cross_entropy(output, batch[1])
 
     before = scaler.state_dict(), scheduler.state_dict(), snapshot(critic, optimizer)
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    tried(model, batches, opt, compute_loss=compute_loss)
     assert (scaler.state_dict(), scheduler.state_dict(), snapshot(critic, optimizer)) == before
+
+
+class Copies(TorchDispatchMode):
+    """Inside, the shapes of all tensors that are copied are noted in ``shapes``."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::clone", "aten::_to_copy"):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
@@ -311,11 +319,12 @@ def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
     def compute_loss(model, batch):
         return functional.mse_loss(model(batch[0]), teacher(batch[0]) + bias)
 
-    copies = State.capture([], code=[compute_loss])._saved.copied_bytes
-    assert copies == 0
+    with Copies() as copies:
+        State.capture([], code=[compute_loss])
+    assert not copies.shapes
     model, batches, opt = make_job()
     before = snapshot(teacher)
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    tried(model, batches, opt, compute_loss=compute_loss)
     assert snapshot(teacher) == before
     assert bias.grad is None
 
@@ -333,14 +342,12 @@ class Observed(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("budget", [0, 1])
-def test_buffers_that_forward_resizes_are_as_before(budget):
+def test_buffers_that_forward_resizes_are_as_before():
     _, batches, _ = make_job()
     model = Observed()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     before = snapshot(model, opt)
-    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=budget)
-    run.undo()
+    tried(model, batches, opt, functional.cross_entropy).undo()
     assert snapshot(model, opt) == before
 
 
@@ -370,8 +377,7 @@ class DrawsInSteps(torch.optim.SGD):
             total += p.detach()
 
 
-@pytest.mark.parametrize("budget", [0, 1])
-def test_what_model_and_optimizer_keep_in_attributes_is_as_before(budget):
+def test_what_model_and_optimizer_keep_in_attributes_is_as_before():
     _, batches, _ = make_job()
     model = Draws()
     opt = DrawsInSteps(model.parameters())
@@ -380,7 +386,7 @@ def test_what_model_and_optimizer_keep_in_attributes_is_as_before(budget):
         return bits(model.noise.get_state()), opt.noise.getstate(), [bits(t) for t in opt.sums], snapshot(model, opt)
 
     before = picture()
-    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, budget=budget)
+    run = tried(model, batches, opt, functional.cross_entropy)
     run.undo()
     assert picture() == before
     run.step(batches[0])
@@ -407,10 +413,10 @@ def test_a_failure_restores_everything_but_what_cannot_be_restored():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     before = bits(model.weight)
     with pytest.raises(KeyError, match="labels") as failed:
-        flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=QUICKLY, deterministic=True)
+        tried(model, batches, opt, functional.cross_entropy, deterministic=True)
     assert "resiz" in failed.value.__notes__[0]
     assert bits(model.weight) == before
-    assert not torch.are_deterministic_algorithms_enabled()  # turned off behind the state
+    assert not torch.are_deterministic_algorithms_enabled()  # turned off after the state is restored
 
 
 @pytest.mark.filterwarnings("error")
@@ -422,7 +428,7 @@ def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
         batches,
         torch.optim.SGD(model.parameters(), lr=0.1),
         nn.CrossEntropyLoss(),
-        techniques=QUICKLY | {"batch_size": {"micro_batch": 4}},
+        techniques=NO_TECHNIQUES | {"batch_size": {"micro_batch": 4}},
         budget=0,
     )
     assert model.min_val.shape == (0,)
@@ -431,19 +437,22 @@ def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
 
 
 def test_looking_at_steps_keeps_no_update_from_its_fast_path():
+    """The fast path sets gradients once. A user's hook may change them, so that they are set again."""
+
+    def settings_per_update(work):
+        with Operators() as seen:
+            work()
+        return seen.names.count("flatout::set_grads") / seen.names.count("flatout::step_bucket_")
+
     model, batches, _ = make_job()
     opt = flatout.optim.SGD(model.parameters(), lr=0.1)
-    at_once = set()
-
-    def compute_loss(model, batch):
-        at_once.add(_steps_at_once(opt))
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
-    assert at_once == {True}
+    loss = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    in_trials = settings_per_update(lambda: tried(model, batches, opt, compute_loss=loss))
+    loss(model, batches[0]).backward()
+    assert in_trials == settings_per_update(lambda: flatout.optim.update(opt))
     handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: None)
     try:
-        assert not _steps_at_once(opt)
+        assert in_trials < settings_per_update(lambda: flatout.optim.update(opt))
     finally:
         handle.remove()
 
@@ -455,7 +464,7 @@ def test_a_dead_proxy_is_no_obstacle():
     def compute_loss(model, batch, proxy=proxy):
         return functional.cross_entropy(model(batch[0]), batch[1])
 
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=0)
+    tried(model, batches, opt, compute_loss=compute_loss)
 
 
 def test_a_module_that_shares_the_models_memory_is_no_error():
@@ -468,6 +477,6 @@ def test_a_module_that_shares_the_models_memory_is_no_error():
         return functional.cross_entropy(model(batch[0]) + twin(batch[0]), batch[1])
 
     before = snapshot(model, opt), snapshot(twin)
-    flatout.optimize(model, batches, opt, compute_loss=compute_loss, techniques=QUICKLY, budget=1)
+    tried(model, batches, opt, compute_loss=compute_loss)
     assert (snapshot(model, opt), snapshot(twin)) == before
     assert lazy.has_uninitialized_params()
