@@ -18,6 +18,7 @@ from flatout.data import InMemoryLoader
 from flatout.techniques import REGISTRY, Rule
 from tests.helpers import snapshot
 from tests.jobs import QUICK, Net, SlowSamples, make_data
+from tests.reasons import reasons
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -52,7 +53,7 @@ ONE_SHOT: dict[str, Callable[[], Any]] = {
 def test_an_iterator_is_refused_at_once_and_keeps_its_batches(make: Callable[[], Any]) -> None:
     loader, model = make(), Net()
     before = snapshot(model)
-    with pytest.raises(TypeError, match="loader must be iterable more than once"):
+    with pytest.raises(TypeError, match=r"^loader"):
         tuned(loader, model=model)
     assert snapshot(model) == before
     assert len(list(loader)) == len(list(make()))
@@ -105,15 +106,15 @@ class Once:
 def test_an_epoch_without_a_batch_is_an_error_where_it_happens() -> None:
     run = tuned(Once())
     assert len([run.step(batch) for batch in run.loader]) == 6
-    with pytest.raises(ValueError, match="loader must yield batches in every epoch, got a Once"):
+    with pytest.raises(ValueError, match=r"loader.*Once"):
         next(iter(run.loader))
-    with pytest.raises(ValueError, match="loader must yield batches"):
+    with pytest.raises(ValueError, match=r"loader.*Once"):
         run.fit(1, progress=False)
 
 
 def test_an_eval_loader_that_cannot_begin_again_is_refused_before_training() -> None:
     run = tuned()
-    with pytest.raises(TypeError, match="eval_loader must be iterable more than once"):
+    with pytest.raises(TypeError, match="eval_loader"):
         run.fit(2, eval_loader=iter(batches()), progress=False)
     assert run.steps == 0
     assert len(run.fit(1, eval_loader=iter(batches()), progress=False)) == 1
@@ -136,7 +137,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 def test_the_scheduler_of_another_optimizer_is_refused(make: Callable[[torch.optim.Optimizer], Any]) -> None:
     model = Net()
     mine, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
-    with pytest.raises(ValueError, match="scheduler must be made for the optimizer"):
+    with pytest.raises(ValueError, match=r"scheduler.*optimizer"):
         tuned(model=model, optimizer=other, scheduler=make(mine))
     run = tuned(model=model, optimizer=mine, scheduler=make(mine))
     run.fit(1, progress=False)
@@ -180,7 +181,7 @@ def test_a_scheduler_of_the_users_own_needs_a_step() -> None:
     tuned(scheduler=own).fit(1, progress=False)
     assert own.steps == 6
     for wrong in (Own, torch.optim.lr_scheduler.StepLR, lambda step: 0.1):
-        with pytest.raises(TypeError, match="scheduler must have a step"):
+        with pytest.raises(TypeError, match=r"scheduler.*step"):
             tuned(scheduler=wrong)
 
 
@@ -272,9 +273,10 @@ def test_what_is_so_already_is_not_refused() -> None:
 
 def test_workers_that_are_asked_for_load_the_batches() -> None:
     loader = DataLoader(SlowSamples(), batch_size=16)
-    run = tuned(loader, techniques={"compile": False, "precision": False, "workers": 1}, budget=2)
+    run = tuned(loader, techniques={"compile": False, "precision": False, "workers": 1})
     assert run.plan.decisions["workers"]["num_workers"] == 1
-    assert "in_memory" not in run.plan.decisions
+    assert run.report.row("in_memory").status == "not tried"
+    assert reasons(run.report.row("in_memory")) == {"forbidden"}
 
 
 def test_a_plan_may_hold_what_does_not_apply_here() -> None:
@@ -309,8 +311,9 @@ def test_choices_that_agree_may_be_given_twice() -> None:
 
 @pytest.mark.parametrize("rule", [t for t in REGISTRY if isinstance(t, Rule)], ids=lambda rule: rule.name)
 def test_a_rule_is_not_called_unknown(rule: Rule) -> None:
-    with pytest.raises(ValueError, match="is a rule") as refused:
+    with pytest.raises(ValueError, match=rule.name) as refused:
         tuned(techniques={rule.name: False})
+    assert "is-a-rule" in reasons(str(refused.value))
     assert (f"optimize({rule.argument}=" in str(refused.value)) == bool(rule.argument)
 
 
@@ -336,7 +339,7 @@ def test_what_is_asked_for_decides_about_what_it_needs_unless_that_is_given(name
 
 
 def test_techniques_are_a_dict() -> None:
-    with pytest.raises(TypeError, match="techniques must be a dict"):
+    with pytest.raises(TypeError, match=r"techniques.*dict"):
         tuned(techniques=["compile"])
 
 
@@ -347,7 +350,7 @@ def test_a_batch_without_samples_is_refused() -> None:
     for at in range(3):
         loader = batches()
         loader[at] = loader[at][0][:0], loader[at][1][:0]
-        with pytest.raises(ValueError, match=f"at least one sample, got none in batch {at}"):
+        with pytest.raises(ValueError, match=rf"\b{at}\b"):
             tuned(loader)
 
 
@@ -371,9 +374,9 @@ def test_a_batch_without_samples_does_not_count_in_an_evaluation() -> None:
 def test_a_lazy_model_is_refused_until_it_has_run_once() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)  # torch allows it before
-    with pytest.raises(ValueError, match=r"model must be initialized, got '0\.weight'"):
+    with pytest.raises(ValueError, match=r"model.*'0\.weight'"):
         tuned(model=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="loss_fn must be initialized"):
+    with pytest.raises(ValueError, match=r"loss_fn.*'weight'"):
         tuned(loss_fn=nn.LazyLinear(1))
     model(next(iter(batches()))[0])
     tuned(model=model, optimizer=optimizer).fit(1, progress=False)
@@ -383,14 +386,14 @@ def test_a_model_on_meta_is_refused_until_it_has_memory() -> None:
     with torch.device("meta"):
         model, loss = Net(), nn.CrossEntropyLoss(weight=torch.ones(3))
     early = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="model must have its weights in memory"):
+    with pytest.raises(ValueError, match=r"model.*meta"):
         tuned(model=model, optimizer=early)
-    with pytest.raises(ValueError, match="loss_fn must have its weights in memory"):
+    with pytest.raises(ValueError, match=r"loss_fn.*meta"):
         tuned(loss_fn=loss)
     model.to_empty(device="cpu").load_state_dict(Net().state_dict())
-    with pytest.raises(ValueError, match="optimizer must be made"):
+    with pytest.raises(ValueError, match=r"optimizer.*meta"):
         tuned(model=model, optimizer=early)
     tuned(model=model).fit(1, progress=False)
     model.body[1] = nn.BatchNorm1d(16, device="meta")  # a part alone
-    with pytest.raises(ValueError, match=r"'body.1.weight' on the meta device"):
+    with pytest.raises(ValueError, match=r"'body\.1\.weight'.*meta"):
         tuned(model=model)
