@@ -25,6 +25,7 @@ import torch
 from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tests.clock import Clock, simulated
 from tests.process_state import put_back
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -107,6 +108,22 @@ def ended_workers() -> Iterator[None]:
     if multiprocessing.active_children():
         for iterator in [value for value in gc.get_objects() if type(value) is _MultiProcessingDataLoaderIter]:
             iterator._shutdown_workers()
+
+
+@pytest.fixture(scope="session")
+def simulated_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Peaks that simulated clocks measured, which no other test may read."""
+    return tmp_path_factory.mktemp("simulated")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Clock]:
+    """Simulated clock in the place of ``time.perf_counter``: tests advance it, often by ``TimedStep``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(simulated_cache))
+    monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # no test looks at a peak that takes ticks
+    clock = Clock()
+    with simulated(clock):
+        yield clock
 
 
 @pytest.fixture

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
-
-TICK = 2e-4
-"""Seconds between two readings of the clock, so that loops that wait for a moment end."""
+from tests.clock import Clock, TimedStep, simulated
 
 SAMPLES = 96
 BATCH_SIZE = 16
 CLASSES = 3
-
-
-class Clock:
-    """Replacement of ``time.perf_counter`` that only the job advances."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += TICK
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass(frozen=True)
@@ -96,42 +76,19 @@ JOBS: dict[str, Simulated] = {
 }
 
 
-class SimulatedStep:
-    """Loss function that advances the clock by the time of a whole step."""
+class SimulatedStep(TimedStep):
+    """Loss function that takes the time of a job's step."""
 
     def __init__(self, job: Simulated, clock: Clock) -> None:
+        super().__init__(clock)
         self._job = job
-        self._clock = clock
         self._noise = random.Random(7)
-        self.model: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.threads = torch.get_num_threads()
-        self._autocast = False
 
-    def begins(self, *_: object) -> None:
-        """Note whether autocast is on, which flatout turns on inside the call of the model alone."""
-        self._autocast = torch.is_autocast_enabled("cpu")
-
-    def _active(self) -> set[str]:
-        assert self.model is not None
-        weights = [p for p in self.model.parameters() if p.dim() == 4]
-        found = {
-            "precision": self._autocast,
-            "cpu_threads": torch.get_num_threads() != self.threads,
-            "fused_optimizer": type(self.optimizer).__module__.startswith("flatout"),
-            "channels_last": any(not p.is_contiguous() for p in weights),
-        }
-        return {name for name, is_active in found.items() if is_active}
-
-    def passes(self, samples: int) -> None:
+    def seconds(self, samples: int) -> float:
         seconds = self._job.step_ms / 1e3 * samples / BATCH_SIZE
-        for name in sorted(self._active()):
+        for name in sorted(self.active):
             seconds *= self._job.factors.get(name, 1.0)
-        self._clock.advance(seconds * max(0.1, self._noise.gauss(1.0, self._job.noise)))
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self.passes(len(target))
-        return functional.cross_entropy(output, target)
+        return seconds * max(0.1, self._noise.gauss(1.0, self._job.noise))
 
 
 class Small(nn.Module):
@@ -184,34 +141,21 @@ def _loader(job: Simulated, clock: Clock) -> DataLoader[Any]:
     return DataLoader(samples, BATCH_SIZE, shuffle=True)
 
 
-@contextlib.contextmanager
-def _simulated(clock: Clock) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with mock.patch.object(time, "perf_counter", clock), mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
     """Tune the job on a simulated clock, and return what ``use`` makes of the tuned run."""
     clock = Clock()
-    with _simulated(clock):
+    with simulated(clock):
         torch.manual_seed(0)
         model = Small(job.model)
         step = SimulatedStep(job, clock)
-        step.model = model
-        model.layers.register_forward_pre_hook(step.begins)
         arguments = dict(job.arguments)
         arguments["techniques"] = REAL_TIME | arguments.get("techniques", {})
         if job.form == "inference":
             model.eval()
             model.register_forward_hook(lambda _, __, output: step.passes(len(output)))
         elif job.form == "step":
-            step.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            arguments["optimizer"] = step.optimizer
+            arguments["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step.watch(model, arguments.get("optimizer"))
         if job.form != "inference":
             arguments["loss_fn"] = step
         tuned = flatout.optimize(model, _loader(job, clock), **arguments)
