@@ -8,33 +8,51 @@ from typing import Any
 # code: what the sentence contains, as a regular expression
 PATTERNS: dict[str, str] = {
     "accumulated-gradients-lost": "before it are lost",
+    "adam-needs-sqrt-rule": "lr_rule='sqrt'",
     "asked-for": "asks for it",
     "assumes-mean-over-samples": "if the loss is a mean over samples",
+    "batch-exceeds-memory": "do not fit into memory",
     "batch-not-splittable": "cannot be taken apart",
-    "batchnorm-sees-parts": "BatchNorm normalises each part",
+    "batchnorm-sees-parts": r"BatchNorm (would normalise|normalises) each part",
     "budget-spent": "budget",
     "computed-in-parts": "computed in parts",
     "deterministic": "deterministic=True: it may change",
+    "exceeds-host-memory": "the samples take .* bytes, the budget is",
     "for-inference": "for inference",
     "forbidden": "does without it",
     "hooks-see-parts": "hooks see the gradients of each part",
     "hooks-use-gradients": "hooks use the gradients",
     "is-a-rule": "is a rule",
+    "large-batch-warning": "Keskar",
+    "loader-not-resizable": r"not exactly a DataLoader|a batch_sampler of its own",
     "loss-not-finite": "output is finite, but the loss is not",
+    "loss-unknown-in-16-bits": "in 16 bits a trial cannot tell",
+    "lr-kept": "the learning rate stays",
+    "lr-scaled": "learning rate .* →",
+    "lr-warmup": "warmed up over",
     "measured-cost": "a step takes .* ms with it and .* without",
     "memory-of-parameters": "Parameters that are trained take .*, gradients as much",
+    "not-faster": "^a step takes .* ms with it and .* ms without",
+    "not-rewindable": "cannot be rewound",
     "nothing-raced": "no time left to race it",
     "nothing-timed": "nothing was timed",
+    "numerics-differ": r"(outputs|gradients|losses) differ by",
+    "other-sizes-fail": "other sizes fail",
+    "out-of-memory": "ran out of memory",
+    "pays-together-only": "it pays in the company of",
     "random-numbers-per-part": "random numbers .* are drawn for each part",
     "random-samples": "a sample draws|dataset is random",
     "ranks-apart": r"synchronized between \d+ ranks",
     "single-sample-too-large": "a single sample does not fit",
+    "slower-together": "everything kept together ran at",
+    "tried-as-pair": "tried together with",
     "try-8-bit-moments": "moments of 8 bits",
     "try-bf16": "precision='bf16'",
     "try-checkpointing": r"torch\.utils\.checkpoint",
     "try-smaller-batches": "smaller batches from the loader",
     "unknown-cost": "what it costs is not known",
     "update-left-out": "was left out",
+    "update-resized": "an update has .* samples instead of",
     "update-retried": "an update ran out of memory, and went well",
 }
 
@@ -150,3 +168,20 @@ def finding_code(finding: Any) -> str:
     text = f"{finding.name} {finding.found} {finding.fix}"
     (code,) = (code for code, pattern in FINDINGS.items() if re.search(pattern, text, re.DOTALL))
     return code
+
+
+# code: what bounds a batch size that was searched for, as a regular expression
+BOUNDS: dict[str, str] = {
+    "larger-does-not-fit": "memory holds no more",
+    "larger-gains-little": "more gain less than",
+    "larger-is-slower": "more are slower",
+    "larger-not-allowed": "more are not allowed",
+    "larger-untried": "more may be faster, but were not tried",
+    "nothing-fits": "none of the sizes tried fits",
+    "size-did-not-fit": "did not fit",
+}
+
+
+def bounds(text: str) -> set[str]:
+    """Return the codes of the reason for a batch size."""
+    return reasons(text, BOUNDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -15,31 +14,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.job import Job
-from flatout.measure import tuner
 from flatout.measure.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
 from flatout.measure.state import State
-from flatout.techniques import StepTechnique, Switch
+from flatout.techniques import Switch
 from flatout.techniques.precision import AutocastSwitch
+from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import Net, make_data, make_job
+from tests.measure.harness import Candidate, Change, job_of
+from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
 
-
-def make(model: nn.Module, *, accumulate: int = 1, optimizer: bool = True, **changes: Any) -> tuple[Job, list[Any]]:
+def make(model: nn.Module, *, optimizer: bool = True, **settings: Any) -> tuple[Job, list[Any]]:
     batches = list(DataLoader(make_data(64), batch_size=16))
-    job = Job(
-        model=model,
-        loader=batches,
-        source=batches,
-        optimizer=torch.optim.Adam(model.parameters(), 0.01) if optimizer else None,
-        loss_fn=functional.cross_entropy,
-        compute_loss=None,
-        device=torch.device("cpu"),
-        accumulate=accumulate,
-        **changes,
-    )
-    return job, batches
+    return job_of(
+        model, batches, torch.optim.Adam(model.parameters(), 0.01) if optimizer else None, **settings
+    ), batches
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -80,19 +70,16 @@ def test_each_of_the_three_fails_by_itself_and_says_so() -> None:
     assert not any(d.fails for d in compare(same, same))
     wrong = {"a": torch.ones(4), "b": torch.tensor([1.0, 1.5])}
     cases = {
-        "outputs": Observed(torch.float32, wrong, ones, same.losses),
-        "gradients": Observed(torch.float32, ones, wrong, same.losses),
-        "losses": Observed(torch.float32, ones, ones, {"1": torch.tensor(1.25)}),
+        "outputs": (Observed(torch.float32, wrong, ones, same.losses), 0.125**0.5, "b"),
+        "gradients": (Observed(torch.float32, ones, wrong, same.losses), 0.125**0.5, "b"),
+        "losses": (Observed(torch.float32, ones, ones, {"1": torch.tensor(1.25)}), 0.25, ""),
     }
-    said = {
-        "outputs": "outputs differ by 35.4% (b), 0.1% is allowed",
-        "gradients": "gradients differ by 35.4% (b), 1.0% is allowed",
-        "losses": "losses differ by 25.0%, 0.5% is allowed",
-    }
-    for what, candidate in cases.items():
-        failing = [d for d in compare(same, candidate) if d.fails]
-        assert [d.what for d in failing] == [what]
-        assert str(failing[0]) == said[what]
+    for what, (candidate, by, where) in cases.items():
+        (failing,) = [d for d in compare(same, candidate) if d.fails]
+        allowed = getattr(ALLOWED[torch.float32], what)
+        assert (failing.what, failing.where, failing.allowed) == (what, where, allowed)
+        assert failing.by == pytest.approx(by)
+        assert "numerics-differ" in reasons(str(failing))
 
 
 @pytest.mark.parametrize("other", [{}, {"a": torch.ones(3)}, {"a": torch.full((2,), torch.nan)}])
@@ -144,69 +131,54 @@ def test_nudging_stays_within_half_a_unit_in_the_last_place() -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-class Wrong(Switch):
+class Wrong(Candidate):
     """Changes what a model computes: its outputs, its gradients alone, or what an update does."""
 
-    label = "wrong"
-    value = True
+    def __init__(self, how: str) -> None:
+        self._how = how
 
-    def __init__(self, model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
-        self._layer, self._optimizer, self._how = model.body[-1], optimizer, how
-        self._handles: list[Any] = []
+    def change(self, job: Any) -> Switch:
+        layer, hooks = job.model.body[-1], []
 
-    def _turn_on(self) -> None:
-        if self._how == "outputs":
-            self._handles = [self._layer.register_forward_hook(lambda m, a, out: out * 1.2)]
-        elif self._how == "gradients":
-            self._handles = [self._layer.weight.register_hook(lambda g: g * 1.2)]
-        else:
-            self._handles = [self._optimizer.register_step_post_hook(lambda *_: self._layer.weight.data.mul_(3))]
+        def on() -> None:
+            if self._how == "outputs":
+                hooks.append(layer.register_forward_hook(lambda module, args, output: output * 1.2))
+            elif self._how == "gradients":
+                hooks.append(layer.weight.register_hook(lambda gradient: gradient * 1.2))
+            else:
+                hooks.append(job.optimizer.register_step_post_hook(lambda *_: layer.weight.data.mul_(3)))
 
-    def _turn_off(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        return Change("wrong", on, lambda: hooks.pop().remove())
 
 
 @pytest.mark.parametrize("how", ["outputs", "gradients", "losses"])
-def test_a_failing_candidates_row_names_what_failed_by_how_much_and_what_was_allowed(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Candidate(StepTechnique):
-        name = "candidate"
-        title = "a candidate"
-        kept_because = "it is fast"
-        is_verified = True
-
-        def candidates(self, job: Job) -> list[Switch]:
-            return [Wrong(job.model, job.optimizer, how)]
-
-        def forced(self, job: Job, value: Any) -> Switch:
-            raise ValueError
-
+def test_a_failing_candidates_row_shows_how_far_it_was_off(how: str, the_only_technique: Any, clock: Clock) -> None:
+    the_only_technique(Wrong(how))
     model, loader, opt = make_job()
     before = snapshot(model, opt)
-    monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (Candidate(),))
-    monkeypatch.setattr(tuner, "HOPELESS", float("inf"))
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=20)
-    (row,) = [row for row in run.report.rows if row.technique == "candidate"]
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), budget=1000)
+    (row,) = [row for row in run.report.rows if row.technique == Wrong.name]
     assert row.status == "rejected"
     (trial,) = row.trials
-    assert f"{how} differ by" in trial.failure
-    assert "is allowed" in trial.failure
-    assert getattr(trial, {"losses": "loss", "outputs": "output", "gradients": "gradient"}[how] + "_difference") > 0.005
+    assert "numerics-differ" in reasons(trial.failure)
+    far = {
+        "outputs": trial.output_difference,
+        "gradients": trial.gradient_difference,
+        "losses": trial.loss_difference,
+    }
+    assert far[how] > getattr(ALLOWED[torch.float32], how)
     assert (trial.output_difference > 0.1) == (how == "outputs")
     run.undo()
     assert snapshot(model, opt) == before
 
 
-def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits(clock: Clock) -> None:
     """What fails is held against what nudging the weights changes; the tables alone would refuse it."""
 
     class Fragile(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).float() - 30
 
-    monkeypatch.setattr(tuner, "HOPELESS", float("inf"))
     torch.manual_seed(0)
     model = Fragile(8, 3)
     nn.init.constant_(model.bias, 30.0)
@@ -215,9 +187,9 @@ def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits(monkeypatch: 
         model,
         DataLoader(data, batch_size=16),
         torch.optim.SGD(model.parameters(), 1e-9),
-        functional.mse_loss,
+        TimedStep(clock, 1.0, functional.mse_loss),
         techniques={"compile": False, "workers": False, "in_memory": False, "fused_optimizer": False},
-        budget=20,
+        budget=1000,
     )
     (row,) = [row for row in run.report.rows if row.technique == "precision"]
     (trial,) = row.trials

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,12 @@ from flatout._memory import ran_out_of_memory
 from flatout.measure.memory import step_memory
 from flatout.measure.trial import saves_memory
 from flatout.report import Gain, Trial
-from flatout.techniques import StepTechnique, Switch
+from flatout.techniques import Switch
+from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
+from tests.measure.harness import Candidate, Change
+from tests.reasons import reasons
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
@@ -85,70 +88,48 @@ def test_what_saves_memory_must_cost_no_speed() -> None:
     assert not saves_memory(trial(None, 200, 180))
 
 
-class Hungry(Switch):
-    """Makes the model's forward run out of memory, with something large in its hands."""
+class Eats(Candidate):
+    """Its candidate makes the model's forward run out of memory, with something large in its hands."""
 
-    label = value = "hungry"
-    held: ClassVar[list[weakref.ref[Any]]] = []
+    def __init__(self) -> None:
+        self.held: list[weakref.ref[Any]] = []
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def _turn_on(self) -> None:
+    def change(self, job: Any) -> Switch:
         def forward(x: torch.Tensor) -> torch.Tensor:
             large = torch.ones(MEGABYTE)
             self.held.append(weakref.ref(large))
             raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-        self._model.forward = forward
-
-    def _turn_off(self) -> None:
-        del self._model.forward
+        return Change("hungry", lambda: setattr(job.model, "forward", forward), lambda: delattr(job.model, "forward"))
 
 
-class Eats(StepTechnique):
-    """A technique that there is no memory for."""
-
-    name = "eats"
-    title = "eats memory"
-    kept_because = "it never is"
-    expected = "2x"
-
-    def candidates(self, job: Any) -> list[Switch]:
-        return [Hungry(job.model)]
-
-    def forced(self, job: Any, value: Any) -> Switch:
-        return self.candidates(job)[0]
-
-
-@pytest.mark.usefixtures("short_trials")
-def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (Eats(),))
+def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
+    the_only_technique: Any, clock: Clock
+) -> None:
+    eats = Eats()
+    the_only_technique(eats)
     model, loader, opt = make_job()
     before = snapshot(model, opt)
-    held_at_rewind: list[Any] = []
-    real = flatout.measure.bench.Bench.rewind
+    held_in_later_steps: list[bool] = []
 
-    def rewind(bench: Any, **how: Any) -> None:
-        if Hungry.held:
-            held_at_rewind.append(Hungry.held[-1]())
-        real(bench, **how)
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        held_in_later_steps.extend(large() is not None for large in eats.held)
+        return functional.cross_entropy(output, target)
 
-    monkeypatch.setattr("flatout.measure.bench.Bench.rewind", rewind)
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=10)
-    (row,) = [row for row in run.report.rows if row.technique == "eats"]
+    run = flatout.optimize(model, loader, opt, TimedStep(clock, 1.0, loss_fn), budget=1000)
+    (row,) = [row for row in run.report.rows if row.technique == eats.name]
     assert row.status == "rejected"
-    assert row.expected == "2x"
-    assert row.trials[0].failure == "it ran out of memory: OutOfMemoryError: tried to allocate 80 GiB"
-    assert held_at_rewind
-    assert held_at_rewind[0] is None, "what the failed trial held is gone before anything else runs"
+    assert row.expected == eats.expected
+    assert "out-of-memory" in reasons(row.trials[0].failure)
+    assert "80 GiB" in row.trials[0].failure
+    assert held_in_later_steps
+    assert not any(held_in_later_steps), "what the failed trial held is gone before anything else runs"
     assert snapshot(model, opt) == before
 
 
-@pytest.mark.usefixtures("short_trials")
-def test_the_report_tells_the_memory_of_a_step() -> None:
+def test_the_report_tells_the_memory_of_a_step(clock: Clock) -> None:
     model, loader, opt = make_job()
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=60)
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=QUICK, budget=1000)
     timed = [t for row in run.report.rows for t in row.trials if t.gain is not None and t.baseline_bytes]
     assert timed
     assert all(trial.candidate_bytes is not None for trial in timed)

@@ -7,16 +7,15 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.measure import equivalence
-from flatout.measure.bench import Bench
-from flatout.measure.equivalence import Allowed
-from flatout.techniques.autocast import autocast_dtype
-from tests.helpers import snapshot
+from tests.clock import TimedStep
+from tests.helpers import attention_flags, snapshot
+from tests.reasons import reasons
 
 ONLY_THESE = dict.fromkeys(
     ["compile", "cpu_threads", "fused_optimizer", "in_memory", "torchscript", "workers", "channels_last"], False
 )
 SLOWER, FASTER = 2.0, 0.5
+"""Seconds of a step that takes one without the techniques."""
 
 
 class Attends(nn.Module):
@@ -31,113 +30,102 @@ class Attends(nn.Module):
         return self.head(attended.transpose(1, 2).reshape(len(x), 4, 8).mean(1))
 
 
-@pytest.fixture
-def job():
-    torch.manual_seed(0)
-    model = Attends()
-    data = TensorDataset(torch.randn(64, 4, 8), torch.arange(64) % 3)
-    return model, DataLoader(data, batch_size=16), torch.optim.SGD(model.parameters(), lr=0.01)
+class WrongIn16Bits(Attends):
+    def forward(self, x):
+        return super().forward(x) * (3 if torch.is_autocast_enabled("cpu") else 1)
 
 
 @pytest.fixture
-def clock(monkeypatch, job):
-    """Trials that take the seconds that a test says, by what is on: nothing, ``"bf16"``, ``"math"`` or both."""
-    costs = {(): 1.0}
-    timed = []
+def tuned(clock):
+    """``tuned(bf16, math, both)``: a run where steps take those seconds; and its rows by technique."""
+    runs = []
 
-    def cost():
-        names = ("bf16", "math")
-        flags = (autocast_dtype(job[0]) is not None, not torch.backends.cuda.flash_sdp_enabled())
-        return costs[tuple(name for name, flag in zip(names, flags, strict=True) if flag)]
+    def tune(bf16, math, both, model=Attends, **techniques):
+        seconds = {(): 1.0, ("precision",): bf16, ("sdpa_backend",): math, ("precision", "sdpa_backend"): both}
+        torch.manual_seed(0)
+        model = model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(torch.randn(64, 4, 8), torch.arange(64) % 3), batch_size=16)
+        step = TimedStep(clock, lambda samples, active: seconds[tuple(sorted(active))]).watch(model, optimizer)
+        tune.before = snapshot(model, optimizer)
+        run = flatout.optimize(model, loader, optimizer, step, techniques=ONLY_THESE | techniques, budget=1000)
+        runs.append(run)
+        return run, {row.technique: row for row in run.report.rows}
 
-    now = []
-    plain_update = Bench.update
-
-    def update(self, *args):
-        now.append(cost())
-        plain_update(self, *args)
-
-    def interleave(self, old, new):
-        old(0)
-        before = now[-1]
-        new(0)
-        timed.append((before, now[-1]))
-        return [before] * 8, [now[-1]] * 8
-
-    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
-    monkeypatch.setattr(Bench, "update", update)
-    monkeypatch.setattr(Bench, "interleave", interleave)
-    monkeypatch.setattr("flatout.measure.tuner.Tuner.race", lambda self, rows: None)
-    return costs, timed
+    yield tune
+    for run in runs:
+        run.undo()
 
 
-def tuned(job, **techniques):
-    run = flatout.optimize(*job, functional.cross_entropy, techniques=ONLY_THESE | techniques, budget=100.0)
-    return run, {row.technique: row for row in run.report.rows}
+def timed(row):
+    """Seconds of a step without and with each candidate."""
+    return [(round(trial.baseline_ms / 1e3, 2), round(trial.candidate_ms / 1e3, 2)) for trial in row.trials]
 
 
-def test_what_pays_together_alone_is_kept_as_two(clock, job):
-    clock[0].update({("bf16",): SLOWER, ("math",): SLOWER, ("bf16", "math"): FASTER})
-    before = snapshot(job[0], job[2])
-    run, rows = tuned(job)
+def computes_in_16_bits(run):
+    seen = []
+    handle = run.model.qkv.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    run.step(next(iter(run.loader)))
+    handle.remove()
+    return seen == [torch.bfloat16]
+
+
+def attends_by_products():
+    return not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_what_pays_together_alone_is_kept_as_two(tuned):
+    before = attention_flags()
+    run, rows = tuned(bf16=SLOWER, math=SLOWER, both=FASTER)
     assert run.plan.decisions == {"precision": "bf16", "sdpa_backend": "math"}
-    assert clock[1] == [(1.0, SLOWER), (1.0, FASTER)]  # bf16, then both; math is settled with that
-    assert autocast_dtype(job[0]) is torch.bfloat16
-    assert not torch.backends.cuda.flash_sdp_enabled()
     both, math = rows["precision"], rows["sdpa_backend"]
+    assert timed(both) == [(1.0, SLOWER), (1.0, FASTER)]  # bf16, then both
     assert both.status == math.status == "kept"
     assert [trial.candidate for trial in both.trials] == ["bf16", "bf16 + SDPA backend math"]
-    assert both.gain.ratio == pytest.approx(1 / FASTER)
-    assert "in the company of SDPA backend alone" in both.why
+    assert both.gain.ratio == pytest.approx(1 / FASTER, rel=1e-3)
+    assert "pays-together-only" in reasons(both)
     assert math.chosen == "math"
+    assert math.trials == ()  # settled with the pair
     assert math.gain is None
-    assert "together with mixed precision" in math.why
+    assert "tried-as-pair" in reasons(math)
+    assert attends_by_products()
     run.undo()
-    assert snapshot(job[0], job[2]) == before
+    assert snapshot(run.model, run.optimizer) == tuned.before
+    assert attention_flags() == before
 
 
-def test_a_plan_of_a_pair_is_applied_again(clock, job):
-    clock[0].update({("bf16",): SLOWER, ("math",): SLOWER, ("bf16", "math"): FASTER})
-    run, _ = tuned(job)
+def test_a_plan_of_a_pair_is_applied_again(tuned):
+    run, _ = tuned(bf16=SLOWER, math=SLOWER, both=FASTER)
     run.undo()
-    flatout.optimize(*job, functional.cross_entropy, plan=run.plan)
-    assert autocast_dtype(job[0]) is torch.bfloat16
-    assert not torch.backends.cuda.flash_sdp_enabled()
-    flatout.undo(job[0])
+    again = flatout.optimize(run.model, run.loader, run.optimizer, functional.cross_entropy, plan=run.plan, budget=0)
+    assert computes_in_16_bits(again)
+    assert attends_by_products()
+    again.undo()
 
 
-def test_a_pair_that_is_slower_too_leaves_each_to_its_own_trial(clock, job):
-    clock[0].update({("bf16",): SLOWER, ("math",): FASTER, ("bf16", "math"): SLOWER})
-    run, rows = tuned(job)
+def test_a_pair_that_is_slower_too_leaves_each_to_its_own_trial(tuned):
+    run, rows = tuned(bf16=SLOWER, math=FASTER, both=SLOWER)
     assert run.plan.decisions == {"sdpa_backend": "math"}
-    assert clock[1] == [(1.0, SLOWER), (1.0, SLOWER), (1.0, FASTER)]
+    assert timed(rows["precision"]) == [(1.0, SLOWER), (1.0, SLOWER)]
+    assert timed(rows["sdpa_backend"]) == [(1.0, FASTER)]
     assert rows["precision"].status == "rejected"
-    assert len(rows["precision"].trials) == 2
-    assert autocast_dtype(job[0]) is None
-    run.undo()
+    assert not computes_in_16_bits(run)
 
 
-def test_what_pays_alone_is_tried_alone(clock, job):
-    clock[0].update({("bf16",): FASTER, ("math",): 1.0, ("bf16", "math"): SLOWER})
-    run, _ = tuned(job)
+def test_what_pays_alone_is_tried_alone(tuned):
+    run, rows = tuned(bf16=FASTER, math=1.0, both=1.0)
     assert run.plan.decisions == {"precision": "bf16"}
-    assert clock[1] == [(1.0, FASTER), (FASTER, SLOWER)]
-    run.undo()
+    assert timed(rows["precision"]) == [(1.0, FASTER)]
+    assert timed(rows["sdpa_backend"]) == [(FASTER, 1.0)]
 
 
 @pytest.mark.parametrize("choice", [False, "math"])
-def test_a_companion_that_was_decided_about_makes_no_pair(clock, job, choice):
-    clock[0].update({("bf16",): SLOWER, ("math",): 1.0, ("bf16", "math"): FASTER})
-    run, rows = tuned(job, sdpa_backend=choice)
-    assert len(rows["precision"].trials) == 1
-    run.undo()
+def test_a_companion_that_was_decided_about_makes_no_pair(tuned, choice):
+    _, rows = tuned(bf16=SLOWER, math=1.0, both=FASTER, sdpa_backend=choice)
+    assert timed(rows["precision"]) == [(1.0, SLOWER)]
 
 
-def test_what_failed_makes_no_pair(clock, job, monkeypatch):
-    clock[0].update({("bf16",): SLOWER, ("math",): SLOWER, ("bf16", "math"): FASTER})
-    nothing = Allowed(outputs=1.0, gradients=1.0, losses=-1.0)
-    monkeypatch.setattr(equivalence, "ALLOWED", dict.fromkeys(equivalence.ALLOWED, nothing))
-    run, rows = tuned(job)
-    assert "losses differ" in rows["precision"].why
+def test_what_failed_makes_no_pair(tuned):
+    _, rows = tuned(bf16=SLOWER, math=SLOWER, both=FASTER, model=WrongIn16Bits)
+    assert "numerics-differ" in reasons(rows["precision"])
     assert len(rows["precision"].trials) == 1
-    run.undo()

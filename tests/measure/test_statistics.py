@@ -50,7 +50,7 @@ def test_no_global_random_state_is_drawn():
 
 @pytest.mark.parametrize(("old", "new"), [([], []), ([1.0], [1.0, 2.0])])
 def test_unpaired_times_are_refused(old, new):
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match=f"{len(old)}.*{len(new)}"):
         paired_gain(old, new)
 
 

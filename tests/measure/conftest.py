@@ -1,0 +1,20 @@
+"""Fixtures for tests of measurement."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from flatout.techniques import Technique
+
+
+@pytest.fixture
+def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique], None]:
+    """``the_only_technique(technique)``: ``optimize`` has no other. No argument adds a technique of a test's own."""
+
+    def register(technique: Technique) -> None:
+        monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (technique,))
+
+    return register
