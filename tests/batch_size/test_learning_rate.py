@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import warnings
 from fractions import Fraction
 
@@ -198,15 +199,11 @@ def test_the_factor_of_a_rule(rule, before, after, factor):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("cube", 1, 2), "rule must be 'linear', 'sqrt' or 'none', got 'cube'"),
-        (("linear", 0, 2), "before must be >= 1, got 0"),
-        (("none", 4, -1), "after must be >= 1, got -1"),
-    ],
+    ("arguments", "facts"),
+    [(("cube", 1, 2), "rule.*'cube'"), (("linear", 0, 2), "before.*0"), (("none", 4, -1), "after.*-1")],
 )
-def test_a_factor_of_nothing(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_factor_of_nothing(arguments, facts):
+    with pytest.raises(ValueError, match=facts):
         lr_factor(*arguments)
 
 
@@ -559,31 +556,27 @@ def test_off_the_scheduler_gets_the_users_steps_and_on_again_the_warm_up_goes_on
 
 
 @pytest.mark.parametrize(
-    ("factor", "warmup", "label"),
-    [
-        (4.0, 50, "learning rate x4, warm-up of 50 updates"),
-        (4.0, 1, "learning rate x4, warm-up of 1 update"),
-        (math.sqrt(2), 0, "learning rate x1.414"),
-        (0.5, 50, "learning rate x0.5"),
-    ],
+    ("factor", "warmup", "numbers"),
+    [(4.0, 50, ["4", "50"]), (4.0, 1, ["4", "1"]), (math.sqrt(2), 0, ["1.414"]), (0.5, 50, ["0.5"])],
 )
-def test_what_the_report_calls_it(factor, warmup, label):
+def test_its_label_has_the_factor_and_the_updates_of_a_warm_up(factor, warmup, numbers):
     switch = scaled(optimizer_of(), factor=factor, warmup=warmup, on=False)
-    assert (switch.label, switch.value) == (label, None)
+    assert re.findall(r"[\d.]+", switch.label) == numbers
+    assert switch.value is None
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ({"factor": 0.0}, "factor must be > 0 and finite, got 0.0"),
-        ({"factor": math.inf}, "factor must be > 0 and finite, got inf"),
-        ({"factor": math.nan}, "factor must be > 0 and finite, got nan"),
-        ({"warmup": -1}, "warmup must be >= 0, got -1"),
-        ({"per_update": Fraction(0)}, "per_update must be > 0, got 0"),
+        ({"factor": 0.0}, "factor.*0.0"),
+        ({"factor": math.inf}, "factor.*inf"),
+        ({"factor": math.nan}, "factor.*nan"),
+        ({"warmup": -1}, "warmup.*-1"),
+        ({"per_update": Fraction(0)}, "per_update.*0"),
     ],
 )
-def test_numbers_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_that_make_no_sense(options, facts):
+    with pytest.raises(ValueError, match=facts):
         scaled(optimizer_of(), **options)
 
 
@@ -689,24 +682,23 @@ def test_a_state_is_of_plain_numbers(tensor):
     assert rates(optimizer) == before
 
 
-def differing():
-    """What differs in another schedule, and how that is told."""
-    return {
-        "factor": ({"factor": 2.0}, "factor 4.0 instead of 2.0"),
-        "warmup": ({"warmup": 5}, "warmup 3 instead of 5"),
-        "per_update": ({"per_update": Fraction(7, 2)}, "per_update 5/2 instead of 7/2"),
-        "all": (
-            {"factor": 0.5, "warmup": 0, "per_update": Fraction(2)},
-            "factor 4.0 instead of 0.5, warmup 3 instead of 0, per_update 5/2 instead of 2",
-        ),
-        "scheduler": ({"scheduler": None}, "only one of it and this training has a scheduler"),
-        "groups": ({"groups": 2}, "it has rates of 3 parameter groups, the optimizer has 2"),
-    }
+DIFFERING = {
+    "factor": ({"factor": 2.0}, "factor.*4.0.*2.0"),
+    "warmup": ({"warmup": 5}, "warmup.*3.*5"),
+    "per_update": ({"per_update": Fraction(7, 2)}, "per_update.*5/2.*7/2"),
+    "all": (
+        {"factor": 0.5, "warmup": 0, "per_update": Fraction(2)},
+        "factor.*4.0.*0.5.*warmup.*3.*0.*per_update.*5/2.*2",
+    ),
+    "scheduler": ({"scheduler": None}, "scheduler"),
+    "groups": ({"groups": 2}, "3.*groups.*2"),
+}
+"""What differs in another schedule, and the facts of the error."""
 
 
-@pytest.mark.parametrize(("of", "on"), list(itertools.product(differing(), [True, False])))
+@pytest.mark.parametrize(("of", "on"), list(itertools.product(DIFFERING, [True, False])))
 def test_a_state_of_another_schedule_is_refused_and_changes_nothing(of, on):
-    changes, message = differing()[of]
+    changes, facts = DIFFERING[of]
     options = {"factor": 4.0, "warmup": 3, "per_update": Fraction(5, 2)}
     optimizer, switch = fresh("StepLR", False, options, True)
     updated(optimizer, switch, 8)
@@ -718,6 +710,6 @@ def test_a_state_of_another_schedule_is_refused_and_changes_nothing(of, on):
     again = scaled(other, scheduler, **mine, on=on)
     updated(other, again)
     before = copy.deepcopy((again.state_dict(), other.state_dict()))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=facts):
         again.load_state_dict(state)
     assert (again.state_dict(), other.state_dict()) == before

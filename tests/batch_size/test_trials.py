@@ -3,31 +3,28 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
-import flatout
 from flatout.batch_size.trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from flatout.data.machine import available_memory
-from flatout.techniques import REGISTRY, Measured
+from tests.helpers import bits
+from tests.measure.harness import job_of
 from tests.trap import Trap
 
-PLAIN = {t.name: False for t in REGISTRY if isinstance(t, Measured)}
 WIDTH = 256
 
 
-def job_of(*extra, **settings):
+def make(*extra, **settings):
+    """Return a job with one batch of 32 samples; ``extra`` layers follow the first."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, WIDTH), *extra, nn.Tanh(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(32, 16), torch.arange(32) % 4
-    run = flatout.optimize(model, [batch], optimizer, functional.cross_entropy, techniques=PLAIN, budget=0, **settings)
-    job = run._job
-    job.batches = [batch]
+    batches = [(torch.randn(32, 16), torch.arange(32) % 4)]
+    job = job_of(model, batches, torch.optim.AdamW(model.parameters()), **settings)
+    job.batches = batches
     return job
 
 
 def test_what_stays_is_parameters_buffers_and_optimizer_state():
-    job = job_of()
+    job = make()
     weights = sum(p.nbytes for p in job.model.parameters())
     buffers = sum(b.nbytes for b in job.model.buffers())
     assert resident_bytes(job) == weights + buffers
@@ -37,24 +34,29 @@ def test_what_stays_is_parameters_buffers_and_optimizer_state():
 
 
 def test_memory_grows_by_what_a_sample_takes():
-    trials = SizeTrials(job_of())
+    job = make()
+    trials = SizeTrials(job)
     heights = {n: trials.height(n) for n in (64, 128, 256, 512)}
     slopes = [(heights[2 * n] - heights[n]) / n for n in (64, 128, 256)]
     assert slopes == [pytest.approx(slopes[0], rel=0.02)] * 3
     # At the least the activations in front of and behind tanh and the BatchNorm's output, in float32, and the sample.
     assert 3 * 4 * WIDTH < slopes[0] < 8 * 4 * WIDTH
-    assert heights[64] > resident_bytes(trials._job)
+    assert heights[64] > resident_bytes(job)
 
 
-def test_a_probe_measures_as_much_memory_as_an_unhurried_look():
-    trials = SizeTrials(job_of())
+def test_a_probe_measures_as_much_memory_as_an_unhurried_look_and_its_faster_step(clock):
+    job = make()
+    trials = SizeTrials(job)
     expected = trials.height(64)
-    assert trials.probe(64).bytes == expected
-    assert trials.probe(64).seconds > 0
+    durations = iter([9.0, 3.0, 2.0])  # of the step whose memory is measured, and of those that are timed
+    job.model.register_forward_hook(lambda *_: clock.advance(next(durations)))
+    probe = trials.probe(64)
+    assert probe.bytes == expected
+    assert probe.seconds == pytest.approx(2.0, rel=1e-3)
 
 
 def test_a_search_takes_fewer_than_20_steps():
-    trials = SizeTrials(job_of())
+    trials = SizeTrials(make())
     found = trials.find(32, smallest=8, largest=4096)
     assert trials.steps < 20
     assert trials.steps == 1 + 3 * len(found.probes)
@@ -63,7 +65,7 @@ def test_a_search_takes_fewer_than_20_steps():
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_memory_that_ends_is_told_by_none_and_the_job_goes_on(where):
     trap = Trap()
-    job = job_of(trap)
+    job = make(trap)
     trap.arm(where, 40)
     trials = SizeTrials(job)
     assert trials.probe(64) is None
@@ -75,7 +77,7 @@ def test_memory_that_ends_is_told_by_none_and_the_job_goes_on(where):
 
 def test_other_errors_are_the_users():
     trap = Trap()
-    job = job_of(trap)
+    job = make(trap)
     trap.arm("forward", 40, error=lambda: RuntimeError("no such index"))
     with pytest.raises(RuntimeError, match="no such index"):
         SizeTrials(job).probe(64)
@@ -83,7 +85,7 @@ def test_other_errors_are_the_users():
 
 def test_how_the_job_steps_comes_back_after_an_error_too():
     trap = Trap()
-    job = job_of(trap, accumulate=3)
+    job = make(trap, accumulate=3)
     job.micro_batches.size = 5
     SizeTrials(job).probe(32)
     trap.arm("forward", 8, error=lambda: ValueError("no"))
@@ -93,18 +95,18 @@ def test_how_the_job_steps_comes_back_after_an_error_too():
 
 
 def test_a_step_is_an_update_of_a_batch_in_one():
-    job = job_of(accumulate=3)
+    job = make(accumulate=3)
     job.micro_batches.size = 4
     seen = []
     job.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    before = job.model[0].weight.detach().clone()
+    before = bits(job.model[0].weight)
     SizeTrials(job).probe(24)
     assert seen == [24] * 3
-    assert not torch.equal(job.model[0].weight, before)
+    assert bits(job.model[0].weight) != before
 
 
 def test_the_limit_is_the_users_or_what_there_is():
-    job = job_of(memory_limit=10**9)
+    job = make(memory_limit=10**9)
     assert memory_limit(job) == 10**9
     job.memory_limit = 10**18
     assert 0 < memory_limit(job) <= (1 - MARGIN) * (available_memory() + 2**30)
