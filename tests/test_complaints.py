@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import time
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.measure.bench import Bench
+from flatout.techniques import REGISTRY, Rule
+from tests.clock import Clock, TimedSamples, TimedStep
 from tests.helpers import bits, snapshot, trained_state
-from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_data, make_job, train
-
-pytestmark = pytest.mark.usefixtures("short_trials")
+from tests.jobs import FORCED, QUICK, Net, make_data, make_job, train
+from tests.reasons import reasons
 
 CROSS_ENTROPY = functional.cross_entropy
 
@@ -63,7 +63,7 @@ def test_the_result_has_one_shape_with_and_without_an_optimizer() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_neither_mode_is_an_error(training: bool, with_optimizer: bool) -> None:
+def test_neither_mode_is_an_error(training: bool, with_optimizer: bool, clock: Clock) -> None:
     """accelerate #1642, caikit-nlp #317: "The optimizer should be given for training mode", and the other way round.
 
     A model fresh from a checkpoint is in eval mode, and gets an optimizer; both are as they were afterwards.
@@ -71,8 +71,9 @@ def test_neither_mode_is_an_error(training: bool, with_optimizer: bool) -> None:
     model, loader, opt = make_job()
     model.train(training)
     modes = [module.training for module in model.modules()]
+    clock.slow_down(model)
     given = (opt, CROSS_ENTROPY) if with_optimizer else ()
-    flatout.optimize(model, loader, *given, techniques=QUICK, budget=1)
+    flatout.optimize(model, loader, *given, techniques=QUICK, budget=100)
     assert [module.training for module in model.modules()] == modes
 
 
@@ -130,7 +131,7 @@ def test_hooks_stay_attached() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_scheduler_steps_once_an_update(accumulate: int) -> None:
+def test_the_scheduler_steps_once_an_update(accumulate: int, clock: Clock) -> None:
     """accelerate #1382, #2318, #2773: schedules ran num_processes times too fast."""
     model, loader, opt = make_job(torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda update: 1 / (1 + update))
@@ -138,11 +139,11 @@ def test_the_scheduler_steps_once_an_update(accumulate: int) -> None:
         model,
         loader,
         opt,
-        CROSS_ENTROPY,
+        TimedStep(clock),
         scheduler=scheduler,
         accumulate=accumulate,
         techniques=QUICK,
-        budget=2,
+        budget=100,
         expected_steps=1000,
     )
     assert scheduler.last_epoch == 0  # trials do not count
@@ -168,16 +169,27 @@ def test_a_second_call_wraps_nothing_twice(tmp_path: Any) -> None:
 # -- torch.compile ---------------------------------------------------------------------------------------------
 
 
+class Graphs(list[Any]):
+    """What torch.compile has compiled. ``runs`` counts the calls of compiled graphs."""
+
+    runs = 0
+
+
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """torch.compile with dynamo as it is, and a backend that takes no half minute: receives what it compiles."""
     torch._dynamo.reset()
-    made: list[Any] = []
+    made = Graphs()
     compile_ = torch.compile
 
     def backend(graph: Any, inputs: Any) -> Any:
         made.append(graph)
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            made.runs += 1
+            return graph.forward(*args)
+
+        return run
 
     monkeypatch.setattr(torch, "compile", lambda call, **_: compile_(call, backend=backend))
     return made
@@ -186,7 +198,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 COMPILED = FORCED | {"compile": True, "precision": False}
 
 
-def test_a_compiled_models_keys_have_no_prefix(graphs: list[Any]) -> None:
+def test_a_compiled_models_keys_have_no_prefix(graphs: Graphs) -> None:
     """nanoGPT #325, timm #2003, pytorch #101107, #158519, torchtitan #2622: ``_orig_mod.`` in every checkpoint."""
     model, loader, opt = make_job()
     keys = list(model.state_dict())
@@ -207,22 +219,22 @@ def test_a_compiled_models_keys_have_no_prefix(graphs: list[Any]) -> None:
     assert type(torch.load(io.BytesIO(whole.getvalue()), weights_only=False)) is Net
 
 
-def test_many_shapes_do_not_use_up_the_compiler(graphs: list[Any]) -> None:
+def test_many_shapes_do_not_use_up_the_compiler(graphs: Graphs) -> None:
     """TensorRT-LLM #6142: after eight recompilations everything ran eager, the first shape included."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=COMPILED, budget=0)
     compiled = len(graphs)
     assert compiled
+    graphs.runs = 0
     for size in range(2, 15):
         run.step((torch.randn(size, 8), torch.zeros(size, dtype=torch.long)))
     assert len(graphs) == compiled
-    call = run._job.compiled_loss
-    before = call.plain_calls
+    assert graphs.runs == 0
     run.step((torch.randn(16, 8), torch.zeros(16, dtype=torch.long)))
-    assert call.plain_calls == before  # the shape of the trial still runs compiled
+    assert graphs.runs == 1  # the shape of the trial still runs compiled
 
 
-def test_learning_rates_recompile_nothing(graphs: list[Any]) -> None:
+def test_learning_rates_recompile_nothing(graphs: Graphs) -> None:
     """pytorch #107076: a float learning rate under a scheduler compiled the optimizer anew in every step."""
     model, loader, opt = make_job()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
@@ -296,20 +308,21 @@ def test_trials_do_not_advance_the_scaler() -> None:
 # -- Lightning's finders ---------------------------------------------------------------------------------------
 
 
-def test_modes_are_as_they_were_module_by_module() -> None:
+def test_modes_are_as_they_were_module_by_module(clock: Clock) -> None:
     """Lightning #18813, #18826: BatchSizeFinder left the model in train mode, and validation drew dropout."""
     model, loader, opt = make_job()
     model.body[1].eval()  # a frozen BatchNorm in a model that trains
     modes = [module.training for module in model.modules()]
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK, budget=2)
+    clock.slow_down(model)
+    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK, budget=100)
     run.evaluate(loader)
     assert [module.training for module in model.modules()] == modes
     x = torch.randn(4, 8)
-    quiet = flatout.optimize(model.eval(), loader, techniques=QUICK, budget=2).model
+    quiet = flatout.optimize(model.eval(), loader, techniques=QUICK, budget=100).model
     assert torch.equal(quiet(x), quiet(x))
 
 
-def test_trials_keep_no_memory() -> None:
+def test_trials_keep_no_memory(clock: Clock) -> None:
     """Lightning #8028, #20231: training ran out of memory after the search, and not without it."""
 
     def held() -> int:
@@ -320,14 +333,14 @@ def test_trials_keep_no_memory() -> None:
     model, loader, opt = make_job()
     train(model, loader, opt)
     before = held()
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": False}, budget=60)
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=QUICK | {"in_memory": False}, budget=1000)
     assert any(row.trials for row in run.report.rows)
     run.undo()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert held() - before < parameters  # no copy of weights, moments or batches is left
 
 
-def test_candidates_really_train() -> None:
+def test_candidates_really_train(clock: Clock) -> None:
     """Lightning #13696, #13851: the search counted trials that had not run a single training step."""
     model, loader, opt = make_job()
     trained = 0
@@ -335,33 +348,44 @@ def test_candidates_really_train() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         nonlocal trained
         trained += output.requires_grad
+        clock.advance(1.0)
         return functional.cross_entropy(output, target)
 
-    run = flatout.optimize(model, loader, opt, loss_fn, techniques=QUICK | {"in_memory": False}, budget=60)
+    run = flatout.optimize(model, loader, opt, loss_fn, techniques=QUICK | {"in_memory": False}, budget=1000)
     pairs = sum(trial.pairs for row in run.report.rows for trial in row.trials)
     assert pairs > 0
     assert trained >= 2 * pairs
 
 
-def test_what_was_not_tried_says_why() -> None:
+def test_what_was_not_tried_says_why(clock: Clock) -> None:
     """Lightning #13696 again: it stopped trying, and nobody was told."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, budget=1e-6)
     rows = rows_of(run)
     assert all(row.why for row in rows.values())
-    assert "budget" in rows["fused_optimizer"].why
+    assert rows["fused_optimizer"].status == "not tried"
+    assert "budget-spent" in reasons(rows["fused_optimizer"])
 
 
-def test_host_memory_is_not_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
+class TooMany(TimedSamples):
+    """More samples than any machine has memory for."""
+
+    def __len__(self) -> int:
+        return 10**12
+
+
+def test_host_memory_is_not_exhausted(clock: Clock) -> None:
     """Lightning #11295: what was found to fit the GPU ate the RAM of the job, and the node killed it."""
-    monkeypatch.setattr("flatout.data.cache.available_memory", lambda: 1000)
     model, _, opt = make_job()
-    loader = DataLoader(SlowSamples(), batch_size=16)
-    with pytest.raises(ValueError, match=r"in_memory.* bytes"):
+    loader = DataLoader(TooMany(clock, 1.0), batch_size=16)
+    with pytest.raises(ValueError, match="in_memory"):
         flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": True}, budget=0)
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK, budget=2, expected_steps=10**6)
-    assert rows_of(run)["in_memory"].status != "kept"
-    assert len(list(run.loader)) == 4
+    others = {t.name: False for t in REGISTRY if not isinstance(t, Rule) and t.name != "in_memory"}
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, budget=1e14)
+    row = rows_of(run)["in_memory"]
+    assert row.status == "not applicable"
+    assert "exceeds-host-memory" in reasons(row)
+    assert len(list(itertools.islice(run.loader, 4))) == 4
 
 
 class Batches:
@@ -372,78 +396,59 @@ class Batches:
 
 
 @pytest.mark.parametrize("make", [lambda: pictures(batch_size=8), Batches, lambda: list(Batches())], ids=range(3))
-def test_any_loader_can_be_passed_in(make: Callable[[], Any]) -> None:
+def test_any_loader_can_be_passed_in(make: Callable[[], Any], clock: Clock) -> None:
     """Lightning's tuner refuses loaders that are passed to fit(), and wants a LightningDataModule."""
     loader = make()
     model = Pictures() if isinstance(loader, DataLoader) else Net()
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK, budget=1)
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=QUICK, budget=100)
     assert len([run.step(batch) for batch in run.loader]) in (3, 4)
 
 
 # -- decisions that cost speed elsewhere -----------------------------------------------------------------------
 
 
-def test_channels_last_that_loses_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_last_that_loses_is_taken_back(clock: Clock) -> None:
     """pytorch #50036, #70954, #82699: slower in channels_last, whatever the guides say."""
-    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
-    monkeypatch.setattr(Bench, "interleave", lambda self, old, new: ([old(0) * 0 + 1.0] * 8, [new(0) * 0 + 2.0] * 8))
     torch.manual_seed(0)
     model, loader = Pictures(), pictures(batch_size=8)
     opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = TimedStep(clock, lambda samples, active: 2.0 if "channels_last" in active else 1.0).watch(model, opt)
     before, strides = trained_state(model, opt), [p.stride() for p in model.parameters()]
-    run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": False}, budget=20)
+    run = flatout.optimize(model, loader, opt, step, techniques=QUICK | {"in_memory": False}, budget=1000)
     row = rows_of(run)["channels_last"]
     assert row.status == "rejected"
-    assert "2000.00 ms with it and 1000.00 ms without" in row.why
+    assert "not-faster" in reasons(row)
+    assert row.trials[0].candidate_ms == pytest.approx(2000, rel=1e-3)
+    assert row.trials[0].baseline_ms == pytest.approx(1000, rel=1e-3)
     assert trained_state(model, opt) == before
     assert [p.stride() for p in model.parameters()] == strides
 
 
-def test_cudnn_benchmark_is_not_turned_on_behind_varying_shapes() -> None:
+def test_cudnn_benchmark_is_not_turned_on_behind_varying_shapes(clock: Clock) -> None:
     """pytorch #2759: with cudnn.benchmark every new input size is benchmarked, and training crawls."""
     sizes = [8, 9, 10, 11]
     batches = [(torch.randn(4, 3, size, size), torch.zeros(4, dtype=torch.long)) for size in sizes]
     model = Pictures()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     assert not torch.backends.cudnn.benchmark
-    run = flatout.optimize(model, batches, opt, CROSS_ENTROPY, techniques=QUICK, budget=2)
+    run = flatout.optimize(model, batches, opt, TimedStep(clock), techniques=QUICK, budget=100)
     assert not torch.backends.cudnn.benchmark
     for batch in run.loader:
         run.step(batch)
 
 
-class Slow(Dataset[Any]):
-    """Slower than its step, by far."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.002)
-        return torch.full((8,), float(i)), i % 3
-
-
-@pytest.mark.slow
-def test_a_slow_loader_is_found_and_mended_without_losing_a_sample() -> None:
+def test_a_slow_loader_is_found_and_mended_without_losing_a_sample(clock: Clock) -> None:
     """pytorch #23048, Lightning #14961: the number of workers is left to trial and error."""
     model, _, opt = make_job()
-    loader = DataLoader(Slow(), batch_size=16, shuffle=True)
-    run = flatout.optimize(
-        model,
-        loader,
-        opt,
-        CROSS_ENTROPY,
-        techniques={"compile": False, "precision": False},
-        budget=40,
-        expected_steps=10**6,
-    )
-    assert {rows_of(run)[name].status for name in ("in_memory", "workers")} & {"kept"}
+    loader = DataLoader(TimedSamples(clock, 1.0), batch_size=16, shuffle=True)
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=QUICK, budget=1000, expected_steps=10**6)
+    assert rows_of(run)["in_memory"].status == "kept"
     seen = sorted(value for x, _ in run.loader for value in x[:, 0].tolist())
     assert seen == [float(i) for i in range(64)]
 
 
-def test_a_failing_call_leaves_nothing_behind() -> None:
+def test_a_failing_call_leaves_nothing_behind(clock: Clock) -> None:
     """BigDL-Nano #5611, ipex: a model that could not be optimized was left half way."""
     model, loader, opt = make_job()
     before = snapshot(model, opt)
@@ -451,10 +456,11 @@ def test_a_failing_call_leaves_nothing_behind() -> None:
     def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu") or output.shape[0] < 16:
             raise RuntimeError("only whole batches")
+        clock.advance(1.0)
         return functional.cross_entropy(output, target)
 
     odd = DataLoader(make_data(40), batch_size=16)
     with pytest.raises(RuntimeError, match="only whole batches"):
-        flatout.optimize(model, odd, opt, broken, techniques={"compile": False}, budget=5)
+        flatout.optimize(model, odd, opt, broken, techniques={"compile": False}, budget=100)
     assert snapshot(model, opt) == before
     assert loader.num_workers == 0

@@ -1,20 +1,23 @@
 """What optimize() decides, reports and plans."""
 
-import pytest
 import torch
 from torch.nn import functional
 
 import flatout
 from flatout.techniques import PLANNED, REGISTRY, Measured
+from tests.clock import TimedStep
 from tests.jobs import make_job
+from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+
+def rows_of(run):
+    return {row.technique: row for row in run.report.rows}
 
 
 def test_every_row_is_in_the_report():
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=0)
-    rows = {row.technique: row for row in run.report.rows}
+    rows = rows_of(run)
     assert rows.keys() == {t.name for t in REGISTRY} | {name for _, name, _, _ in PLANNED}
     assert {r.number for r in rows.values() if r.number} == set(range(1, 14))
     assert all(row.why for row in rows.values())
@@ -27,33 +30,24 @@ def test_every_row_is_in_the_report():
 
 def test_forbidden_and_forced_rows_say_so():
     model, loader, opt = make_job()
-    run = flatout.optimize(
-        model,
-        loader,
-        opt,
-        functional.cross_entropy,
-        techniques={"compile": False, "in_memory": True},
-        budget=0,
-    )
-    rows = {row.technique: row for row in run.report.rows}
-    assert "does without it" in rows["compile"].why
+    techniques = {"compile": False, "in_memory": True}
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
+    rows = rows_of(run)
+    assert rows["compile"].status == "not tried"
+    assert "forbidden" in reasons(rows["compile"])
     assert rows["in_memory"].status == "kept"
-    assert "asks for it" in rows["in_memory"].why
+    assert "asked-for" in reasons(rows["in_memory"])
 
 
-def test_deterministic_mode_times_only_what_is_bit_identical():
+def test_deterministic_mode_times_only_what_is_bit_identical(clock):
     model, loader, opt = make_job()
+    step = TimedStep(clock).watch(model, opt)
     try:
         run = flatout.optimize(
-            model,
-            loader,
-            opt,
-            functional.cross_entropy,
-            deterministic=True,
-            seed=3,
-            techniques={"workers": False},
+            model, loader, opt, step, deterministic=True, seed=3, techniques={"workers": False}, budget=1000
         )
         tried = {row.technique for row in run.report.rows if row.trials}
+        assert "determinism" in tried  # whose cost is shown
         assert tried <= {"determinism", "in_memory"}
         first = torch.rand(3)
         torch.manual_seed(3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from flatout.plan import SCHEMA_VERSION
 from flatout.techniques import REGISTRY
 from tests.helpers import snapshot, special_file
 from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, Net, make_data, make_job
+from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def planned(**how: Any) -> flatout.Plan:
@@ -34,7 +35,7 @@ def planned(**how: Any) -> flatout.Plan:
 def assert_refused(plan: Any, field: str, model: nn.Module, loader: Any, opt: Any = None, loss_fn: Any = None) -> None:
     """With the field's name, and nothing changed."""
     before = snapshot(model, opt)
-    with pytest.raises(ValueError, match=f"this plan was made for another {field}: .* there, .* here"):
+    with pytest.raises(ValueError, match=rf"\b{field}\b"):
         flatout.optimize(model, loader, opt, loss_fn, plan=plan)
     assert snapshot(model, opt) == before
 
@@ -50,7 +51,7 @@ def test_a_plan_comes_back_from_its_file_and_decides_the_same(tmp_path: Path) ->
         run = flatout.optimize(model, loader, opt, functional.cross_entropy, plan=given)
         assert run.plan == plan
         assert not any(row.trials for row in run.report.rows)
-        kept = {row.technique for row in run.report.rows if "the plan asks for it" in row.why}
+        kept = {row.technique for row in run.report.rows if "asked-for" in reasons(row)}
         assert kept == plan.decisions.keys()
 
 
@@ -76,19 +77,19 @@ def test_what_a_plan_was_made_with_may_be_asked_for_again(tmp_path: Path, asked:
 
 
 @pytest.mark.parametrize(
-    ("decided", "asked", "words"),
+    ("decided", "asked", "facts"),
     [
-        ({"precision": "bf16"}, {"precision": "fp32"}, "precision = 'bf16', .* comes to False"),
-        ({"precision": "bf16"}, {"precision": "fp16"}, "precision = 'bf16', .* comes to 'fp16'"),
-        ({}, {"precision": "bf16"}, "precision = False, .* comes to 'bf16'"),
-        ({"fused_optimizer": True}, {"techniques": {"fused_optimizer": False}}, "fused_optimizer = True, .* to False"),
-        ({"cpu_threads": 1}, {"techniques": {"cpu_threads": 2}}, "cpu_threads = 1, .* comes to 2"),
+        ({"precision": "bf16"}, {"precision": "fp32"}, "precision.*'bf16'.*False"),
+        ({"precision": "bf16"}, {"precision": "fp16"}, "precision.*'bf16'.*'fp16'"),
+        ({}, {"precision": "bf16"}, "precision.*False.*'bf16'"),
+        ({"fused_optimizer": True}, {"techniques": {"fused_optimizer": False}}, "fused_optimizer.*True.*False"),
+        ({"cpu_threads": 1}, {"techniques": {"cpu_threads": 2}}, "cpu_threads.*1.*2"),
     ],
 )
-def test_what_a_plan_has_decided_otherwise_is_refused_by_both_values(decided: Any, asked: Any, words: str) -> None:
+def test_what_a_plan_has_decided_otherwise_is_refused_by_both_values(decided: Any, asked: Any, facts: str) -> None:
     model, loader, opt = make_job()
     before = snapshot(model, opt)
-    with pytest.raises(ValueError, match=f"the plan has decided {words}"):
+    with pytest.raises(ValueError, match=facts):
         flatout.optimize(
             model, loader, opt, functional.cross_entropy, plan=flatout.Plan(decided, planned().fingerprint), **asked
         )
@@ -178,11 +179,12 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned()
-    monkeypatch.setattr(sys.modules["flatout.plan"], "usable_cores", lambda: 99)
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores + 1)} if cores == 1 else {0})
     model, loader, opt = make_job()
     assert_refused(plan, "device", model, loader, opt, functional.cross_entropy)
     of_a_gpu = flatout.Plan(plan.decisions, {**plan.fingerprint, "device": "NVIDIA H200"})
-    with pytest.raises(ValueError, match="another device: NVIDIA H200 there, cpu of 99 cores here"):
+    with pytest.raises(ValueError, match=r"device.*NVIDIA H200.*cpu"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, plan=of_a_gpu)
 
 
@@ -195,7 +197,7 @@ def test_another_optimizer_or_use_is_refused() -> None:
     assert_refused(flatout.Plan({"precision": "fp16"}, plan.fingerprint), "optimizer", model, loader)
     own_loop = flatout.optimize(model, loader, techniques=FORCED_IN_OWN_LOOP, budget=0).plan
     flatout.undo(model)
-    with pytest.raises(ValueError, match="another optimizer: none, in training there, none, in inference here"):
+    with pytest.raises(ValueError, match=r"optimizer.*training.*inference"):
         flatout.optimize(model.eval(), loader, plan=own_loop)
 
 
@@ -214,10 +216,10 @@ def test_every_field_is_looked_at_and_none_may_be_missing(field: str) -> None:
     model, loader, opt = make_job()
     other = flatout.Plan(plan.decisions, {**plan.fingerprint, field: "something else"})
     before = snapshot(model, opt)
-    with pytest.raises(ValueError, match=f"another {field}: something else there, .+ here"):
+    with pytest.raises(ValueError, match=f"{field}.*something else"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, plan=other)
     without = flatout.Plan(plan.decisions, {k: v for k, v in plan.fingerprint.items() if k != field})
-    with pytest.raises(ValueError, match=f"another {field}: nothing there"):
+    with pytest.raises(ValueError, match=rf"\b{field}\b"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, plan=without)
     assert snapshot(model, opt) == before
 
@@ -225,7 +227,7 @@ def test_every_field_is_looked_at_and_none_may_be_missing(field: str) -> None:
 def test_a_technique_that_there_is_not_is_refused() -> None:
     plan = planned()
     model, loader, opt = make_job()
-    with pytest.raises(ValueError, match="decides about 'warp_drive'"):
+    with pytest.raises(ValueError, match="warp_drive"):
         flatout.optimize(
             model, loader, opt, functional.cross_entropy, plan=flatout.Plan({"warp_drive": True}, plan.fingerprint)
         )
@@ -235,7 +237,7 @@ def test_a_refused_plan_leaves_an_earlier_run_in_place() -> None:
     model, loader, opt = make_job()
     flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=FORCED, budget=0)
     kinds = type(model), type(opt)
-    with pytest.raises(ValueError, match="another device"):
+    with pytest.raises(ValueError, match="abacus"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, plan=flatout.Plan({}, {"device": "abacus"}))
     assert (type(model), type(opt)) == kinds
     flatout.undo(model)
@@ -326,7 +328,7 @@ def test_such_values_are_refused_as_techniques_too(technique: str) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match="regular file"):
+    with pytest.raises(ValueError, match="special"):
         flatout.Plan.load(special_file(tmp_path, kind))
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler
 
 import flatout
+from tests.clock import TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, Net, make_data, train
 
@@ -28,16 +29,15 @@ def generators(own):
     return [bits(torch.get_rng_state()), own and bits(own.get_state())]
 
 
-@pytest.mark.usefixtures("short_trials")
-@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("budget", [0, 1000])
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_generators_stay_and_training_is_the_plain_loop(own_generator, budget):
+def test_generators_stay_and_training_is_the_plain_loop(own_generator, budget, clock):
     plain, loader, opt, _ = make_job(own_generator=own_generator)
     expected = train(plain, loader, opt, epochs=3)
     model, loader, opt, generator = make_job(own_generator=own_generator)
     before = generators(generator)
     techniques = QUICK | {"fused_optimizer": False, "cpu_threads": False}
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=budget)
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=techniques, budget=budget)
     assert generators(generator) == before
     assert [run.step(batch).item() for _ in range(3) for batch in run.loader] == expected
 
