@@ -276,7 +276,7 @@ def test_workers_that_are_asked_for_load_the_batches() -> None:
     run = tuned(loader, techniques={"compile": False, "precision": False, "workers": 1})
     assert run.plan.decisions["workers"]["num_workers"] == 1
     assert run.report.row("in_memory").status == "not tried"
-    assert reasons(run.report.row("in_memory")) == {"forbidden"}
+    assert "forbidden" in reasons(run.report.row("in_memory"))
 
 
 def test_a_plan_may_hold_what_does_not_apply_here() -> None:

@@ -93,7 +93,8 @@ def test_an_epochs_leftover_is_averaged_once():
         run.step(batch)
     with MemoryEnds(NEW_STATE, 1), pytest.warns(RuntimeWarning) as told:
         end_epoch(run)
-    assert [reasons(str(warning.message)) for warning in told] == [{"update-retried"}]
+    (warning,) = told
+    assert "update-retried" in reasons(str(warning.message))
     train(twin, batches)
     assert [bits(p) for p in run.model.parameters()] == [bits(p) for p in twin.model.parameters()]
 
