@@ -186,20 +186,6 @@ def test_step_needs_an_optimizer():
         run.step(torch.randn(2, 4))
 
 
-def test_fit_over_a_loader_that_is_exhausted_is_an_error():
-    class Once:
-        left = iter([(torch.randn(2, 4), torch.tensor([0, 1]))] * 3)
-
-        def __iter__(self):
-            return self.left
-
-    model, batches = nn.Linear(4, 2), Once()
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=NO_TECHNIQUES, budget=0)
-    with pytest.raises(ValueError, match=r"loader.*Once"):
-        run.fit(2, progress=False)
-
-
 def test_fit_trains_in_train_mode_and_step_leaves_the_mode_alone():
     run, model, *_ = make()
     model.eval()
