@@ -113,6 +113,7 @@ def test_a_second_optimizer_leaves_no_trace(way):
     assert (snapshot(critic, optimizer), snapshot(model, opt)) == before
 
 
+@pytest.mark.usefixtures("clock")
 def test_measured_trials_of_a_second_optimizer_leave_no_trace_and_training_is_the_plain_loop():
     model, batches, opt = make_job()
     critic, optimizer = make_critic()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flatout
+from tests.clock import Clock
 from tests.helpers import job_of, snapshot
 from tests.jobs import Net, make_data, trial_step
 from tests.reasons import reasons
@@ -24,6 +25,7 @@ def loader() -> DataLoader:
     return DataLoader(make_data(), batch_size=16)
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None:
     torch.manual_seed(0)
     model = Net().eval().requires_grad_(False)
@@ -65,9 +67,10 @@ def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
     assert count.backward == 0
 
 
-def test_compute_loss_says_what_inference_computes(loader: DataLoader) -> None:
+def test_compute_loss_says_what_inference_computes(loader: DataLoader, clock: Clock) -> None:
     class Encoder(nn.Linear):
         def encode(self, x: torch.Tensor) -> torch.Tensor:
+            clock.advance(0.01)
             return self(x) * 2
 
     calls = []

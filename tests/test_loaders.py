@@ -1,7 +1,5 @@
 """optimize() and loaders: no sample is lost, repeated or reordered."""
 
-import time
-
 import pytest
 import torch
 from torch.nn import functional
@@ -98,9 +96,7 @@ class OnlyAtHome(Dataset):
         return torch.ones(8), i % 3
 
 
-def test_a_loader_that_fails_in_its_trial_is_rejected_with_the_reason(monkeypatch):
-    clock = simulation.Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
+def test_a_loader_that_fails_in_its_trial_is_rejected_with_the_reason(clock):
     model = Net()
     run = flatout.optimize(
         model,

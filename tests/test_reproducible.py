@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import flatout
 from flatout.data import Prefetcher, clone_loader, is_rewindable, seed_samples
 from flatout.techniques import REGISTRY, Measured
+from tests.clock import Clock, TimedStep
 from tests.golden import simulation
 from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES, QUICK, Net, make_data, make_job, train
@@ -324,7 +325,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_would_have_had(workers: tuple
 # -- optimize --------------------------------------------------------------------------------------------------
 
 
-def trained(seed: int, workers: int, **how: Any) -> list[bytes]:
+def trained(seed: int, workers: int, loss_fn: Any = functional.cross_entropy, **how: Any) -> list[bytes]:
     """Losses and weights of a run with dropout, from augmented data that a number of processes make."""
     torch.manual_seed(0)
     model = Net()
@@ -334,7 +335,7 @@ def trained(seed: int, workers: int, **how: Any) -> list[bytes]:
         model,
         loader,
         opt,
-        functional.cross_entropy,
+        loss_fn,
         deterministic=True,
         seed=seed,
         techniques=QUICK | {"workers": workers},
@@ -354,8 +355,11 @@ def test_runs_are_bit_equal_with_any_number_of_workers() -> None:
     first = trained(5, workers=1, budget=0)
     assert first == trained(5, workers=1, budget=0)
     assert first == trained(5, workers=4, budget=0)
-    assert first == trained(5, workers=0, budget=3)  # trials leave no trace
     assert first != trained(6, workers=1, budget=0)
+
+
+def test_trials_change_no_bit_of_a_run(clock: Clock) -> None:
+    assert trained(5, workers=0, budget=0) == trained(5, workers=0, loss_fn=TimedStep(clock, 0.01), budget=3)
 
 
 def test_without_a_seed_random_samples_stay_where_they_are() -> None:
@@ -383,8 +387,8 @@ def costs_of_determinism(loss_fn: Any = functional.cross_entropy, **how: Any) ->
     return row
 
 
-def test_the_report_has_what_determinism_costs() -> None:
-    row = costs_of_determinism(budget=1)
+def test_the_report_has_what_determinism_costs(clock: Clock) -> None:
+    row = costs_of_determinism(TimedStep(clock, 0.01), budget=1)
     assert row.trials[0].pairs > 0
     assert row.gain == row.trials[0].gain
     assert "measured-cost" in reasons(row)
@@ -396,6 +400,7 @@ def test_without_a_budget_the_cost_of_determinism_is_not_measured() -> None:
     assert not reasons(row) & {"measured-cost", "unknown-cost"}
 
 
+@pytest.mark.usefixtures("clock")
 def test_determinism_is_kept_where_its_cost_cannot_be_measured() -> None:
     def fussy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if not torch.are_deterministic_algorithms_enabled():

@@ -113,8 +113,9 @@ def parts():
 
 @pytest.mark.parametrize("choices", [QUICK, FORCED], ids=["measured", "forced"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_asks_nothing_for_its_truth_value(kind, choices, tmp_path):
+def test_a_run_asks_nothing_for_its_truth_value(kind, choices, tmp_path, clock):
     model, optimizer, scheduler = parts()
+    clock.slow_down(model, 0.01)
     budget = 1 if choices is QUICK else 0
     if choices is FORCED:  # neither a subclass of an optimizer nor other loaders have those forms
         without = {"fused_optimizer"} | ({"in_memory"} if kind != "tensors" else set())
