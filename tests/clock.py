@@ -18,17 +18,24 @@ TICK = 2e-4
 
 
 class Clock:
-    """Replacement of ``time.perf_counter`` that only the job advances."""
+    """Replacement of ``time.perf_counter`` that only the job advances, and each reading by a tick."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: float = TICK) -> None:
         self.now = 0.0
+        self._tick = tick
+        self._ticked = 0.0
 
     def __call__(self) -> float:
-        self.now += TICK
+        self.now += self._tick
+        self._ticked += self._tick
         return self.now
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+    def core_seconds(self) -> float:
+        """Return the time of all ticks: that of the work between two readings, without what was advanced."""
+        return self._ticked
 
     def slow_down(self, model: nn.Module, seconds: float = 1.0) -> None:
         """Have each forward of a model take so long."""
@@ -45,6 +52,14 @@ def simulated(clock: Clock) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def simulated_time(tick: float = 0.0) -> Iterator[Clock]:
+    """Replace ``time.perf_counter`` and ``time.sleep`` in this process, and in processes that are forked meanwhile."""
+    clock = Clock(tick)
+    with mock.patch.object(time, "perf_counter", clock), mock.patch.object(time, "sleep", clock.advance):
+        yield clock
 
 
 class TimedStep:

@@ -1,0 +1,305 @@
+"""Simulated machines and loaders for the tests of the data path: nothing here depends on how fast a machine is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from flatout import _host
+from flatout.data import (
+    CachedDataset,
+    InMemoryLoader,
+    MovableWork,
+    Prefetcher,
+    Tuned,
+    machine,
+    movable,
+    movable_transforms,
+    tune,
+)
+from flatout.data.normalize import _is_native
+from flatout.data.prefetcher import _Ahead
+from flatout.data.transfer import NativeCopier
+from flatout.data.trials import Try
+from flatout.techniques.transforms import Transforms
+from tests.clock import Clock, simulated_time
+
+PLENTY = 2**50
+"""Bytes of memory that bound nothing."""
+
+TICK = 5e-3
+"""Seconds that work between two readings of the simulated clock takes: a batch that costs nothing takes one tick."""
+
+
+@contextlib.contextmanager
+def simulated_machine(cores: int = 2, memory: int = PLENTY, shared_memory: int = PLENTY) -> Iterator[Clock]:
+    """Simulate the time and the resources that the tuner sees; what is not a sleep keeps one core busy."""
+    with (
+        simulated_time(TICK) as clock,
+        _resources(cores, memory, shared_memory),
+        mock.patch("flatout.data.trials.wanted_core_seconds", clock.core_seconds),
+    ):
+        yield clock
+
+
+def _resources(cores: int, memory: int, shared_memory: int) -> Any:
+    """Patch what the tuner reads of the machine: its public arguments name none of these."""
+    return mock.patch.multiple(
+        "flatout.data.tuning",
+        usable_cores=lambda: cores,
+        available_memory=lambda: memory,
+        free_shared_memory=lambda: shared_memory,
+    )
+
+
+class SlowSamples(Dataset[torch.Tensor]):
+    """Samples that wait for a disk, in simulated time; an attribute makes a dataset that cannot be pickled."""
+
+    def __init__(self, seconds: float, size: int = 512, attribute: Any = None) -> None:
+        self.seconds = seconds
+        self.size = size
+        self.attribute = attribute
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.full((3,), float(index))
+
+
+class ModelledLoader:
+    """Loader of a model, in place of trials of a real one.
+
+    A batch takes ``seconds`` and keeps ``busy`` of a core busy meanwhile; all workers share ``cores``. A worker's start
+    takes ``start`` seconds, and ``receive`` seconds of the training process go into every batch of a worker. Each
+    ``bursts[0]``-th batch takes ``bursts[1]`` times as long as the others.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        busy: float = 0.0,
+        cores: int = 8,
+        start: float = 0.02,
+        receive: float = 0.0,
+        bursts: tuple[int, float] = (1, 1.0),
+        batch_bytes: int = 1000,
+    ) -> None:
+        self.clock = Clock()
+        self.busy, self.cores, self.start, self.receive = busy, cores, start, receive
+        every, factor = bursts
+        self.times = [seconds * factor] + [seconds] * (every - 1)
+        self.batch_bytes, self.device, self.start_method = batch_bytes, None, None
+
+    @property
+    def mean(self) -> float:
+        return sum(self.times) / len(self.times)
+
+    def rate(self, workers: int) -> float:
+        at_once = min(workers, self.cores / self.busy) if self.busy else workers
+        return min(at_once / self.mean, 1 / self.receive if self.receive else math.inf)
+
+    def alone(self) -> Try:
+        self.clock.now += self.mean + max(0.25, self.mean)
+        return Try(0, 1 / self.mean, self.mean)
+
+    def with_workers(self, workers: int) -> Try:
+        rate = self.rate(workers)
+        self.clock.now += 2 * workers * self.start + self.mean + 2 * workers / rate + max(0.25, workers / rate)
+        return Try(workers, rate, workers * self.start + self.mean)
+
+    def paced(self, workers: int, prefetch_factor: int, step_time: float, fill: float, at_least: int) -> float:
+        asked, ready, waited = [0.0] * workers * prefetch_factor, list[float](), 0.0
+        first = now = self.times[0] + fill
+        for k in itertools.count():
+            if k > at_least and now >= first + 0.75:
+                break
+            begun = max(asked[k], ready[k - workers] if k >= workers else 0.0)
+            ready.append(begun + self.times[k % len(self.times)])
+            if k:
+                now += step_time
+                took = max(self.receive, ready[k] - now)
+                now, waited = now + took, waited + took
+            asked.append(now)
+        self.clock.now += workers * self.start + now
+        return waited / (now - first)
+
+    def start_otherwise(self, error: Exception) -> bool:
+        return False
+
+
+def tune_modelled(
+    model: ModelledLoader,
+    step: float,
+    *,
+    budget: float = 3.0,
+    memory: int = PLENTY,
+    shared_memory: int = PLENTY,
+    dataset: Dataset[Any] | None = None,
+    **options: Any,
+) -> Tuned:
+    """Tune a ``DataLoader`` whose trials are replaced by those of the model, on the model's clock."""
+    loader = DataLoader(dataset or TensorDataset(torch.zeros(1000)), 10, **options)
+    with (
+        mock.patch.object(time, "perf_counter", model.clock),
+        mock.patch("flatout.data.tuning.Trials", return_value=model),
+        _resources(model.cores, memory, shared_memory),
+    ):
+        return tune(loader, step, budget=budget)
+
+
+class MachineFiles:
+    """The files by which a machine tells its cores and memory, written by a test: 8 hardware threads, two to a core."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.affinity: Sequence[int] = range(8)
+        self.write("cpus", {f"cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)})
+        self.write("proc", {"meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB", "self/cgroup": "0::/"})
+
+    def write(self, folder: str, files: Mapping[str, str]) -> None:
+        """Write files below ``cgroup``, ``cpus`` or ``proc``."""
+        for name, text in files.items():
+            file = self.root / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n")
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """Have ``machine`` read these files: their places are constants of the module."""
+        places = {"_CGROUP": "cgroup", "_CPUS": "cpus", "_PROC": "proc", "SHARED_MEMORY": "shm"}
+        with (
+            mock.patch.multiple(machine, **{name: self.root / folder for name, folder in places.items()}),
+            mock.patch.object(os, "sched_getaffinity", self._allowed),
+        ):
+            yield
+
+    def _allowed(self, pid: int) -> Sequence[int]:
+        return self.affinity
+
+
+@contextlib.contextmanager
+def started_by(default: str, chosen: str) -> Iterator[None]:
+    """Simulate a platform with such a default start method, and a user who has chosen one, maybe the same."""
+    methods = [default, *({"spawn", "fork"} - {default})]
+    before = multiprocessing.get_start_method(allow_none=True)
+    with mock.patch("multiprocessing.get_all_start_methods", return_value=methods):
+        multiprocessing.set_start_method(chosen, force=True)
+        try:
+            yield
+        finally:
+            multiprocessing.set_start_method(before, force=True)
+
+
+@contextlib.contextmanager
+def impatient_trials() -> Iterator[None]:
+    """Let trials give up hanging workers after half a second, and torch give up ending them after a tenth."""
+    with (
+        mock.patch("flatout.data.trials._PATIENCE", (0.5, 1)),
+        mock.patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1),
+    ):
+        yield
+
+
+class CopyingPrefetcher(Prefetcher):
+    """Prefetcher that takes the way of batches to a GPU, with the host in place of the device.
+
+    Only a CUDA device leads there through the public constructor, so the parts are put together here.
+    """
+
+    copier = NativeCopier
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ring is None:
+            self._ring = _host.Ring(device=-1, max_idle=self.depth + 2)
+        iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring))
+        self._live.add(iterator)
+        return iterator
+
+
+@contextlib.contextmanager
+def memory_left(memory: int = PLENTY, shared_memory: int = PLENTY) -> Iterator[None]:
+    """Simulate so much free memory for caches: their public arguments can only ask for less than there is."""
+    with (
+        mock.patch("flatout.data.cache.available_memory", return_value=memory),
+        mock.patch("flatout.data.table.free_shared_memory", return_value=shared_memory),
+    ):
+        yield
+
+
+def columns_of(cache: CachedDataset | InMemoryLoader) -> list[torch.Tensor]:
+    """Return the memory that a cache, or a loader over it, reads: samples are copies that do not show it."""
+    if isinstance(cache, CachedDataset):
+        return cache._table.columns
+    return [part for (part,) in cache._columns()]
+
+
+def begin_row(cached: CachedDataset, row: int) -> None:
+    """Leave a row as a process leaves it that ends while it writes the row."""
+    cached._table._states.claim(row)
+
+
+def rings_of(loader: InMemoryLoader) -> list[_host.Ring]:
+    """Return the rings of a loader's batches, which count what batches do not show: allocations and idle slots."""
+    return list(loader._rings.values())
+
+
+def threads() -> list[str]:
+    """Return the names of flatout's threads in this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            names.append((task / "comm").read_text().strip())
+    return [name for name in names if name.startswith("flatout")]
+
+
+def eventually(holds: Callable[[], Any]) -> bool:
+    """Return whether ``holds()`` comes true: threads get their name, and processes end, in their own time."""
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    return bool(holds())
+
+
+def examined(source: Any, everything: bool = False, **options: int) -> tuple[MovableWork, ...]:
+    """Name what is movable, where each operation takes one tick, and a sample two for each operation and one more.
+
+    Args:
+        source: as in ``movable_transforms``.
+        everything: name the smallest work too, of samples that take hundreds of operations.
+        options: of ``movable_transforms``.
+    """
+    least = mock.patch.object(movable, "WORTH_NAMING", 0.0 if everything else movable.WORTH_NAMING)
+    with simulated_time(TICK), least:
+        return movable_transforms(source, **options)
+
+
+def advice_on(loader: DataLoader[Any]) -> list[str]:
+    """Return what the report says of a loader's transforms, without the trials of a whole ``optimize``."""
+    job: Any = SimpleNamespace(loader=loader, source=loader)
+    return list(Transforms().findings(job, math.inf))
+
+
+def kernels_there(there: bool) -> Any:
+    """Simulate a device with or without flatout's kernels, as builds and GPUs differ."""
+    return mock.patch("flatout.data.normalize.has_kernels", return_value=there)
+
+
+def is_normalized_by_kernel(device: torch.device, channels: int) -> bool:
+    """Return whether images on a device with kernels are normalized by one: results are the same bits in any case."""
+    with kernels_there(True):
+        return _is_native(device, channels)
