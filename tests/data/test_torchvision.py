@@ -14,7 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.data import NotCacheable, Prefetcher, cache_in_memory, movable, movable_transforms
+from flatout.data import NotCacheable, Prefetcher, cache_in_memory
+from tests.clock import simulated_time
+from tests.data.harness import TICK, advice_on, examined
+from tests.reasons import reasons
 
 try:  # a torchvision that was built for another torch raises RuntimeError
     from PIL import Image
@@ -94,8 +97,9 @@ def test_the_cache_gives_the_same_batches_cold_and_warm_without_the_files(folder
 
 @pytest.mark.parametrize("step", [transforms.RandomCrop(24), transforms.RandomHorizontalFlip()], ids=lambda s: str(s))
 def test_random_augmentation_is_not_cached(folder, step):
-    with pytest.raises(NotCacheable, match="random"):
+    with pytest.raises(NotCacheable) as caught:
         cache_in_memory(loader_of(folder, [transforms.Resize((32, 32)), step, *TAIL]))
+    assert "samples-random" in reasons(str(caught.value))
 
 
 def turned(image):
@@ -134,10 +138,11 @@ PIPELINES = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_could_run_on_the_device_is_named_with_its_place(folder, name, workers, monkeypatch):
-    monkeypatch.setattr(movable, "WORTH_NAMING", 0.0)
+def test_what_could_run_on_the_device_is_named_with_its_place(folder, name, workers):
     steps, expected = PIPELINES[name]
-    found = {work.what.rpartition(".")[2]: work for work in movable_transforms(loader_of(folder, steps, workers))}
+    found = {
+        work.what.rpartition(".")[2]: work for work in examined(loader_of(folder, steps, workers), everything=True)
+    }
     assert sorted(found) == sorted(expected)
     for kind, work in found.items():
         number = next(i for i, step in enumerate(steps) if type(step).__name__ == kind)
@@ -151,14 +156,12 @@ def test_what_could_run_on_the_device_is_named_with_its_place(folder, name, work
         assert "div_" in found["Normalize"].operators
 
 
-def test_functions_in_a_pipeline_are_named_with_file_and_line(folder, monkeypatch):
-    monkeypatch.setattr(movable, "WORTH_NAMING", 0.0)
-
+def test_functions_in_a_pipeline_are_named_with_file_and_line(folder):
     def brighter(x):
         return x.mul(1.5).clamp(0, 1)  # brighter
 
     steps = [transforms.CenterCrop(32), transforms.ToTensor(), transforms.Lambda(brighter)]
-    found = {work.what: work for work in movable_transforms(loader_of(folder, steps))}
+    found = {work.what: work for work in examined(loader_of(folder, steps))}
     assert sorted(found) == ["brighter", "torchvision.transforms.ToTensor"]
     lines = Path(__file__).read_text().splitlines()
     assert found["brighter"].file == __file__
@@ -174,25 +177,26 @@ class Small(nn.Module):
         return self.head(self.convolution(x).mean((2, 3)))
 
 
-@pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_optimize_trains_on_it_and_its_report_gives_the_advice(folder, in_memory, monkeypatch):
-    monkeypatch.setattr(movable, "WORTH_NAMING", 0.0)
+def test_optimize_trains_on_it(folder, in_memory):
     expected = epochs(loader_of(folder, PLAIN))
     model, loader = Small(), loader_of(folder, PLAIN)
     techniques = {"compile": False, "precision": False, "workers": False, "in_memory": in_memory}
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=20)
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
     assert same(epochs(run.loader), expected)
     row = run.report.row("transforms")
-    if in_memory:
-        assert row.status == "not applicable"
-        assert "in memory" in row.why
-    else:
-        assert row.status == "advice"
-        assert "dataset.transform.transforms[3]: torchvision.transforms.Normalize (" in row.why
-        assert "dataset.transform.transforms[2]: torchvision.transforms.ToTensor (" in row.why
-        assert row.why.count("flatout.data.Normalize") == 1
+    assert row.status == ("not applicable" if in_memory else "not tried")
+    assert ("samples-in-memory" if in_memory else "budget-spent") in reasons(row)
     assert all(torch.isfinite(run.step(batch)) for batch in run.loader)
     assert "transforms" not in run.plan.decisions
     assert flatout.report.Report.from_json(run.report.to_json()).row("transforms") == row
+
+
+def test_the_report_names_each_transform_and_gives_its_advice_once(folder):
+    loader = loader_of(folder, PLAIN)
+    with simulated_time(TICK):
+        *found, advice = advice_on(loader)
+    places = [f"dataset.transform.transforms[{i}]: torchvision.transforms." for i in (2, 3)]
+    assert sorted(finding.partition(" (")[0] for finding in found) == [places[0] + "ToTensor", places[1] + "Normalize"]
+    assert "flatout.data.Normalize" in advice
