@@ -124,28 +124,32 @@ def hidden(i, _count=iter(range(10**9))):  # noqa: B008  (state that no generato
     return next(_count)
 
 
+# name: a dataset's function, the reason's code, and what the message names
 RANDOM = {
-    "torch": (lambda: lambda i: torch.rand(2), "torch's default generator"),
-    "random": (lambda: lambda i: random.random(), "Python's random"),
-    "numpy": (lambda: lambda i: np.random.rand(), "NumPy's global generator"),
-    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "torch's default"),
-    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "torch's default generator"),
-    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "Python's random"),
+    "torch": (lambda: lambda i: torch.rand(2), "samples-random", "torch"),
+    "random": (lambda: lambda i: random.random(), "samples-random", "Python's random"),
+    "numpy": (lambda: lambda i: np.random.rand(), "samples-random", "NumPy"),
+    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "samples-random", "torch"),
+    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "samples-random", "torch"),
+    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "samples-random", "Python's random"),
     "torch.Generator": (
         lambda: Attribute(torch.Generator(), lambda own: torch.rand(2, generator=own)),
-        r"torch\S*Generator of the dataset",
+        "samples-random",
+        r"torch\S*Generator of",
     ),
     "numpy.Generator": (
         lambda: Attribute(np.random.default_rng(0), lambda own: own.random()),
-        "Generator of the",
+        "samples-random",
+        r"\bGenerator of",
     ),
     "numpy.RandomState": (
         lambda: Attribute(np.random.RandomState(0), lambda own: own.rand()),
-        "RandomState of the",
+        "samples-random",
+        "RandomState of",
     ),
-    "random.Random": (from_closure, "random.Random of the dataset"),
-    "hidden": (lambda: hidden, "two different results"),
-    "SystemRandom": (lambda: lambda i: random.SystemRandom().random(), "two different results"),
+    "random.Random": (from_closure, "samples-random", r"random\.Random of"),
+    "hidden": (lambda: hidden, "samples-not-repeatable", r"dataset\[\d+\]"),
+    "SystemRandom": (lambda: lambda i: random.SystemRandom().random(), "samples-not-repeatable", r"dataset\[\d+\]"),
 }
 
 
@@ -174,34 +178,48 @@ def raises(i):
     return i
 
 
+# name: a dataset, the reason's code, and what the message names
 REFUSED = {
-    "ragged": (lambda: Made(lambda i: torch.zeros(i)), "differ in shape"),
+    "ragged": (lambda: Made(lambda i: torch.zeros(i)), "shapes-differ", r"\(\d+,\)"),
     "dtype varies": (
         lambda: Made(lambda i: np.zeros(2, np.float32 if i else np.float64)),
-        "differ in shape|float32",
+        "shapes-differ",
+        "float32.*float64",
     ),
-    "type varies": (lambda: Made(lambda i: i if i < 9 else float(i)), r"dataset\[9\] is made of other types"),
-    "keys vary": (lambda: Made(lambda i: {"a" if i < 9 else "b": i}), "other types"),
-    "length varies": (lambda: Made(lambda i: [0] * (1 + i // 9)), "other types"),
-    "strings": (lambda: Made(lambda i: (i, str(i))), "strings"),
-    "bytes": (lambda: Made(lambda i: b"x"), "strings"),
-    "none": (lambda: Made(lambda i: (i, None)), "NoneType"),
-    "object": (lambda: Made(lambda i: object()), "object"),
-    "string array": (lambda: Made(lambda i: np.array(["a"])), "an array of <U1"),
-    "big-endian array": (lambda: Made(lambda i: np.zeros(2, ">f4")), "an array of >f4"),
-    "big ints": (lambda: Made(lambda i: 2**63), "an int of more than 64 bits"),
-    "later big ints": (lambda: Made(lambda i: -(2**63) - (i == 9)), r"dataset\[9\] holds an int of more than 64 bits"),
-    "empty samples": (lambda: Made(lambda i: ()), "no tensor"),
-    "no samples": (lambda: Made(lambda i: i, 0), "empty"),
-    "gradients": (lambda: Made(lambda i: torch.ones(2, requires_grad=True)), "requires grad"),
-    "meta": (lambda: Made(lambda i: torch.ones(2, device="meta")), "meta"),
-    "sparse": (lambda: Made(lambda i: torch.eye(2).to_sparse()), "layout torch.sparse_coo"),
-    "raises": (lambda: Made(raises), r"raised OSError: broken file"),
-    "iterable": (lambda: Stream(), "not map-style"),
-    "epochs": (lambda: Epochs(lambda i: i), "set_epoch"),
-    "gradients later": (lambda: Made(lambda i: torch.ones(2, requires_grad=i == 9)), r"dataset\[9\] .*requires grad"),
-    "device varies": (lambda: Made(lambda i: torch.ones(2, device="meta" if i == 9 else "cpu")), r"dataset\[9\].*meta"),
-    "parameter": (lambda: Made(lambda i: torch.nn.Parameter(torch.ones(1))), "Parameter"),
+    "type varies": (lambda: Made(lambda i: i if i < 9 else float(i)), "types-differ", r"dataset\[9\]"),
+    "keys vary": (lambda: Made(lambda i: {"a" if i < 9 else "b": i}), "types-differ", r"dataset\[\d+\]"),
+    "length varies": (lambda: Made(lambda i: [0] * (1 + i // 9)), "types-differ", r"dataset\[\d+\]"),
+    "strings": (lambda: Made(lambda i: (i, str(i))), "type-not-cacheable", "string"),
+    "bytes": (lambda: Made(lambda i: b"x"), "type-not-cacheable", "string"),
+    "none": (lambda: Made(lambda i: (i, None)), "type-not-cacheable", "NoneType"),
+    "object": (lambda: Made(lambda i: object()), "type-not-cacheable", "object"),
+    "string array": (lambda: Made(lambda i: np.array(["a"])), "type-not-cacheable", "<U1"),
+    "big-endian array": (lambda: Made(lambda i: np.zeros(2, ">f4")), "type-not-cacheable", ">f4"),
+    "big ints": (lambda: Made(lambda i: 2**63), "type-not-cacheable", r"\bint\b.*64"),
+    "later big ints": (
+        lambda: Made(lambda i: -(2**63) - (i == 9)),
+        "type-not-cacheable",
+        r"dataset\[9\].*\bint\b.*64",
+    ),
+    "empty samples": (lambda: Made(lambda i: ()), "samples-empty", r"dataset\[0\]"),
+    "no samples": (lambda: Made(lambda i: i, 0), "dataset-empty", "dataset"),
+    "gradients": (lambda: Made(lambda i: torch.ones(2, requires_grad=True)), "type-not-cacheable", "requires grad"),
+    "meta": (lambda: Made(lambda i: torch.ones(2, device="meta")), "type-not-cacheable", "meta"),
+    "sparse": (lambda: Made(lambda i: torch.eye(2).to_sparse()), "type-not-cacheable", "torch.sparse_coo"),
+    "raises": (lambda: Made(raises), "sample-failed", r"dataset\[7\].*OSError: broken file"),
+    "iterable": (lambda: Stream(), "not-map-style", "Stream"),
+    "epochs": (lambda: Epochs(lambda i: i), "samples-change", "set_epoch"),
+    "gradients later": (
+        lambda: Made(lambda i: torch.ones(2, requires_grad=i == 9)),
+        "type-not-cacheable",
+        r"dataset\[9\].*requires grad",
+    ),
+    "device varies": (
+        lambda: Made(lambda i: torch.ones(2, device="meta" if i == 9 else "cpu")),
+        "type-not-cacheable",
+        r"dataset\[9\].*meta",
+    ),
+    "parameter": (lambda: Made(lambda i: torch.nn.Parameter(torch.ones(1))), "type-not-cacheable", "Parameter"),
 }
 
 
