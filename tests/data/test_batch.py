@@ -143,7 +143,7 @@ def test_batch_size_of(batch, size):
 
 
 def test_batch_size_of_nothing():
-    with pytest.raises(ValueError, match="at least one tensor, got dict"):
+    with pytest.raises(ValueError, match="dict"):
         batch_size_of({"x": 1})
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -15,45 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_prefetcher import CopyingPrefetcher
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
+from tests.data.harness import CopyingPrefetcher, eventually, rings_of, threads
 from tests.helpers import in_child
 
 LOADER = DataLoader(TensorDataset(torch.arange(500_000).reshape(200, 2500), torch.arange(200)), 8, shuffle=True)
 """Batches of 160 KB: threads gather them, where smaller ones are left to whoever waits."""
 
 
-def threads() -> list[str]:
-    """Names of our threads in this process."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name.startswith("flatout")]
-
-
-def soon(count: int) -> bool:
-    """Whether `count` threads are there: under load a new one takes a while to its name, an ended one to its end."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if len(threads()) == count:
-                return True
-        time.sleep(0.001)
-    return False
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def settles(holds) -> bool:
-    """Whether `holds()` comes true: what ends does so in its own time under load."""
-    end = time.monotonic() + 10
-    while not holds() and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
-    return holds()
 
 
 def break_after(loader, batches: int) -> None:
@@ -83,7 +57,7 @@ def test_a_thousand_breaks_leave_nothing_behind(kind):
     for number in range(1000):
         break_after(loader, number % 5)
     gc.collect()
-    assert soon(0)
+    assert eventually(lambda: not threads())
     assert descriptors() == before
 
 
@@ -94,13 +68,18 @@ def children() -> set[int]:
 
 def leaves_nothing(attempt, times: int) -> bool:
     """Whether `times` attempts after a first leave no process or descriptor; an earlier test's may end meanwhile."""
+
+    def has_ended(most: float) -> bool:
+        gc.collect()
+        return children() <= others and descriptors() <= most
+
     others = children()
     attempt()
-    assert settles(lambda: children() <= others)
+    assert eventually(lambda: has_ended(math.inf))
     before = descriptors()
     for _ in range(times):
         attempt()
-    return soon(0) and settles(lambda: children() <= others and descriptors() <= before)
+    return eventually(lambda: not threads()) and eventually(lambda: has_ended(before))
 
 
 @pytest.mark.slow
@@ -116,7 +95,7 @@ def test_breaks_leave_no_worker_behind(wrap):
 
 
 class Interrupted(Dataset):
-    """Presses Ctrl-C while a sample is loaded; in a worker: while the main thread waits for it."""
+    """Presses Ctrl-C while a sample is loaded."""
 
     def __init__(self) -> None:
         self.main = os.getpid()
@@ -127,7 +106,7 @@ class Interrupted(Dataset):
     def __getitem__(self, index):
         if index == 20:
             os.kill(self.main, signal.SIGINT)
-            time.sleep(0.2)
+            time.sleep(0.2)  # while the main thread waits
         return index
 
 
@@ -135,8 +114,7 @@ def interrupts(loader) -> None:
     """Ctrl-C while the loop is at its step."""
     for number, _ in enumerate(loader):
         if number == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
@@ -169,9 +147,9 @@ def test_threads_come_with_the_second_batch():
     next(iterator)
     assert os.listdir("/proc/self/task") == before
     next(iterator)
-    assert soon(3)
+    assert eventually(lambda: len(threads()) == 3)
     del iterator
-    assert soon(0)
+    assert eventually(lambda: not threads())
 
 
 def test_small_batches_wake_no_thread():
@@ -187,16 +165,16 @@ def test_small_batches_wake_no_thread():
 def test_threads_come_at_once_for_a_batch_that_takes_longer_than_their_start():
     iterator = iter(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(4, 2**20)), 1), threads=3))
     next(iterator)
-    assert soon(3)
+    assert eventually(lambda: len(threads()) == 3)
     del iterator
-    assert soon(0)
+    assert eventually(lambda: not threads())
 
 
 def test_end_of_an_epoch_ends_the_threads():
     iterator = iter(InMemoryLoader(LOADER))
     for _ in iterator:
         pass
-    assert soon(0)
+    assert eventually(lambda: not threads())
 
 
 def test_close_ends_iterators_and_the_loader_goes_on():
@@ -206,7 +184,7 @@ def test_close_ends_iterators_and_the_loader_goes_on():
         next(iterator)
     loader.close()
     loader.close()
-    assert soon(0)
+    assert eventually(lambda: not threads())
     assert list(first) == []
     assert len(list(loader)) == len(LOADER)
 
@@ -226,9 +204,9 @@ def test_index_out_of_range_is_an_error(index):
     data, indices = torch.zeros(4, 2), torch.tensor([0, index])
     stager = _host.Stager(_host.Ring(device=-1, max_idle=4))
     columns = _host.Columns([([(data.data_ptr(), 4, 8)], 8, 2, 32, [2])], data)
-    with pytest.raises(IndexError, match=f"index {index} is out of range for 4 rows"):
+    with pytest.raises(IndexError, match=rf"{index}\b.*\b4\b"):
         stager.gather(columns, indices.data_ptr(), 0, 2, 1, indices).take(0)
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError):
         stager.gather(columns, 0, 3, 2, 1, None).take(0)
     stager.close()
 
@@ -253,7 +231,7 @@ def test_unused_capsules_return_their_slot():
 def test_ring_keeps_no_more_than_asked():
     loader = InMemoryLoader(LOADER)
     held = list(loader)
-    ring = next(iter(loader._rings.values()))
+    (ring,) = rings_of(loader)
     del held
     assert ring.idle == (loader.depth + 3) * 2
     loader.close()
@@ -268,7 +246,7 @@ def test_fork_in_mid_epoch():
 
     def work():
         nonlocal iterator, batch
-        with pytest.raises(RuntimeError, match=r"after fork\(\)"):
+        with pytest.raises(RuntimeError, match="fork"):
             list(iterator)
         batch = None  # the slot's ring may be locked for ever here: it is not asked
         iterator.close()
@@ -364,14 +342,14 @@ def test_closed_by_another_thread(kind):
             except Exception as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=iterate) for _ in range(2)]
-    for thread in threads:
+    iterating = [threading.Thread(target=iterate) for _ in range(2)]
+    for thread in iterating:
         thread.start()
     for _ in range(200):
         loader.close()
     stop.set()
-    for thread in threads:
+    for thread in iterating:
         thread.join()
     assert errors == []
     loader.close()
-    assert soon(0)
+    assert eventually(lambda: not threads())

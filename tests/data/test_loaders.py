@@ -110,9 +110,9 @@ def test_batch_size_can_be_changed():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="exactly a torch DataLoader, got MyLoader"):
+    with pytest.raises(ValueError, match="MyLoader"):
         clone_loader(MyLoader(DATA))
-    with pytest.raises(ValueError, match=r"\['batch_size'\] cannot be changed"):
+    with pytest.raises(ValueError, match="batch_size"):
         clone_loader(DataLoader(DATA, batch_sampler=[[1]]), batch_size=2)
 
 
@@ -258,17 +258,17 @@ def test_the_users_loader_is_found_behind_all_that_was_made_of_it():
 
 
 @pytest.mark.parametrize(
-    ("loader", "reason"),
+    ("loader", "fact"),
     [
-        ([torch.ones(4)], "is a list, not exactly a DataLoader"),
-        (DataLoader(range(8), batch_sampler=[[0, 1]]), "has a batch_sampler of its own"),
-        (DataLoader(range(8), batch_size=None), "makes no batches"),
-        (DataLoader(Stream(), batch_size=4), "cannot be rewound"),
+        ([torch.ones(4)], "list"),
+        (DataLoader(range(8), batch_sampler=[[0, 1]]), "batch_sampler"),
+        (DataLoader(range(8), batch_size=None), "batch"),
+        (DataLoader(Stream(), batch_size=4), "rewound"),
     ],
 )
-def test_why_a_loader_has_the_batch_size_that_it_has(loader, reason):
-    assert reason in why_not_resized(loader)
-    with pytest.raises(ValueError, match=reason):
+def test_why_a_loader_has_the_batch_size_that_it_has(loader, fact):
+    assert fact in why_not_resized(loader)
+    with pytest.raises(ValueError, match=fact):
         with_batch_size(loader, 8)
 
 

@@ -12,10 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data import Normalize, normalize
+from flatout.data import Normalize
+from tests.data.harness import is_normalized_by_kernel, kernels_there
 from tests.images import DTYPES, FORMATS, SHAPES, assert_normalized, constants, exact, images, shapes
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+@pytest.fixture
+def without_kernels():
+    with kernels_there(False):
+        yield
 
 
 def operator(x, mean, std, dtype=torch.float32, channels_last=True):
@@ -169,23 +176,22 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("why", ["subclass", "no kernels"])
-def test_torchs_own_operations_serve_elsewhere(why, channels_last, dtype, monkeypatch):
+def test_torchs_own_operations_serve_elsewhere(why, channels_last, dtype, request):
     """Where kernels are missing and for what they do not know; bit-equal too."""
     transform = Normalize(MEAN, STD, dtype=dtype, channels_last=channels_last)
     x = images((3, 7, 5), 3)
     if why == "no kernels":
-        monkeypatch.setattr(normalize, "has_kernels", lambda device: False)
+        request.getfixturevalue("without_kernels")
     result = transform(x.as_subclass(Tagged) if why == "subclass" else x)
     assert_normalized(result.as_subclass(torch.Tensor), x, MEAN, STD, dtype, FORMATS[channels_last])
     assert type(result) is (Tagged if why == "subclass" else torch.Tensor)
 
 
-def test_more_channels_than_a_kernel_takes_are_left_to_torch(monkeypatch):
+def test_more_channels_than_a_kernel_takes_are_left_to_torch():
     """The kernel's constants are its argument, and there is an end to that."""
-    monkeypatch.setattr(normalize, "has_kernels", lambda device: True)
     cuda = torch.device("cuda", 0)
-    assert [normalize._is_native(cuda, channels) for channels in (1, 240, 241)] == [True, True, False]
-    assert normalize._is_native(torch.device("cpu"), 241)
+    assert [is_normalized_by_kernel(cuda, channels) for channels in (1, 240, 241)] == [True, True, False]
+    assert is_normalized_by_kernel(torch.device("cpu"), 241)
 
 
 def test_it_is_a_value():
@@ -203,18 +209,18 @@ def test_it_is_a_value():
 @pytest.mark.parametrize(
     ("mean", "std", "options", "message"),
     [
-        ([0.5], [0.0], {}, r"std\[0\] must be from 1e-18 to 1e\+18, got 0.0"),
-        ([0.5] * 2, [1.0, -0.2], {}, r"std\[1\] must be .* got -0.2"),
-        ([0.5], [math.nan], {}, r"std\[0\] must be .* got nan"),
-        ([0.5], [math.inf], {}, r"std\[0\] must be .* got inf"),
-        ([math.nan], [0.5], {}, r"mean\[0\] must be 0 or of a magnitude from .* got nan"),
-        ([1e-30], [0.5], {}, r"mean\[0\] must be .* got 1e-30"),
-        ([0.5] * 3, [0.5] * 2, {}, "mean and std must be equally long, got 3 and 2 numbers"),
-        ([], [], {}, "mean must hold at least one number, got none"),
-        (0.5, 0.5, {}, "mean must be a sequence of one number per channel, got 0.5"),
-        (["red"], [0.5], {}, r"mean must be a sequence of one number per channel, got \['red'\]"),
-        ([0.5], [0.5], {"dtype": torch.float64}, "dtype must be one of torch.float32, .* got torch.float64"),
-        ([0.5], [0.5], {"dtype": "bfloat16"}, "dtype must be one of torch.float32, .* got bfloat16"),
+        ([0.5], [0.0], {}, r"^std\[0\].*1e-18.* 0\.0$"),
+        ([0.5] * 2, [1.0, -0.2], {}, r"^std\[1\].* -0\.2$"),
+        ([0.5], [math.nan], {}, r"^std\[0\].* nan$"),
+        ([0.5], [math.inf], {}, r"^std\[0\].* inf$"),
+        ([math.nan], [0.5], {}, r"^mean\[0\].* nan$"),
+        ([1e-30], [0.5], {}, r"^mean\[0\].* 1e-30$"),
+        ([0.5] * 3, [0.5] * 2, {}, r"^mean and std .*\b3\b.*\b2\b"),
+        ([], [], {}, "^mean "),
+        (0.5, 0.5, {}, r"^mean .* 0\.5$"),
+        (["red"], [0.5], {}, r"^mean .*\['red'\]$"),
+        ([0.5], [0.5], {"dtype": torch.float64}, "^dtype .*torch.float32.* torch.float64$"),
+        ([0.5], [0.5], {"dtype": "bfloat16"}, "^dtype .*torch.float32.* bfloat16$"),
     ],
 )
 def test_what_makes_no_sense_is_refused(mean, std, options, message):
@@ -247,13 +253,13 @@ def test_it_is_compiled_in_one_graph():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(3, 5, 5, dtype=torch.uint8)}, "must be uint8 of 4 dimensions .* got 3 of Byte"),
-        ({"x": torch.zeros(1, 3, 5, 5)}, "must be uint8 of 4 dimensions .* got 4 of Float"),
-        ({"x": torch.zeros(1, 4, 5, 5, dtype=torch.uint8)}, "each of the 4 channels of images, got 3 and 3"),
-        ({"std": [1.0]}, "each of the 3 channels of images, got 3 and 1"),
-        ({"std": [1.0, 0.0, 1.0]}, r"std\[1\] must be a number from 1e-18 to 1e18, got 0"),
-        ({"mean": [0.0, 0.0, math.inf]}, r"mean\[2\] must be 0 or of a magnitude"),
-        ({"dtype": torch.float64}, "dtype must be float32, float16 or bfloat16, got Double"),
+        ({"x": torch.zeros(3, 5, 5, dtype=torch.uint8)}, r"uint8.*\b4\b.*\b3\b.*Byte"),
+        ({"x": torch.zeros(1, 3, 5, 5)}, "uint8.*Float"),
+        ({"x": torch.zeros(1, 4, 5, 5, dtype=torch.uint8)}, r"\b4 channels.*\b3 and 3\b"),
+        ({"std": [1.0]}, r"\b3 channels.*\b3 and 1\b"),
+        ({"std": [1.0, 0.0, 1.0]}, r"std\[1\].*1e-18.* 0\b"),
+        ({"mean": [0.0, 0.0, math.inf]}, r"mean\[2\]"),
+        ({"dtype": torch.float64}, "dtype.*bfloat16.*Double"),
     ],
 )
 def test_the_operator_refuses_what_it_does_not_know(change, message):

@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import time
 import traceback
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, is_rewindable
-from flatout.data.prefetcher import _Ahead
 from flatout.data.transfer import NativeCopier
-
-
-class CopyingPrefetcher(Prefetcher):
-    """The road that batches take to a GPU, with the host standing in for it."""
-
-    def __iter__(self):
-        if self._ring is None:
-            self._ring = _host.Ring(device=-1, max_idle=self.depth + 2)
-        iterator = _Ahead(self, self._source.open(), NativeCopier(self.device, self.depth, self._ring))
-        self._live.add(iterator)
-        return iterator
-
+from tests.clock import simulated_time
+from tests.data.harness import CopyingPrefetcher, SlowSamples, eventually, threads
 
 KINDS = [Prefetcher, CopyingPrefetcher]
-
-
-def threads() -> int:
-    return sum((task / "comm").read_text().startswith("flatout") for task in Path("/proc/self/task").iterdir())
-
-
-def soon(wanted) -> bool:
-    """Whether `wanted(number of threads)`: a new one takes a while to its name, a joined one to leave /proc."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if wanted(threads()):
-                return True
-        time.sleep(0.001)
-    return False
-
-
-def no_thread_soon() -> bool:
-    return soon(lambda number: number == 0)
 
 
 def make_loader(**options) -> DataLoader:
@@ -70,7 +36,7 @@ def test_same_batches_for_many_epochs(kind, depth, wrap):
             assert type(our) is list
             assert all(map(torch.equal, our, their))
     assert prefetcher.batches == 21
-    assert no_thread_soon()
+    assert eventually(lambda: threads() == [])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "gaps", "broadcast", "empty", "0-dim"])
@@ -229,19 +195,25 @@ def test_iteration_goes_on_after_an_exception(kind):
     assert seen == [0, 1, "error", 3, 4]
 
 
-def test_out_of_memory_waits_for_the_batchs_turn(monkeypatch):
-    """A batch that finds no room ahead of time is neither lost nor reordered."""
-    refused: list = []
-    start = NativeCopier.start
+class TightCopier(NativeCopier):
+    """Finds no memory for the batch of number 2, twice."""
 
-    def tight(copier, sources):
-        if int(sources[0]) == 2 and len(refused) < 2:
-            refused.append(sources)
+    refused = 0
+
+    def start(self, sources):
+        if int(sources[0]) == 2 and self.refused < 2:
+            self.refused += 1
             raise torch.OutOfMemoryError("full")
-        return start(copier, sources)
+        return super().start(sources)
 
-    monkeypatch.setattr(NativeCopier, "start", tight)
-    iterator = iter(CopyingPrefetcher([torch.tensor(number) for number in range(5)], "cpu", 2))
+
+class TightPrefetcher(CopyingPrefetcher):
+    copier = TightCopier
+
+
+def test_out_of_memory_waits_for_the_batchs_turn():
+    """A batch that finds no room ahead of time is neither lost nor reordered."""
+    iterator = iter(TightPrefetcher([torch.tensor(number) for number in range(5)], "cpu", 2))
     assert [int(next(iterator)), int(next(iterator))] == [0, 1]
     with pytest.raises(torch.OutOfMemoryError):
         next(iterator)
@@ -257,12 +229,12 @@ def test_breaks_and_close_leave_no_thread(kind):
             if number == 1:
                 break
     gc.collect()
-    assert no_thread_soon()
+    assert eventually(lambda: threads() == [])
     held = iter(prefetcher)
     next(held), next(held)
-    assert soon(lambda number: number > 0)
+    assert eventually(threads)
     prefetcher.close()
-    assert no_thread_soon()
+    assert eventually(lambda: threads() == [])
     assert list(held) == []
     assert len(list(prefetcher)) == 7
 
@@ -308,7 +280,7 @@ def test_attributes_pass_through():
     plain = Prefetcher([1, 2], "cpu")
     assert len(plain) == 2
     assert not hasattr(plain, "dataset")
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match="nonsense"):
         prefetcher.nonsense  # noqa: B018
 
 
@@ -331,23 +303,35 @@ def test_iter_is_the_loaders_iter():
         assert torch.equal(torch.get_rng_state(), theirs)
 
 
-def test_stall_is_counted(monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr("flatout.data.prefetcher.time.perf_counter", lambda: float(next(clock)))
+def test_stall_is_counted():
     prefetcher = Prefetcher([torch.zeros(1)] * 4, "cpu")
     assert prefetcher.stall_fraction == 0.0
-    list(prefetcher)
-    # Asked at 0, 2, 4, 6; given at 1, 3, 5, 7.
+    with simulated_time(tick=1.0):
+        list(prefetcher)
+    # Asked at 1, 3, 5, 7; given at 2, 4, 6, 8.
     assert prefetcher.stall_seconds == 4.0
     assert prefetcher.stall_fraction == pytest.approx(4 / 7)
     prefetcher.reset_stall()
     assert (prefetcher.stall_seconds, prefetcher.stall_fraction, prefetcher.batches) == (0.0, 0.0, 0)
 
 
+def test_steps_that_wait_for_a_slow_loader_stall():
+    """A batch takes 0.4 s and its step 0.08 s: the starved step of the tuner's tests."""
+    with simulated_time() as clock:
+        prefetcher = Prefetcher(DataLoader(SlowSamples(0.4, 50), batch_size=None), "cpu")
+        for number, _ in enumerate(prefetcher):
+            if number == 0:
+                prefetcher.reset_stall()
+            clock.advance(0.08)
+    assert prefetcher.batches == 49
+    assert prefetcher.stall_seconds == pytest.approx(49 * 0.4)
+    assert prefetcher.stall_fraction == pytest.approx(49 * 0.4 / (49 * 0.4 + 48 * 0.08))
+
+
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="depth must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"^depth .* 0$"):
         Prefetcher([], "cpu", 0)
-    with pytest.raises(TypeError, match="more than once"):
+    with pytest.raises(TypeError, match=r"^loader "):
         Prefetcher(iter([]), "cpu")
 
 
@@ -396,7 +380,7 @@ def test_an_exception_in_the_transform_arrives_whole_when_its_batch_is_due(kind,
     assert caught.value.__cause__.args == ("inner",)
     assert [entry.name for entry in caught.traceback][-1] == "transform"
     assert [int(batch) for batch in iterator] == [-3, -4]
-    assert no_thread_soon()
+    assert eventually(lambda: threads() == [])
 
 
 class Understated(IterableDataset):

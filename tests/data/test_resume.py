@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_prefetcher import CopyingPrefetcher
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -28,6 +27,7 @@ from torch.utils.data import (
 
 from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory, clone_loader
 from flatout.data.generators import RandomState
+from tests.data.harness import CopyingPrefetcher
 
 SAMPLES = 22
 
@@ -255,7 +255,7 @@ def test_what_a_sampler_drew_from_the_model_s_generator_is_not_drawn_again_in_si
         next(iterator)
     resumed = make()
     resumed.load_state_dict(prefetcher.state_dict())
-    with pytest.raises(ValueError, match="drew other batches"):
+    with pytest.raises(ValueError, match="state_dict"):
         next(iter(resumed))
 
 
@@ -527,9 +527,9 @@ def test_streams_say_where_they_are(kind):
 @pytest.mark.parametrize(
     ("loader", "lack"),
     [
-        (DataLoader(Stream(), 3), "Stream cannot go on in mid-epoch: an iterable dataset needs"),
-        (DataLoader(StatefulStream(), 3, num_workers=1), "its state is in worker processes"),
-        (range(4), "a range cannot go on in mid-epoch: it has no state_dict"),
+        (DataLoader(Stream(), 3), "Stream"),
+        (DataLoader(StatefulStream(), 3, num_workers=1), "worker"),
+        (range(4), "range.*state_dict"),
         (DataLoader(dataset(), 3, num_workers=1, in_order=False), "in_order=False"),
     ],
 )
@@ -687,9 +687,11 @@ def test_a_loader_whose_state_is_not_to_be_had_is_iterated_all_the_same():
 
 @pytest.mark.parametrize("make", [lambda: [torch.zeros(1)], lambda: DataLoader(StatefulStream(), 3)])
 def test_a_state_of_another_kind_of_loader_is_refused(make):
-    prefetcher = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
-    with pytest.raises(ValueError, match="another kind"):
-        Prefetcher(make(), "cpu").load_state_dict(prefetcher.state_dict())
+    prefetcher, other = Prefetcher(LOADERS["shuffled"](dataset()), "cpu"), Prefetcher(make(), "cpu")
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="kind"):
+        other.load_state_dict(prefetcher.state_dict())
+    assert other.state_dict() == before
 
 
 def test_a_share_of_nothing():
