@@ -1,12 +1,13 @@
-"""The arithmetic of the step counter, fed with explicit times; real clocks only prove the wiring."""
+"""The arithmetic of the step counter on given times, and its wiring to the host's clock on simulated time."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 
 import flatout.mfu
 from flatout._host import StepCounter
-from flatout.mfu import FlopCount, FlopNode, MfuCounter
+from flatout.mfu import FlopCount, FlopNode, MfuCounter, Reading
+from tests.mfu.harness import SimulatedClock, core_of
 
 seconds = st.floats(0, 1e4, allow_subnormal=False)
 steps = st.lists(
@@ -39,7 +41,7 @@ steps = st.lists(
 def fed(window: int, fed_steps: Sequence[tuple[Any, ...]], **kwargs: float | None) -> MfuCounter:
     counter = MfuCounter(device="cpu", window=window, **kwargs)  # type: ignore[arg-type]
     for step in fed_steps:
-        counter._core.add(*step)
+        core_of(counter).add(*step)
     return counter
 
 
@@ -183,40 +185,57 @@ def test_what_is_no_number_is_refused_before_the_step(arguments: dict[str, Any],
 
 
 def test_behind_a_bad_argument_no_other_is_read() -> None:
-    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match="'str'"):
         StepCounter(1).mark("no token", One())  # type: ignore[arg-type]
 
 
 def test_mfu_above_one_warns_once() -> None:
     counter = fed(10, [(1.0, None, 0.0, 1, 0, 2.0)], peak_flops=1.0)
-    with pytest.warns(RuntimeWarning, match=r"MFU is 2\.00, .* is peak_flops \(1 FLOP/s\) that of another"):
+    with pytest.warns(RuntimeWarning, match=r"MFU.* 2\.00.*peak_flops.*\b1 FLOP/s"):
         assert counter.mfu == 2.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert counter.mfu == 2.0
 
 
-def test_what_is_known_is_told_in_one_line() -> None:
+def figures(shown: str) -> list[float]:
+    return [float(figure.replace(",", "")) for figure in re.findall(r"[\d,]*\d(?:\.\d+)?", shown)]
+
+
+def test_what_is_known_is_shown_in_one_line() -> None:
     counter = fed(10, [(0.0123, None, 0.0002, 64, 640, 1e9)] * 2, peak_flops=1e12)
-    told = "2 steps, 12.3 ms a step, 5,120 samples/s, 51,200 tokens/s, 0.08 TFLOP/s, MFU 8.0 %, stall 1.6 %"
-    assert repr(counter) == f"MfuCounter(cpu: {told})"
-    assert str(counter.total) == told
-    assert repr(fed(10, [])) == "MfuCounter(cpu: 0 steps)"
-    assert repr(fed(10, [(0.5, None, 0.0)])) == "MfuCounter(cpu: 1 step, 500 ms a step, stall 0.0 %)"
+    assert {name: figures(shown) for name, shown in counter.total.told().items()} == {
+        "step_seconds": [12.3],  # ms
+        "samples_per_second": [5120],
+        "tokens_per_second": [51200],
+        "flops_per_second": [0.08],  # TFLOP/s
+        "mfu": [8.0],  # %
+        "stall_fraction": [1.6],  # %
+    }
+    assert figures(str(counter.total)) == [2, 12.3, 5120, 51200, 0.08, 8.0, 1.6]
+    assert repr(counter) == f"MfuCounter(cpu: {counter.total})"
+    assert figures(repr(fed(10, []))) == [0]
+    assert figures(repr(fed(10, [(0.5, None, 0.0)]))) == [1, 500, 0]
 
 
-def test_steps_are_timed_by_the_host_clock() -> None:
-    counter = MfuCounter(flops_per_step=5.0, peak_flops=1e30, device="cpu")
+def three_batches(clock: SimulatedClock) -> tuple[Reading, Reading]:
+    counter = MfuCounter(flops_per_step=5.0, peak_flops=10.0, device="cpu")
     for batch in (32, 32, 7):
-        counter.waited(1e-9)
+        clock.advance(0.5)
+        counter.waited(0.25)
         with counter.step(samples=batch):
-            torch.ones(4).sum()
-    assert (counter.steps, counter.samples) == (3, 71)
-    assert counter.step_seconds is not None
-    assert counter.step_seconds > 0
-    assert counter.stall_fraction is not None
-    assert 0 < counter.stall_fraction < 1
-    assert counter.flops_per_second == pytest.approx(15.0 / counter.total.seconds)
+            clock.advance(1.0)
+    return counter.window, counter.total
+
+
+def test_steps_are_timed_by_the_host_clock(simulated: Callable[[Callable[..., Any]], Any]) -> None:
+    for reading in simulated(three_batches):
+        assert (reading.steps, reading.samples) == (3, 71)
+        assert reading.step_seconds == pytest.approx(1.0)
+        assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # nothing but its wait before the first step
+        assert reading.stall_fraction == pytest.approx(3 * 0.25 / 4.25)
+        assert reading.flops_per_second == pytest.approx(15 / 4.25)
+        assert reading.mfu == pytest.approx(1.5 / 4.25)
 
 
 def test_flops_of_a_step_override_the_general_ones() -> None:
@@ -248,11 +267,11 @@ def test_reset_forgets_everything() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"flops_per_step": -1.0}, "flops_per_step must be >= 0 and finite, or None, got -1.0"),
-        ({"flops_per_step": math.nan}, "flops_per_step must be >= 0 and finite, or None, got nan"),
-        ({"peak_flops": 0.0}, "peak_flops must be > 0 and finite, or None, got 0.0"),
-        ({"window": 0}, "window must be >= 1, got 0"),
-        ({"phases_every": -1}, "phases_every must be >= 0, got -1"),
+        ({"flops_per_step": -1.0}, r"^flops_per_step.* -1.0$"),
+        ({"flops_per_step": math.nan}, r"^flops_per_step.* nan$"),
+        ({"peak_flops": 0.0}, r"^peak_flops.* 0.0$"),
+        ({"window": 0}, r"^window.* 0$"),
+        ({"phases_every": -1}, r"^phases_every.* -1$"),
     ],
 )
 def test_bad_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
@@ -262,13 +281,13 @@ def test_bad_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
 
 def test_bad_step_arguments_are_named() -> None:
     counter = MfuCounter(device="cpu")
-    with pytest.raises(ValueError, match="samples must be >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"^samples .*-1$"):
         counter.step(samples=-1)
-    with pytest.raises(ValueError, match="tokens must be >= 0, got -2"):
+    with pytest.raises(ValueError, match=r"^tokens .*-2$"):
         counter.step(tokens=-2)
-    with pytest.raises(ValueError, match="flops must be >= 0 and finite, or None, got inf"):
+    with pytest.raises(ValueError, match=r"^flops .*inf$"):
         counter.step(flops=math.inf)
-    with pytest.raises(ValueError, match="seconds must be >= 0 and finite, got -1"):
+    with pytest.raises(ValueError, match=r"^seconds .*-1$"):
         counter.waited(-1)
 
 

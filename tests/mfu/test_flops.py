@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 import warnings
 
@@ -508,11 +509,11 @@ def test_an_unknown_operator_is_named_and_can_be_made_known():
         project(x, weight)
         return project(x, weight)
 
-    with pytest.warns(RuntimeWarning, match=r"flatout_flops_test::project \(called 2x\)"):
+    with pytest.warns(RuntimeWarning, match=r"flatout_flops_test::project\b.*\b2"):
         count = count_flops(twice)
     assert count.unknown == {"flatout_flops_test::project": 2}
     assert count.total == 0
-    assert "not counted: flatout_flops_test::project (called 2x)" in str(count)
+    assert re.search(r"flatout_flops_test::project\b.*\b2", str(count))
 
     @register_flops(torch.ops.flatout_flops_test.project)
     def project_flops(x, weight):
@@ -521,7 +522,7 @@ def test_an_unknown_operator_is_named_and_can_be_made_known():
     assert count_flops(twice).total == 2 * 2 * 60
     register_flops(torch.ops.flatout_flops_test.project.default, lambda x, weight: 7)
     assert count_flops(twice).by_op == {"flatout_flops_test::project": 14}
-    with pytest.raises(TypeError, match="op must be an operator"):
+    with pytest.raises(TypeError, match=r"^op "):
         register_flops("flatout_flops_test::project", project_flops)
 
 
@@ -566,7 +567,7 @@ def test_kernels_that_python_code_starts_are_named():
             return {"name": "my_kernel"}
 
     before = list(knobs.runtime.launch_enter_hook.calls)
-    with pytest.warns(RuntimeWarning, match=r"triton::my_kernel \(called 1x\)"):
+    with pytest.warns(RuntimeWarning, match=r"triton::my_kernel\b.*\b1"):
         count = count_flops(lambda: knobs.runtime.launch_enter_hook(Launch()))
     assert count.unknown == {"triton::my_kernel": 1}
 

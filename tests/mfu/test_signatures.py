@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import UserDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import flatout
 from flatout._host import signature
 from flatout.data.batch import tensors_of
-from flatout.job import Job
 from flatout.mfu import FlopCount, FlopNode, signatures
 from flatout.mfu.signatures import CountedWork
+from tests.clock import Clock, simulated_time
 
 Pair = namedtuple("Pair", "left right")
 
@@ -76,7 +79,7 @@ def test_signatures_of_what_is_ragged_or_odd() -> None:
     batch.append(batch)
     with pytest.raises(RecursionError):
         of(batch)
-    with pytest.raises(TypeError, match="signature takes"):
+    with pytest.raises(TypeError, match="signature"):
         signature(batch)  # type: ignore[call-arg]
 
 
@@ -133,7 +136,7 @@ class Odd(Tensor):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ("shape", TypeError, r"shape of a tensor must be a tuple, got \[1\]"),
+        ("shape", TypeError, r"shape.*tuple.*\[1\]"),
         ("dtype", KeyError, "dtype"),
         ("requires_grad", KeyError, "requires_grad"),
     ],
@@ -152,7 +155,7 @@ def test_sizes_that_are_not_known_are_told() -> None:
 
 
 def test_tensors_must_come_in_a_list() -> None:
-    with pytest.raises(TypeError, match=r"tensors_of must return a list, got \(\)"):
+    with pytest.raises(TypeError, match=r"tensors_of.*list.*\(\)"):
         signature(object(), Tensor, lambda part: ())  # type: ignore[arg-type,return-value]
 
 
@@ -160,45 +163,50 @@ def count(total: int) -> FlopCount:
     return FlopCount(total, 0, 0, total, FlopNode("", total, 0, 0, ()), {}, {})
 
 
-class Clock:
-    """Counting takes a second each."""
+class Counting:
+    """Counts FLOPs, a second each time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
+    def __init__(self, clock: Clock) -> None:
         self.counted: list[tuple[int, ...]] = []
-        monkeypatch.setattr(signatures.time, "perf_counter", lambda: self.now)
+        self._clock = clock
 
     def __call__(self, x: torch.Tensor) -> FlopCount:
-        self.now += 1.0
+        self._clock.advance(1.0)
         self.counted.append(tuple(x.shape))
         return count(x.numel())
 
 
-def test_each_signature_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    work = CountedWork(clock)
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    with simulated_time() as simulated:
+        yield simulated
+
+
+def test_each_signature_is_counted_once(clock: Clock) -> None:
+    counting = Counting(clock)
+    work = CountedWork(counting)
     for size in (4, 4, 3, 4, 3):
-        clock.now += 1000.0
+        clock.advance(1000.0)
         done = work(torch.ones(size, 2))
         assert (done.samples, done.tokens, done.flops) == (size, 0, count(2 * size))
-    assert clock.counted == [(4, 2), (3, 2)]
-    clock.now += 1000.0
+    assert counting.counted == [(4, 2), (3, 2)]
+    clock.advance(1000.0)
     work(torch.ones(4, 2, dtype=torch.float64))
     work(torch.ones(4, 2, requires_grad=True))
-    assert len(clock.counted) == 4
+    assert len(counting.counted) == 4
     assert [known.total for known in work.counts] == [8, 6, 8, 8]
 
 
-def test_counting_takes_two_per_cent_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    work = CountedWork(clock)
+def test_counting_takes_two_per_cent_of_the_time_at_most(clock: Clock) -> None:
+    counting = Counting(clock)
+    work = CountedWork(counting)
     for size in range(1, 400):  # a step a second, no two alike
         work(torch.ones(size))
-        clock.now += 1.0
-    assert 7 <= len(clock.counted) <= 9
+        clock.advance(1.0)
+    assert 7 <= len(counting.counted) <= 9
 
 
-def test_what_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_tried_once() -> None:
     tried = []
 
     def fail(x: torch.Tensor) -> FlopCount:
@@ -213,13 +221,13 @@ def test_what_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work.counts == []
 
 
-def test_the_number_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    work = CountedWork(clock)
+def test_the_number_of_signatures_is_bounded(clock: Clock) -> None:
+    counting = Counting(clock)
+    work = CountedWork(counting)
     for size in range(1, 400):
-        clock.now += 1000.0
+        clock.advance(1000.0)
         work(torch.ones(size))
-    assert len(clock.counted) == len(work.counts) == signatures.MOST
+    assert len(counting.counted) == len(work.counts) == signatures.MOST
     assert work(torch.ones(1)).flops is not None
     assert work(torch.ones(399)) == (399, 0, None)
 
@@ -245,26 +253,31 @@ def test_one_thread_counts_at_a_time() -> None:
 
 def test_counting_leaves_no_trace_in_what_the_loss_keeps_to_itself() -> None:
     critic, scale = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Parameter(torch.ones(4))
-    stepped = []
+    model, batch = nn.Linear(8, 4), torch.randn(3, 8)
+    scale.grad = torch.full((4,), 7.0)
+
+    def loss(model: nn.Module, critic: nn.Module, scale: Tensor) -> Tensor:
+        return (critic(model(batch)) * scale).sum()
+
+    twins = copy.deepcopy((model, critic, scale))
+    twins[2].grad = torch.full((4,), 7.0)
+    loss(*twins).backward()
+    stepped: list[Tensor] = []
     for parameter in (critic[0].weight, scale):
         parameter.register_post_accumulate_grad_hook(stepped.append)
-    scale.grad = torch.full((4,), 7.0)
-    model, batch = nn.Linear(8, 4), torch.randn(3, 8)
-    job = Job(
-        model=model,
-        loader=[batch],
-        source=[batch],
-        optimizer=torch.optim.SGD([*model.parameters(), scale], lr=0.1),
-        loss_fn=None,
-        compute_loss=lambda model, x: (critic(model(x)) * scale).sum(),
-        device=torch.device("cpu"),
+    run = flatout.optimize(
+        model,
+        [batch],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x: loss(model, critic, scale),
+        budget=0,
     )
-    buffers = {name: buffer.clone() for name, buffer in critic.named_buffers()}
-    assert job.work(batch).flops is not None
     assert stepped == []
-    assert critic[0].weight.grad is None
-    assert torch.equal(scale.grad, torch.full((4,), 7.0))
-    for name, buffer in critic.named_buffers():
-        assert torch.equal(buffer, buffers[name])
-    job.loss(batch).backward()
+    run.step(batch)
+    assert run.stats.total.flops_per_second is not None
     assert len(stepped) == 2
+    assert torch.equal(scale.grad, twins[2].grad)
+    for ours, theirs in zip(critic.parameters(), twins[1].parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for ours, theirs in zip(critic.buffers(), twins[1].buffers(), strict=True):
+        assert torch.equal(ours, theirs)

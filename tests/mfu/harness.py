@@ -1,0 +1,186 @@
+"""Simulated time for the tests of step times: a process with a clock of its own, products of matrices, a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from flatout._host import StepCounter
+from flatout.mfu import MfuCounter, peaks
+from flatout.mfu.wrapped import Calls, UnderWay
+from tests.clock import Clock, simulated_time
+
+CLOCK = Path(__file__).parents[1] / "native" / "steady_clock.cpp"
+
+Result = TypeVar("Result")
+
+
+def core_of(counter: MfuCounter) -> StepCounter:
+    """Return the native core, which takes steps with given times: the public interface takes those of a clock."""
+    return counter._core
+
+
+def calls_of(model: nn.Module) -> Calls:
+    """Return what counts the calls of a wrapped model, and is to end with it."""
+    return type(model).flatout_calls  # type: ignore[attr-defined]
+
+
+class StepTaker:
+    """Takes the step under way of a wrapped model from this thread, as a reading does from another thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls, self._thread = calls_of(model), threading.get_ident()
+        self._step = self._calls._steps[self._thread]
+
+    def take(self) -> bool:
+        return self._calls._take(self._thread, self._step)
+
+    def take_another(self) -> bool:
+        """Take a step that has made room for the one under way."""
+        return self._calls._take(self._thread, UnderWay(None))
+
+
+class SimulatedClock:
+    """The steady clock of a process that ``process_in_simulated_time`` has started."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._advance_native = ctypes.CDLL(None).advance_steady_clock
+        self._advance_native.argtypes = [ctypes.c_int64]
+
+    def __call__(self) -> float:
+        return self._now * 1e-9
+
+    def advance(self, seconds: float) -> None:
+        nanoseconds = round(seconds * 1e9)
+        self._now += nanoseconds
+        self._advance_native(nanoseconds)
+
+    @contextlib.contextmanager
+    def instead_of_perf_counter(self) -> Iterator[None]:
+        """Replace Python's clock as well. Not around ``optimize``: its loops wait for a moment that never comes."""
+        with mock.patch.object(time, "perf_counter", self):
+            yield
+
+
+def call_simulated(work: Callable[[SimulatedClock], Result]) -> Result:
+    """Call ``work`` in the process in which this is run."""
+    return work(SimulatedClock())
+
+
+@contextlib.contextmanager
+def process_in_simulated_time(folder: Path) -> Iterator[Callable[[Callable[[SimulatedClock], Any]], Any]]:
+    """Start a process in which steady clocks stand still, and yield what runs a module's function in it."""
+    library = folder / "steady_clock.so"
+    subprocess.run([shutil.which("g++") or "c++", "-shared", "-fPIC", "-o", library, CLOCK], check=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with mock.patch.dict(os.environ, {"LD_PRELOAD": str(library)}):
+            pool.submit(os.getpid).result(timeout=60)
+        yield lambda work: pool.submit(call_simulated, work).result(timeout=300)
+
+
+@contextlib.contextmanager
+def warnings_told_again() -> Iterator[None]:
+    """Forget which unknown peaks this process has warned of: each is warned of once."""
+    with mock.patch.object(peaks, "_warned", set()):
+        yield
+
+
+class SimulatedProducts:
+    """Replacement of ``torch.matmul`` that computes nothing and takes simulated time.
+
+    Attributes:
+        flops_per_second: by size of the matrices; 1e12 by default.
+        every_third: how many times as long every third product takes.
+        sizes: of the products, each once, in order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.flops_per_second: dict[int, float] = {}
+        self.every_third = 1.0
+        self.sizes: list[int] = []
+        self._clock = clock
+        self._calls = 0
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        size = len(a)
+        if size not in self.sizes:
+            self.sizes.append(size)
+        self._calls += 1
+        slow = self.every_third if self._calls % 3 == 0 else 1.0
+        self._clock.advance(slow * 2 * size**3 / self.flops_per_second.get(size, 1e12))
+        return a if out is None else out
+
+
+@contextlib.contextmanager
+def simulated_products() -> Iterator[SimulatedProducts]:
+    with simulated_time() as clock, mock.patch.object(torch, "matmul", SimulatedProducts(clock)) as products:
+        yield products
+
+
+class Event:
+    """Replacement of ``torch.cuda.Event``: a moment of a simulated GPU, reached when the test says so."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self._at = 0.0
+
+    def record(self, stream: object) -> None:
+        assert not self._gpu.recording
+        self._at = self._gpu.now
+
+    def query(self) -> bool:
+        self._gpu.asked()
+        return self._at <= self._gpu.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        assert max(self._at, end._at) <= self._gpu.reached
+        return 1e3 * (end._at - self._at)
+
+
+class SimulatedGpu:
+    """What ``torch.cuda`` says of its current stream and of events there.
+
+    Attributes:
+        now: second at which the work queued so far will be done.
+        reached: second up to which the device has come.
+        recording: whether work is recorded into a graph.
+        asked: called when an event is asked whether it was reached.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = math.inf
+        self.recording = False
+        self.asked: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def instead_of_torchs(self) -> Iterator[None]:
+        with (
+            mock.patch("torch.cuda.Event", self._event),
+            mock.patch("torch.cuda.current_stream", return_value=None),
+            mock.patch("torch.cuda.is_current_stream_capturing", self._is_recording),
+        ):
+            yield
+
+    def _event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+    def _is_recording(self) -> bool:
+        return self.recording
