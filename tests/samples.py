@@ -126,28 +126,28 @@ def hidden(i, _count=iter(range(10**9))):  # noqa: B008  (state that no generato
 
 # name: a dataset's function, the reason's code, and what the message names
 RANDOM = {
-    "torch": (lambda: lambda i: torch.rand(2), "samples-random", "torch"),
-    "random": (lambda: lambda i: random.random(), "samples-random", "Python's random"),
-    "numpy": (lambda: lambda i: np.random.rand(), "samples-random", "NumPy"),
-    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "samples-random", "torch"),
-    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "samples-random", "torch"),
-    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "samples-random", "Python's random"),
+    "torch": (lambda: lambda i: torch.rand(2), "random-samples", "torch"),
+    "random": (lambda: lambda i: random.random(), "random-samples", "Python's random"),
+    "numpy": (lambda: lambda i: np.random.rand(), "random-samples", "NumPy"),
+    "torch, rarely": (lambda: lambda i: torch.rand(()) if i == 20 else torch.tensor(0.0), "random-samples", "torch"),
+    "seeds": (lambda: lambda i: (torch.manual_seed(i), torch.tensor(i))[1], "random-samples", "torch"),
+    "drawn and dropped": (lambda: lambda i: (random.random(), i)[1], "random-samples", "Python's random"),
     "torch.Generator": (
         lambda: Attribute(torch.Generator(), lambda own: torch.rand(2, generator=own)),
-        "samples-random",
+        "random-samples",
         r"torch\S*Generator of",
     ),
     "numpy.Generator": (
         lambda: Attribute(np.random.default_rng(0), lambda own: own.random()),
-        "samples-random",
+        "random-samples",
         r"\bGenerator of",
     ),
     "numpy.RandomState": (
         lambda: Attribute(np.random.RandomState(0), lambda own: own.rand()),
-        "samples-random",
+        "random-samples",
         "RandomState of",
     ),
-    "random.Random": (from_closure, "samples-random", r"random\.Random of"),
+    "random.Random": (from_closure, "random-samples", r"random\.Random of"),
     "hidden": (lambda: hidden, "samples-not-repeatable", r"dataset\[\d+\]"),
     "SystemRandom": (lambda: lambda i: random.SystemRandom().random(), "samples-not-repeatable", r"dataset\[\d+\]"),
 }

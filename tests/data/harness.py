@@ -99,7 +99,7 @@ class ModelledLoader:
         bursts: tuple[int, float] = (1, 1.0),
         batch_bytes: int = 1000,
     ) -> None:
-        self.clock = Clock()
+        self.clock = Clock(tick=0.0)
         self.busy, self.cores, self.start, self.receive = busy, cores, start, receive
         every, factor = bursts
         self.times = [seconds * factor] + [seconds] * (every - 1)

@@ -76,7 +76,7 @@ def test_forced():
     loader = DataLoader(Made(lambda i: torch.rand(2)), 5)
     with pytest.raises(NotCacheable) as caught:
         cache_in_memory(loader)
-    assert "samples-random" in reasons(str(caught.value))
+    assert "random-samples" in reasons(str(caught.value))
     frozen = cache_in_memory(loader, force=True)
     assert all(map(same, frozen, frozen))
 

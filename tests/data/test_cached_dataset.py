@@ -311,7 +311,7 @@ def test_fill_names_the_sample_that_cannot_be_kept(workers):
     before = states()
     with pytest.raises(NotCacheable, match="Python's random") as caught:
         cached.fill(num_workers=workers)
-    assert "samples-random" in reasons(str(caught.value))
+    assert "random-samples" in reasons(str(caught.value))
     assert states() == before
     data.make = lambda i: i
     cached.fill(num_workers=workers)
@@ -424,11 +424,11 @@ def test_randomness_seen_later_ends_the_cache(name, batched):
 
     with pytest.warns(UserWarning, match=r"dataset\[") as caught:
         cached, ours, our_states = run(CachedDataset)
-    assert {"cache-ended", "samples-random"} <= reasons(str(caught[0].message))
+    assert {"cache-ended", "random-samples"} <= reasons(str(caught[0].message))
     _, theirs, their_states = run(lambda data: data)
     assert all(map(same, ours, theirs))
     assert our_states == their_states
-    assert "samples-random" in reasons(cached.given_up)
+    assert "random-samples" in reasons(cached.given_up)
     cached.dataset.turned = False
     with pytest.raises(NotCacheable) as refused:
         cached.fill()
