@@ -491,8 +491,9 @@ def test_trials_read_no_sample_twice():
         found = tune(DataLoader(data, 1), 2 * TICK)
     assert tried(found) == [0, 1]
     assert int(data.read.max()) == 1
-    assert sorted(data.read.tolist(), reverse=True) == data.read.tolist()  # the order of the sampler, without a gap
-    assert int(data.read.sum()) > 200
+    read = data.read.nonzero().flatten()
+    assert len(read) > 150
+    assert int(read[-1]) - len(read) < 10  # in the sampler's order: what a trial leaves unread was on its way
 
 
 # -- no trace ------------------------------------------------------------------------------------------------
