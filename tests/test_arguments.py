@@ -20,8 +20,6 @@ from tests.helpers import snapshot
 from tests.jobs import QUICK, Net, SlowSamples, make_data
 from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 def batches(count: int = 6) -> list[Any]:
     generator = torch.Generator().manual_seed(0)

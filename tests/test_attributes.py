@@ -12,8 +12,6 @@ from flatout.data import CachedDataset, InMemoryLoader, Prefetcher, cache_in_mem
 from flatout.data.replay import Replayed
 from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_job
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 FIXED = ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
 """Attributes that a DataLoader refuses to change."""
 

@@ -9,8 +9,6 @@ import flatout
 from tests.helpers import snapshot
 from tests.jobs import Net, make_data
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 def bad_jobs():
     net, opt = Net(), torch.optim.Adam

@@ -13,8 +13,6 @@ from flatout.data.batch import with_own_containers
 from tests.helpers import bits
 from tests.jobs import QUICK, trial_step
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 @dataclass
 class Pair:

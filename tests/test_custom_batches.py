@@ -17,8 +17,6 @@ from tests.helpers import bits, trained_state
 from tests.jobs import QUICK, Net, make_data, trial_step
 from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 class Batch:
     """Stand-in for PyTorch Geometric's ``Data``: ``to`` moves it in place, ``len`` counts its keys."""

@@ -18,8 +18,6 @@ from flatout.measure.state import State
 from tests.helpers import Operators, bits, snapshot
 from tests.jobs import NO_TECHNIQUES, trial_step
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 def make_job():
     """Return a job whose batches differ in size, so that each is stepped when a technique is forced."""

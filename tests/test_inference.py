@@ -15,8 +15,6 @@ from tests.helpers import job_of, snapshot
 from tests.jobs import Net, make_data, trial_step
 from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 LIGHT = {"compile": False, "workers": False, "cpu_threads": False}
 
 

@@ -25,8 +25,6 @@ from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES, QUICK, Net, make_data, make_job, train
 from tests.reasons import reasons
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -11,8 +11,6 @@ from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.seeding import SeededCollate
 from tests.jobs import FORCED, QUICK, make_data, trial_step
 
-pytestmark = pytest.mark.usefixtures("short_trials")
-
 
 class Undecided:
     def __bool__(self):

@@ -1,0 +1,68 @@
+"""Job and loop that the tests of own loops share, and the comparison of a loop with and without flatout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import flatout
+from tests.helpers import trained_state
+from tests.jobs import QUICK, Net, make_data
+
+Loop = Callable[[nn.Module, Any], list[float]]
+EXACT = QUICK | {"in_memory": True}
+BF16 = QUICK | {"in_memory": True, "precision": "bf16"}
+
+
+def make() -> tuple[nn.Module, DataLoader[Any]]:
+    torch.manual_seed(0)
+    return Net(), DataLoader(make_data(), batch_size=16, shuffle=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def plain(model: nn.Module, loader: Any) -> list[float]:
+    optimizer, losses = sgd(model), []
+    assert len(loader) == 6
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert len(losses) == 12
+    return losses
+
+
+def assert_alike(
+    make: Callable[[], tuple[nn.Module, Any]], loop: Loop, techniques: dict[str, Any], *, rel: float, budget: float = 0
+) -> None:
+    """The loop behind ``optimize``, against the loop without."""
+    model, loader = make()
+    torch.manual_seed(7)
+    expected = loop(model, loader)
+    expected_state = model.state_dict()
+
+    model, loader = make()
+    kind, before = type(model), trained_state(model)
+    tuned, batches = flatout.optimize(model, loader, techniques=techniques, budget=budget)
+    assert tuned is model
+    assert trained_state(model) == before
+    torch.manual_seed(7)
+    losses = loop(tuned, batches)
+    assert losses == pytest.approx(expected, rel=rel, abs=0.5 * rel)
+    if techniques.get("precision") is False:
+        for (name, ours), theirs in zip(model.state_dict().items(), expected_state.values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda told, n=name: f"{n}: {told}")
+    assert list(model.state_dict()) == list(expected_state)
+    flatout.undo(model)
+    assert type(model) is kind
