@@ -119,6 +119,17 @@ def advice(sentence: str) -> set[str]:
     return reasons(sentence, ADVICE)
 
 
+# code: why an optimizer cannot be fused, as a regular expression
+FUSING: dict[str, str] = {
+    "differentiable": "differentiable=True",
+    "is-native": "is native already",
+    "no-kernels": "kernels for parameters on",
+    "no-native-form": "no native form",
+    "step-is-wrapped": "not by an LR scheduler",
+    "unknown-tensors": r"\ba \w+ of torch\.float32",
+}
+
+
 # code: why the monitor lacks a figure, as a regular expression
 MISSING: dict[str, str] = {
     "before-hopper": "^needs Hopper or later",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import io
@@ -19,10 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatout.amp as fa
 import flatout.optim as fo
-from flatout import _dtensor
 from flatout.optim import update
-from flatout.optim.base import NativeStep
 from tests.helpers import bits
+from tests.optim.harness import only_native
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLD = 4
@@ -70,23 +68,25 @@ def assert_spread(distributed, tensor, place):
     assert torch.equal(distributed.to_local(), expected.to_local())
 
 
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(distributed):
+    """Return which part of a tensor this rank has, and how many different parts there are."""
+    part, parts = 0, 1
+    for dim, placement in enumerate(distributed.placements):
+        if placement.is_shard():
+            size = distributed.device_mesh.size(dim)
+            part, parts = part * size + distributed.device_mesh.get_local_rank(dim), parts * size
+    return part, parts
+
+
 def everywhere(value):
     """What each rank has."""
     found = [None] * WORLD
     dist.all_gather_object(found, value)
     return found
-
-
-@contextlib.contextmanager
-def only_native():
-    def refuse(*_):
-        raise AssertionError("torch's own step was taken")
-
-    before, NativeStep._torch_update = NativeStep._torch_update, refuse
-    try:
-        yield
-    finally:
-        NativeStep._torch_update = before
 
 
 def parameters(dtype, seed=0):
@@ -402,7 +402,7 @@ def other_gradients_are_torchs():
                 p.grad = torch.zeros_like(p)
                 optimizer.step()
             p.grad = make()
-            with pytest.raises(RuntimeError, match="ema_decay: only for parameters, gradients and options that"):
+            with pytest.raises(RuntimeError, match="ema_decay"):
                 optimizer.step()
             assert (p.to_local() == 1).all()
             assert begun or not optimizer.state, "nothing is begun before it is refused"
@@ -470,14 +470,14 @@ def masters_follow_what_is_written(place):
 
 def a_nan_is_in_every_norm(place):
     p = torch.nn.Parameter(spread(torch.ones(8, 8), place))
-    ranks = _dtensor.ranks_of(p)
+    own, parts = part_of(p.detach())
     for part in range(WORLD):
         for order in (1.0, 2.0, math.inf):
             p.grad = torch.ones_like(p)
-            parts = 1 if ranks is None else math.prod(map(ranks.mesh.size, ranks.dims))
-            if part % parts == (0 if ranks is None else ranks.part):
+            if part % parts == own:
                 p.grad.to_local().fill_(math.nan)
-            assert _dtensor.whole(fa.clip_grad_norm_([p], 1.0, order)).isnan()
+            norm = fa.clip_grad_norm_([p], 1.0, order)
+            assert (norm.full_tensor() if isinstance(norm, DTensor) else norm).isnan()
 
 
 def ranks_outside_a_mesh_have_nothing_to_say():
@@ -561,7 +561,7 @@ def a_sharded_model_trains_as_a_plain_one(shape, additions):
         for p, q in zip(ours.parameters(), again.parameters(), strict=True):
             assert torch.equal(p.to_local(), q.to_local())
             for key, value in kept[1].state[p].items():
-                assert torch.equal(_dtensor.local(value), _dtensor.local(optimizer.state[q][key]))
+                assert torch.equal(local(value), local(optimizer.state[q][key]))
 
 
 def tensor_parallel_with_sequences():

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import flatout.amp as fa
 import flatout.optim as fo
-from tests.optim.dtensor_checks import WORLD, assert_spread, mesh_of, only_native, set_grads, spread, twins
+from tests.optim.dtensor_checks import WORLD, assert_spread, mesh_of, set_grads, spread, twins
+from tests.optim.harness import only_native
 
 
 def scaler_of(cls=fa.GradScaler, scale=1536.0):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from flatout.optim.bucket import _weight
 from tests.optim.bounds import away_from_zero, join
 from tests.optim.helpers import assert_same, parameters, set_grads, state_of
 
@@ -144,18 +143,18 @@ def test_without_additions_groups_are_torchs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"master_weights": "float16"}, "master_weights must be one of None, 'float32', 'remainder', got 'float16'"),
-        ({"master_weights": True}, "master_weights must be one of"),
-        ({"moment_dtype": torch.float64}, "moment_dtype must be one of None, torch.float32"),
-        ({"moment_dtype": torch.int8}, "moment_dtype must be one of"),
-        ({"low_precision_copy": F32}, "low_precision_copy must be one of None, torch.bfloat16, torch.float16"),
-        ({"stochastic_rounding": "yes"}, "stochastic_rounding must be one of False, True, got 'yes'"),
-        ({"ema_decay": 1.5}, "ema_decay must be None or from 0 to 1, got 1.5"),
-        ({"ema_decay": float("nan")}, "ema_decay must be None or from 0 to 1"),
-        ({"seed": -1}, "seed must be an int from 0"),
-        ({"seed": 0.5}, "seed must be an int from 0"),
-        ({"moment_dtype": F16}, "must use one 16-bit dtype"),
-        ({"master_weights": "float32", "moment_dtype": F16}, "must use one 16-bit dtype"),
+        ({"master_weights": "float16"}, "master_weights.* 'float16'"),
+        ({"master_weights": True}, "master_weights.* True"),
+        ({"moment_dtype": torch.float64}, "moment_dtype.* torch.float64"),
+        ({"moment_dtype": torch.int8}, "moment_dtype.* torch.int8"),
+        ({"low_precision_copy": F32}, "low_precision_copy.* torch.float32"),
+        ({"stochastic_rounding": "yes"}, "stochastic_rounding.* 'yes'"),
+        ({"ema_decay": 1.5}, "ema_decay.* 1.5"),
+        ({"ema_decay": float("nan")}, "ema_decay.* nan"),
+        ({"seed": -1}, "seed.* -1"),
+        ({"seed": 0.5}, "seed.* 0.5"),
+        ({"moment_dtype": F16}, "bfloat16.*float16|float16.*bfloat16"),
+        ({"master_weights": "float32", "moment_dtype": F16}, "bfloat16.*float16|float16.*bfloat16"),
     ],
     ids=str,
 )
@@ -179,8 +178,8 @@ def test_what_cannot_be_is_refused_when_a_group_is_added(name, options, message)
 @pytest.mark.parametrize(
     "case",
     [
-        (F16, {"master_weights": "remainder"}, "'remainder' is for bfloat16 parameters, got torch.float16"),
-        (F32, {"moment_dtype": BF16, "low_precision_copy": F16}, "must use one 16-bit dtype"),
+        (F16, {"master_weights": "remainder"}, "'remainder'.* torch.float16"),
+        (F32, {"moment_dtype": BF16, "low_precision_copy": F16}, "bfloat16.*float16|float16.*bfloat16"),
     ],
     ids=lambda c: str(c[1]),
 )
@@ -262,7 +261,7 @@ def test_masters_of_views_and_of_shared_memory():
         other = torch.nn.Parameter(torch.ones(3))
         optimizer = fo.AdamW([{"params": [other]}, {"params": both, "master_weights": kind}])
         set_grads([other, *both], 0)
-        with pytest.raises(ValueError, match="parameters 1 and 2 with master_weights must not share memory"):
+        with pytest.raises(ValueError, match=r"\b1 and 2\b.*master_weights"):
             optimizer.step()
         assert torch.equal(base, before)
         assert not optimizer.state, "refused before any state is begun"
@@ -324,14 +323,13 @@ def test_what_is_written_over_a_remainder_is_a_number(value, sign):
     assert (optimizer.state[p]["remainder"].sign() == -sign).all()
     with torch.no_grad():
         p.fill_(value)
-    weight = _weight(optimizer.state[p], p.detach())
-    assert not weight.isnan().any()
-    assert torch.equal(weight, join(p.detach(), optimizer.state[p]["remainder"]))
+    expected = join(p.detach(), optimizer.state[p]["remainder"])
+    assert not expected.isnan().any()
+    optimizer.param_groups[0].update(lr=0.0, ema_decay=0.5)
+    optimizer.step()  # begins an average with the weight
+    assert torch.equal(p.detach(), torch.full_like(p, value))
     if value == 0:
-        optimizer.param_groups[0].update(lr=0.0, ema_decay=0.5)
-        optimizer.step()
-        assert not p.any()
-        assert torch.equal(optimizer.state[p]["ema"], weight)
+        assert torch.equal(optimizer.state[p]["ema"], expected)
 
 
 def test_masters_of_other_options_are_not_kept():
@@ -369,7 +367,7 @@ def test_copies_of_what_has_none():
     p, half, stranger = (torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (F32, BF16, F32))
     optimizer = fo.SGD([{"params": [p], "low_precision_copy": None}, {"params": [half]}], low_precision_copy=BF16)
     for parameter in (p, half, stranger):
-        with pytest.raises(ValueError, match="must be a float32 parameter in a group with low_precision_copy"):
+        with pytest.raises(ValueError, match=r"float32.*low_precision_copy"):
             optimizer.copy_of(parameter)
 
 
@@ -462,5 +460,5 @@ def test_fuse_and_unfuse_with_additions():
     native.step()
     assert native.param_groups[0]["ema_decay"] == 0.9, "one that is native already gets them too"
     assert "ema" in native.state[params[0]]
-    with pytest.raises(TypeError, match="fuse\\(\\) got unexpected master_weight: it takes master_weights, "):
+    with pytest.raises(TypeError, match=r"master_weight\b.*master_weights"):
         fo.fuse(optimizer, master_weight="float32")

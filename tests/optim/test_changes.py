@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from flatout.optim.base import NativeStep
-from flatout.optim.bucket import Bucket
+from tests.optim.harness import Calls, only_native, torch_class
 from tests.optim.helpers import assert_same, parameters, set_grads
 
 SHAPES = [(3,), (5, 7), (0,), (8, 8)]
@@ -25,23 +24,9 @@ ALL = {
 
 
 @pytest.fixture(autouse=True)
-def _native(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("torch's own step was taken")
-
-    monkeypatch.setattr(NativeStep, "_torch_update", refuse)
-
-
-def torch_class(name):
-    return fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)
-
-
-def made(monkeypatch):
-    """How many buckets are made from here on."""
-    count = []
-    before = Bucket.__init__
-    monkeypatch.setattr(Bucket, "__init__", lambda self, *args: (count.append(1), before(self, *args))[1])
-    return count
+def _native():
+    with only_native():
+        yield
 
 
 def some_gradients(optimizer, params, step):
@@ -270,29 +255,29 @@ def test_a_state_that_was_cleared_begins_with_the_next_gradient():
     assert [p in optimizer.state for p in params] == [True, False, True, True]
 
 
-def test_parameters_that_take_turns_keep_their_buckets(monkeypatch):
+def test_parameters_that_take_turns_keep_their_buckets():
     params = parameters(torch.float32, SHAPES)
     optimizer = fo.AdamW(params)
-    count = made(monkeypatch)
-    for step in range(6):
-        optimizer.zero_grad()
-        params[step % 2].grad = torch.ones_like(params[step % 2])
-        optimizer.step()
-    assert len(count) == 2
+    with Calls() as calls:
+        for step in range(6):
+            optimizer.zero_grad()
+            params[step % 2].grad = torch.ones_like(params[step % 2])
+            optimizer.step()
+    assert len(calls.made()) == 2
     assert [optimizer.state[p]["step"].item() for p in params[:2]] == [3, 3]
 
 
-def test_buckets_are_made_as_seldom_as_possible(monkeypatch):
+def test_buckets_are_made_as_seldom_as_possible():
     params = parameters(torch.float32, SHAPES) + parameters(torch.bfloat16, SHAPES)
     optimizer = fo.AdamW([{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}])
-    count = made(monkeypatch)
-    for step in range(6):
-        set_grads(params, step)
-        if step == 3:
-            params[0].grad = params[-1].grad = None
-        optimizer.param_groups[0]["lr"] = 0.1 * step
-        fo.update(optimizer, inv_scale=torch.tensor(0.5), max_grad_norm=1.0)
-    assert len(count) == 4, "two groups, two dtypes"
+    with Calls() as calls:
+        for step in range(6):
+            set_grads(params, step)
+            if step == 3:
+                params[0].grad = params[-1].grad = None
+            optimizer.param_groups[0]["lr"] = 0.1 * step
+            fo.update(optimizer, inv_scale=torch.tensor(0.5), max_grad_norm=1.0)
+    assert len(calls.made()) == 4, "two groups, two dtypes"
 
 
 def test_only_what_is_stepped_is_seen_by_autograd():
@@ -344,24 +329,23 @@ def test_copies_go_on_by_themselves(name, clone):
     assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True) if p.numel())
 
 
-def test_buckets_are_freed_with_their_optimizer(monkeypatch):
-    freed = []
-    free = torch.ops.flatout.free_bucket
-    monkeypatch.setattr("flatout.optim.bucket._ops.free_bucket", lambda n: (freed.append(n), free(n)))
+def test_buckets_are_freed_with_their_optimizer():
     params = parameters(torch.float32, SHAPES)
-    optimizer = fo.AdamW(params)
-    set_grads(params, 0)
-    optimizer.step()
-    handles = [bucket.handle for bucket in optimizer._plan._buckets]
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert freed == handles, "a load frees the state that it replaces"
-    optimizer.step()
-    handles += [bucket.handle for bucket in optimizer._plan._buckets]
-    del optimizer
-    gc.collect()
-    assert freed == handles
-    with pytest.raises(RuntimeError, match="there is no bucket"):
-        torch.ops.flatout.check_buckets(handles[:1], None, None)
+    with Calls() as calls:
+        optimizer = fo.AdamW(params)
+        set_grads(params, 0)
+        optimizer.step()
+        first = calls.made()
+        assert first
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert calls.freed() == first, "a load frees the state that it replaces"
+        optimizer.step()
+        assert len(calls.made()) == 2 * len(first)
+        del optimizer
+        gc.collect()
+        assert calls.freed() == calls.made()
+    with pytest.raises(RuntimeError, match=f"bucket {first[0]}"):
+        torch.ops.flatout.check_buckets(first[:1], None, None)
 
 
 def test_pre_hooks_may_change_gradients():
@@ -409,14 +393,12 @@ def test_so_may_a_step_of_the_users(patch):
     assert torch.equal(p.detach(), torch.full((3,), -1.0))
 
 
-def test_gradients_are_converted_once_per_update(monkeypatch):
+def test_gradients_are_converted_once_per_update():
     params = parameters(torch.float32, SHAPES)
     optimizer = fo.AdamW(params)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    calls = []
-    before = Bucket._set
-    monkeypatch.setattr(Bucket, "_set", lambda self, grads: (calls.append(1), before(self, grads))[1])
-    for step in range(3):
-        set_grads(params, step)
-        fo.update(optimizer, inv_scale=torch.tensor(1.0), max_grad_norm=1.0)
-    assert len(calls) == 3
+    with Calls() as calls:
+        for step in range(3):
+            set_grads(params, step)
+            fo.update(optimizer, inv_scale=torch.tensor(1.0), max_grad_norm=1.0)
+    assert calls.count("set_grads") == 3

@@ -16,6 +16,7 @@ from flatout.measure.state import State
 from flatout.optim import dynamic8
 from tests.optim.bounds import SMALLEST_SCALE, decoded, dynamic_map, in_memory_order, nearest_code
 from tests.optim.cases import BRAIN, CODES, DOUBLE, FLOAT, HALF, Case, Run, Step
+from tests.optim.harness import Calls
 from tests.optim.helpers import set_grads
 
 NAMES = ["AdamW", "Adam", "SGD", "Lion"]
@@ -250,7 +251,7 @@ def test_dtensors_are_refused_before_anything_is_begun(tmp_path):
         p.grad = torch.ones_like(p)
         optimizer = fo.AdamW([p])
         for refused in (lambda: make("AdamW", [p]), optimizer.step):
-            with pytest.raises(ValueError, match=r"moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16"):
+            with pytest.raises(ValueError, match=r"moment_dtype.*torch\.uint8.*torch\.bfloat16"):
                 refused()
             optimizer.param_groups[0]["moment_dtype"] = torch.uint8
         assert not optimizer.state
@@ -541,7 +542,7 @@ def test_codes_without_their_absmaxes_are_refused(absmax):
     if absmax is not None:
         saved["state"][0]["exp_avg_absmax"] = absmax
     before = {name: value.clone() for name, value in optimizer.state[p].items()}
-    with pytest.raises(ValueError, match=r"exp_avg in 8 bits must come with exp_avg_absmax, float32 of \(20,\), got"):
+    with pytest.raises(ValueError, match=r"exp_avg_absmax.*\(20,\)"):
         optimizer.load_state_dict(saved)
     assert all(torch.equal(optimizer.state[p][name], value) for name, value in before.items())
 
@@ -550,4 +551,6 @@ def test_parameters_without_codes_share_a_bucket():
     params = [torch.nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (10, 5000)]
     optimizer = fo.AdamW(params, moment_dtype=torch.uint8)
     set_grads(params, 1)
-    assert len(optimizer._prepare()) == 1
+    with Calls() as calls:
+        optimizer.step()
+    assert len(calls.made()) == 1

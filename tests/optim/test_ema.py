@@ -87,9 +87,9 @@ def test_swap_restores_every_bit(leave):
             assert (late == 7).all(), "never stepped: its own average"
             assert torch.equal(optimizer.state[params[0]]["copy"], params[0].bfloat16())
             set_grads(params, 3)
-            with pytest.raises(RuntimeError, match=r"step\(\) inside optimizer.ema.swap\(\)"):
+            with pytest.raises(RuntimeError, match=r"step.*swap"):
                 optimizer.step()
-            with pytest.raises(RuntimeError, match="must not be nested"), optimizer.ema.swap():
+            with pytest.raises(RuntimeError, match=r"swap|nested"), optimizer.ema.swap():
                 pass
             if leave == "exception":
                 raise KeyError
@@ -130,15 +130,15 @@ def test_saving_and_loading():
         assert torch.equal(one.state[p]["ema"], two.state[q]["ema"])
     before = copy.deepcopy(two.ema.state_dict())
     for bad, message in (
-        ({1: torch.zeros(2)}, r"averages\[1\] must have shape \(6, 3\), got \(2,\)"),
-        ({0: torch.zeros(5), 2: torch.zeros(1)}, r"averages\[2\] must belong to a parameter in a group with ema_decay"),
+        ({1: torch.zeros(2)}, r"averages\[1\].*\(6, 3\).*\(2,\)"),
+        ({0: torch.zeros(5), 2: torch.zeros(1)}, r"averages\[2\].*ema_decay"),
     ):
         with pytest.raises(ValueError, match=message):
             two.ema.load_state_dict({"averages": bad})
     assert all(torch.equal(v, before["averages"][i]) for i, v in two.ema.state_dict()["averages"].items())
-    with pytest.raises(ValueError, match=r"state_dict must have the key 'averages', got \['state'\]"):
+    with pytest.raises(ValueError, match=r"state_dict.*'averages'.*\['state'\]"):
         two.ema.load_state_dict({"state": {}})
-    with pytest.raises(ValueError, match=r"averages\[0\] must belong"):
+    with pytest.raises(ValueError, match=r"averages\[0\]"):
         none.ema.load_state_dict(saved)
 
 
@@ -164,7 +164,7 @@ def test_copy_to():
     optimizer.ema.copy_to(iter(targets))
     assert torch.equal(targets[0], optimizer.state[params[0]]["ema"])
     assert torch.equal(targets[1], params[1].float())
-    with pytest.raises(ValueError, match=r"parameters must be as many as the optimizer has \(2\), got 1"):
+    with pytest.raises(ValueError, match=r"parameters.*\(2\).* 1"):
         optimizer.ema.copy_to(targets[:1])
 
 

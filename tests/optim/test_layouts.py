@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from flatout.optim.base import NativeStep
 from flatout.optim.bucket import overlaps_itself
+from tests.optim.harness import only_native, torch_class
 from tests.optim.helpers import assert_same, parameters, set_grads
 
 ALL = {
@@ -18,16 +18,10 @@ ALL = {
 }
 
 
-def torch_class(name):
-    return fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)
-
-
 @pytest.fixture
-def native(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("torch's own step was taken")
-
-    monkeypatch.setattr(NativeStep, "_torch_update", refuse)
+def native():
+    with only_native():
+        yield
 
 
 def parameter(tensor):
@@ -181,7 +175,7 @@ def test_a_parameter_that_overlaps_itself_is_refused(name):
     for p in params:
         p.grad = torch.ones(p.shape)
     for step in (optimizer.step, lambda: fo.update(optimizer, max_grad_norm=1.0)):
-        with pytest.raises(ValueError, match=r"parameter 1 of shape \(4,\) must not overlap itself"):
+        with pytest.raises(ValueError, match=r"parameter 1 .*\(4,\)"):
             step()
     assert torch.equal(params[0].detach(), before)
     assert not optimizer.state
@@ -239,7 +233,7 @@ def test_additional_options_are_for_the_native_step_alone(options):
     optimizer = fo.SGD(params, lr=0.1, **options)
     params[0].grad, params[1].grad = torch.ones(3), sparse_gradient(params[1])
     for step in (optimizer.step, lambda: fo.update(optimizer, inv_scale=0.5)):
-        with pytest.raises(RuntimeError, match=f"{next(iter(options))}: only for parameters, gradients and options"):
+        with pytest.raises(RuntimeError, match=next(iter(options))):
             step()
     assert torch.equal(params[0].detach(), torch.ones(3))
     assert not optimizer.state
@@ -294,7 +288,7 @@ def test_a_gradient_that_waits_to_be_negated():
     p, q = (parameter(torch.ones(4)) for _ in range(2))
     p.grad, q.grad = torch._neg_view(torch.ones(4)), -torch.ones(4)
     averaged = fo.AdamW([p], lr=0.1, ema_decay=0.9)
-    with pytest.raises(RuntimeError, match="ema_decay: only for parameters, gradients and options"):
+    with pytest.raises(RuntimeError, match="ema_decay"):
         averaged.step()
     assert not averaged.state
     fo.AdamW([p], lr=0.1).step()

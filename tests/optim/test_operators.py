@@ -110,49 +110,49 @@ def one_step(
 
 
 BAD = [
-    (dict(grads=[torch.ones(5)]), "grads must have the shapes and strides of weights"),
-    (dict(grads=[torch.ones(4), torch.ones(4)]), r"grads must hold one tensor per weight \(1\), got 2"),
-    (dict(grads=[torch.ones(4).int()]), "grads must be strided float tensors of one dtype"),
-    (dict(grads=[torch.ones(4).double()]), "grads must be strided float tensors of one dtype"),
-    (dict(weights=[torch.ones(4).int()]), "weights must be float32, float64, float16 or bfloat16"),
-    (dict(weights=[torch.ones(4, 4)[:, ::2]]), r"weights\[0\] must be dense"),
-    (dict(weights=[torch.ones(1).expand(4)]), r"weights\[0\] must be dense"),
-    (dict(weights=[]), "weights must hold at least one tensor"),
-    (dict(weights=[torch.ones(4), torch.ones(4).double()]), r"weights\[1\] must have the dtype of weights\[0\]"),
-    (dict(states=[torch.ones(5)]), r"states\[0\] must have the shape and strides of weights\[0\]"),
-    (dict(states=[torch.ones(4)] * 4), "states must hold 0 to 3 tensors per weight"),
-    (dict(states=[torch.ones(4).long()]), r"must be Float, of 16 bits or \(states beside float32\) uint8, got Long"),
-    (dict(states=[torch.ones(4, dtype=torch.int16)]), r"states must be Float, of 16 bits .* got Short"),
-    (dict(states=[torch.ones(4, dtype=torch.uint8)]), r"absmaxes must hold a tensor per state of 8 bits \(1\), got 0"),
+    (dict(grads=[torch.ones(5)]), "grads.*weights"),
+    (dict(grads=[torch.ones(4), torch.ones(4)]), r"grads.*\(1\).* 2"),
+    (dict(grads=[torch.ones(4).int()]), "grads"),
+    (dict(grads=[torch.ones(4).double()]), "grads"),
+    (dict(weights=[torch.ones(4).int()]), "weights.*float32"),
+    (dict(weights=[torch.ones(4, 4)[:, ::2]]), r"weights\[0\]"),
+    (dict(weights=[torch.ones(1).expand(4)]), r"weights\[0\]"),
+    (dict(weights=[]), "weights"),
+    (dict(weights=[torch.ones(4), torch.ones(4).double()]), r"weights\[1\].*weights\[0\]"),
+    (dict(states=[torch.ones(5)]), r"states\[0\].*weights\[0\]"),
+    (dict(states=[torch.ones(4)] * 4), "states.* 3"),
+    (dict(states=[torch.ones(4).long()]), "states.* Long"),
+    (dict(states=[torch.ones(4, dtype=torch.int16)]), "states.* Short"),
+    (dict(states=[torch.ones(4, dtype=torch.uint8)]), r"absmaxes.*\(1\).* 0"),
     (
         dict(states=[torch.ones(4, dtype=torch.uint8)], absmaxes=[torch.ones(2)]),
-        r"absmaxes\[0\] must be 1 contiguous float32 numbers on the device of weights\[0\]",
+        r"absmaxes\[0\].*weights\[0\]",
     ),
     (
         dict(weights=[torch.ones(4).double()], states=[torch.ones(4, dtype=torch.uint8)], absmaxes=[torch.ones(1)]),
-        "states must be Double, .* got Byte",
+        "states.* Double.* Byte",
     ),
     (
         dict(rule="adam", states=[torch.ones(4, dtype=torch.uint8), torch.ones(4)], absmaxes=[torch.ones(1)] * 2),
-        "states must be uint8 all or none",
+        "states.*uint8",
     ),
-    (dict(states=[torch.ones(4)], absmaxes=[torch.ones(1)]), r"absmaxes must hold .* \(0\), got 1"),
-    (dict(states=[torch.ones(4), torch.ones(4)]), "the rule cannot have 2 states per weight"),
-    (dict(counts=[torch.zeros((), dtype=torch.int64)]), r"steps\[0\] must be one float32 or float64 number"),
-    (dict(averages=[torch.ones(4).half()]), "averages must be Float"),
-    (dict(lows=[torch.ones(4)]), "lows must be float16, bfloat16 or int16"),
-    (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights with int16 remainders must be bfloat16"),
-    (dict(rule="adamax"), "rule must be adam, sgd or lion, got adamax"),
-    (dict(options=(1.0,)), "options must hold 3 numbers, got 1"),
+    (dict(states=[torch.ones(4)], absmaxes=[torch.ones(1)]), r"absmaxes.*\(0\).* 1"),
+    (dict(states=[torch.ones(4), torch.ones(4)]), "2 states"),
+    (dict(counts=[torch.zeros((), dtype=torch.int64)]), r"steps\[0\]"),
+    (dict(averages=[torch.ones(4).half()]), "averages"),
+    (dict(lows=[torch.ones(4)]), "lows.*int16"),
+    (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights.*int16.*bfloat16"),
+    (dict(rule="adamax"), "rule.* adamax"),
+    (dict(options=(1.0,)), "options.* 3.* 1"),
     (dict(unscale_grads=True, weights=[torch.ones(4)] * 2, grads=[torch.ones(4)] * 2), "share memory"),
-    (dict(seed=1), "steps must be given with a seed"),
-    (dict(seed=1, counts=[torch.zeros(())]), "a seed rounds bfloat16 tensors stochastically, and there are none"),
-    (dict(grad_factor=torch.ones(2)), "grad_factor must be one float32 or float64 number, got 2 elements"),
-    (dict(found_inf=torch.ones((), dtype=torch.float64)), "found_inf must be float32"),
+    (dict(seed=1), "steps.*seed"),
+    (dict(seed=1, counts=[torch.zeros(())]), "seed.*bfloat16"),
+    (dict(grad_factor=torch.ones(2)), "grad_factor.* 2"),
+    (dict(found_inf=torch.ones((), dtype=torch.float64)), "found_inf.*float32"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m.split("\\")[0] for _, m in BAD])
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[f"{i} {m}" for i, (_, m) in enumerate(BAD)])
 def test_errors_name_the_argument_that_is_wrong(arguments, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
         one_step(**arguments)
@@ -163,7 +163,7 @@ def test_weights_that_share_memory_are_refused():
     with pytest.raises(RuntimeError, match="share memory"):
         one_step(weights=[base[:6], base[5:]], grads=[torch.ones(6), torch.ones(5)])
     one_step(weights=[base[:5], base[5:]], grads=[torch.ones(5), torch.ones(5)])
-    with pytest.raises(RuntimeError, match="max_norm must be >= 0, got -1"):
+    with pytest.raises(RuntimeError, match=r"max_norm.* -1"):
         ops.unscale_and_check([base], None, -1.0)
 
 
@@ -227,7 +227,7 @@ def test_a_step_that_fails_keeps_no_gradients(bucket):
     number, (p, _), _ = bucket
     grads = [torch.ones(4, 6), torch.ones(3)]
     assert ops.set_grads(number, grads, []) == READY
-    with pytest.raises((RuntimeError, ValueError), match="options must hold 3 numbers"):
+    with pytest.raises((RuntimeError, ValueError), match=r"options.* 3"):
         ops.step_bucket_(number, [0.9], **NUMBERS, **SCALARS)
     with pytest.raises(RuntimeError, match="which"):
         ops.set_grads(number, grads, [0, 2])
@@ -237,7 +237,7 @@ def test_a_step_that_fails_keeps_no_gradients(bucket):
 
 def test_counts_that_share_memory_are_refused():
     count, ones = torch.zeros(()), [torch.ones(2), torch.ones(2)]
-    with pytest.raises(RuntimeError, match=r"steps\[0\] and steps\[1\] share memory"):
+    with pytest.raises(RuntimeError, match=r"steps\[0\].*steps\[1\]"):
         ops.make_bucket("adam", ones, [torch.zeros(2) for _ in range(4)], [], [count, count], [], [], [])
 
 
@@ -256,7 +256,7 @@ def test_a_freed_bucket_is_an_error():
     ops.free_bucket(number)
     ops.free_bucket(number)
     for call in (lambda: ops.set_grads(number, [torch.ones(2)], []), lambda: ops.check_buckets([number], None, None)):
-        with pytest.raises(RuntimeError, match=f"there is no bucket {number}"):
+        with pytest.raises(RuntimeError, match=f"bucket {number}"):
             call()
-    with pytest.raises(RuntimeError, match="buckets must hold at least one number"):
+    with pytest.raises(RuntimeError, match="buckets"):
         ops.check_buckets([], None, None)

@@ -120,7 +120,7 @@ def test_ten_steps_equal_torchs_loop(name, kwargs, dtype):
 @pytest.mark.parametrize(("name", "kwargs"), flagged())
 def test_flags_make_no_difference_or_are_refused(name, kwargs):
     if kwargs.get("differentiable"):
-        with pytest.raises(ValueError, match=rf"differentiable must be False for flatout.optim.{name}, got True"):
+        with pytest.raises(ValueError, match=rf"differentiable.*{name}.* True"):
             getattr(fo, name)(parameters(torch.float32), **kwargs)
         return
     refusal = refused(lambda: getattr(torch.optim, name)(parameters(torch.float32), **copy.deepcopy(kwargs)))

@@ -142,7 +142,7 @@ def test_a_kept_gradient_of_another_shape_is_refused():
 
 def test_differentiable_is_refused():
     p = parameters(torch.float32, [(3,)])
-    with pytest.raises(ValueError, match=r"differentiable must be False for flatout.optim.AdamW, got True"):
+    with pytest.raises(ValueError, match=r"differentiable.*AdamW.* True"):
         fo.AdamW(p, differentiable=True)
 
 

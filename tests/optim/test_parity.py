@@ -7,6 +7,7 @@ import torch
 
 import flatout.optim as fo
 from flatout.optim import update
+from tests.optim.harness import torch_class
 from tests.optim.helpers import assert_same, parameters, set_grads, state_of, step_both, twins
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -146,7 +147,7 @@ def test_a_senseless_norm_is_refused_before_anything_changes(value):
     _, optimizer, _, ours = twins("SGD", torch.float32, lr=1.0)
     set_grads(ours, 0)
     before = [p.detach().clone() for p in ours]
-    with pytest.raises(ValueError, match=f"max_grad_norm must be >= 0, got {value}"):
+    with pytest.raises(ValueError, match=f"max_grad_norm.* {value}"):
         update(optimizer, max_grad_norm=value)
     assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
 
@@ -170,10 +171,9 @@ def test_half_precision_step_is_rounded_once():
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
 def test_an_infinite_weight_spoils_what_it_spoils_in_torch(name, decay):
     """Without decay it has no say in the gradient: 0 x inf would make the moments NaN."""
-    torch_class = fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)
     theirs, ours = (torch.nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf"), 2.0] * 20)) for _ in range(2))
     options = {"lr": 0.5, "weight_decay": decay, **({"momentum": 0.9} if name == "SGD" else {})}
-    reference, optimizer = torch_class([theirs], **options, foreach=False), getattr(fo, name)([ours], **options)
+    reference, optimizer = torch_class(name)([theirs], **options, foreach=False), getattr(fo, name)([ours], **options)
     for step in range(3):
         theirs.grad, ours.grad = (torch.full_like(theirs, 1.0 + step) for _ in range(2))
         reference.step(), optimizer.step()

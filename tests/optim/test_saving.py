@@ -173,12 +173,12 @@ def test_a_load_that_fails_changes_nothing():
     stepped(half, hers, 0)
     (remainder, _) = make("AdamW", (BF16,), master_weights="remainder")
     groups = copy.deepcopy([{**group, "params": []} for group in half.param_groups])
-    with pytest.raises(ValueError, match=r"'remainder' is for bfloat16 parameters, got torch.float16"):
+    with pytest.raises(ValueError, match=r"'remainder'.* torch\.float16"):
         half.load_state_dict(remainder.state_dict())
     assert [{**group, "params": []} for group in half.param_groups] == groups
     stepped(half, hers, 1)
     differentiable.param_groups[0]["differentiable"] = True
-    with pytest.raises(ValueError, match="differentiable must be False"):
+    with pytest.raises(ValueError, match="differentiable"):
         one.load_state_dict(differentiable.state_dict())
     assert not one._optimizer_load_state_dict_pre_hooks
     stepped(one, theirs, 1)
