@@ -9,7 +9,6 @@ import torch
 
 import flatout.amp as fa
 import flatout.optim as fo
-from flatout import _gradients
 from flatout.optim.update import update
 
 SIZES = [(1,), (3,), (0,), (5, 7), (129, 33), (16384,), (16385,)]
@@ -185,8 +184,8 @@ def test_gradients_of_all_sorts(make, groups, bad):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
-def test_gradients_of_several_dtypes_and_devices_without_kernels(monkeypatch):
-    monkeypatch.setattr(_gradients, "has_kernels", lambda device: False)
+@pytest.mark.usefixtures("without_kernels")
+def test_gradients_of_several_dtypes_and_devices_without_kernels():
     grads = [g for dtype in REAL for g in scaled(dtype)]
     for bad in (False, True):
         if bad:
