@@ -1,7 +1,7 @@
 """``flatout monitor``: what it prints, and how it ends."""
 
 import contextlib
-import io
+import errno
 import json
 import os
 import pty
@@ -15,22 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from flatout.cli import main
 from flatout.monitor import HostSample, Sample, Sampler, read_samples
 from flatout.monitor.view import View
 from tests.monitor.fake_nvml import A100, H100, MIG, T4, FakeNvml
+from tests.monitor.harness import System
+from tests.reasons import missing
+from tests.renderings.rendered import in_terminal
 
 SAFETY = 60  # seconds, never reached where things work
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return fake
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
+    return System(monkeypatch, tmp_path).nvml()
 
 
 @pytest.fixture
@@ -42,17 +41,15 @@ def waiting() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def drawn(samples: list[Sample], width: int, **options: object) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, **options).print(View(samples))  # type: ignore[arg-type]
-    return out.getvalue()
+    return in_terminal(View(samples), width, **options)
 
 
 def test_once_shows_gpu_host_and_process_without_control_codes(fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--once", "--pid", str(os.getpid())]) == 0
     out = capsys.readouterr().out
-    for said in ("cuda:0 · NVIDIA H100", "tensor cores", "48 %", "648 of 700 W", "held down by: power limit", "RAM"):
+    for said in ("cuda:0", H100.name, "48 %", "648 of 700 W", "power limit", "RAM"):
         assert said in out
-    assert f"process {os.getpid()}" in out
+    assert str(os.getpid()) in out.splitlines()[0]
     assert "\x1b" not in out
     assert fake.open == 0
     assert "flatout-monitor" not in {thread.name for thread in threading.enumerate()}
@@ -61,9 +58,7 @@ def test_once_shows_gpu_host_and_process_without_control_codes(fake, capsys: pyt
 def test_without_a_gpu_it_says_why(fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake.failures["nvmlInit"] = "DriverNotLoaded"
     assert main(["monitor", "--once"]) == 0
-    out = capsys.readouterr().out
-    assert "No GPU is shown: NVML cannot be used: the NVIDIA driver is not loaded" in out
-    assert "the whole machine" in out
+    assert "driver-not-loaded" in missing(" ".join(capsys.readouterr().out.split()))
 
 
 def test_json_lines_on_standard_output_and_in_a_file(fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,38 +73,35 @@ def test_json_lines_on_standard_output_and_in_a_file(fake, tmp_path: Path, capsy
 
 
 def test_the_end_of_the_watched_process_is_said_and_ends_the_view(
-    waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeNvml, waiting: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("psutil")
-    take = Sampler.take
+    looks = []
 
-    def take_and_end(self: Sampler) -> Sample:
-        sample = take(self)
-        if len(self.recent) == 2:
-            waiting.communicate(b"\n", timeout=SAFETY)
-        return sample
+    def end_in_the_second_look(name: str) -> None:
+        if name == "nvmlDeviceGetCount":
+            looks.append(name)
+            if len(looks) == 2:
+                waiting.communicate(b"\n", timeout=SAFETY)
 
-    monkeypatch.setattr(Sampler, "take", take_and_end)
+    fake.before = end_in_the_second_look
     assert main(["monitor", "--interval", "0.05", "--pid", str(waiting.pid)]) == 0
-    assert f"Process {waiting.pid} has ended." in capsys.readouterr().out
+    assert str(waiting.pid) in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("argv", "complaint"),
+    ("argv", "facts"),
     [
-        (["--pid", "0"], "there is none with number 0"),
-        (["--pid", "99999999999"], "there is none with number 99999999999"),
-        (
-            ["--once", "--json", "/no/such/folder/x"],
-            "--json must be a file that can be written; /no/such/folder/x is in",
-        ),
-        (["--once", "--json", "/"], "is a folder"),
+        (["--pid", "0"], r"\b0\b"),
+        (["--pid", "99999999999"], "99999999999"),
+        (["--once", "--json", "/no/such/folder/x"], "--json.*/no/such/folder/x"),
+        (["--once", "--json", "/"], "--json.* / "),
     ],
 )
-def test_what_cannot_be_done_is_one_line(argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_done_is_one_line(argv: list[str], facts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", *argv]) == 1
     err = capsys.readouterr().err
-    assert complaint in err
+    assert re.search(facts, err)
     assert err.count("\n") == 1
 
 
@@ -162,7 +154,7 @@ def test_ctrl_c_ends_the_view_with_130_and_gives_the_terminal_back(monkeypatch: 
         seen += os.read(master, 65536)
     os.kill(pid, signal.SIGINT)
     seen += everything(master)
-    assert everything(errors).strip() == b"flatout: interrupted"
+    assert everything(errors).count(b"\n") == 1  # and no traceback
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1  # the cursor was hidden, and is shown again
 
@@ -181,7 +173,7 @@ def test_a_reader_that_leaves_the_view_ends_it_quietly() -> None:
     lines, stdout = os.pipe()
     errors, stderr = os.pipe()
     pid = command(["monitor", "--interval", "0.05"], stdout, stderr)
-    assert b"flatout monitor" in os.read(lines, 65536)
+    assert os.read(lines, 65536)
     os.close(lines)
     assert everything(errors) == b""
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -189,7 +181,9 @@ def test_a_reader_that_leaves_the_view_ends_it_quietly() -> None:
 
 def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--once", "--json", "/dev/full"]) == 1
-    assert capfd.readouterr().err == "flatout: cannot write /dev/full: No space left on device\n"
+    err = capfd.readouterr().err
+    assert re.search(f"/dev/full.*{os.strerror(errno.ENOSPC)}", err)
+    assert err.count("\n") == 1
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_views_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,26 +216,25 @@ def test_sigterm_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1
 
 
-def test_dcgm_is_asked_only_where_it_is_wanted(fake, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcgm_is_asked_only_where_it_is_wanted(fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake.boards = (A100,)
+    dcgm = System(monkeypatch, tmp_path).dcgm()
     assert main(["monitor", "--once"]) == 0
-    assert "if asked" in capsys.readouterr().out
+    assert dcgm.asked == []
     assert main(["monitor", "--once", "--dcgm"]) == 0
-    assert "if asked" not in capsys.readouterr().out
+    assert dcgm.asked[0] == "Init"
+    assert not dcgm.open
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 93, 94, 120, 200])
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, encoding: str) -> None:
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, ascii_only: bool) -> None:
     fake.boards = (H100, T4, MIG)
     fake.failures["nvmlDeviceGetTemperature"] = "Unknown"
     sampler = Sampler()
     samples = [sampler.take() for _ in range(3)]
     sampler.close()
-    sink = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(file=sink, width=width).print(View(samples))
-    sink.seek(0)
-    out = sink.read()
+    out = in_terminal(View(samples), width, ascii_only)
     assert max(map(len, out.splitlines())) <= width
     for said in ("57.0 GiB of 79.6 GiB", "648 of 700 W", "31 W", "1755 of 1980 MHz", "power limit", "93 %"):
         assert out.count(said) >= 1
@@ -272,15 +265,23 @@ def test_workers_are_indented_below_their_parent_and_names_cannot_reach_the_term
     assert re.search(r"^  └ \[bold\]sh +3 ", out, re.MULTILINE)
 
 
+def columns(shown: str) -> int:
+    """How many columns the table of processes has, which is the last thing shown."""
+    (heading,) = (line for line in shown.splitlines() if re.search(r"\bPID\b", line, re.IGNORECASE))
+    return len(re.split("  +", heading.strip()))
+
+
 def test_private_memory_has_a_column_where_it_is_known_and_there_is_room(fake) -> None:
     pytest.importorskip("psutil")
     sampler = Sampler()
     sample = sampler.take()
     sampler.close()
     process = replace(sample.processes[0], uss_bytes=3 * 2**20)
-    assert "3.00 MiB" in drawn([replace(sample, processes=(process,))], 80)
-    assert "private" not in drawn([replace(sample, processes=(process,))], 40)
-    assert "private" not in drawn([replace(sample, processes=(replace(process, uss_bytes=None),))], 80)
+    with_it = drawn([replace(sample, processes=(process,))], 80)
+    assert "3.00 MiB" in with_it
+    assert "3.00 MiB" not in drawn([replace(sample, processes=(process,))], 40)
+    without = drawn([replace(sample, processes=(replace(process, uss_bytes=None),))], 80)
+    assert columns(with_it) == columns(without) + 1
 
 
 def test_the_last_minute_is_drawn_where_there_is_room(fake) -> None:

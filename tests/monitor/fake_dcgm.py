@@ -17,12 +17,14 @@ class FakeDcgm:
         values: of each GPU, by DCGM's own numbers; empty where the host engine is gone.
         open: the readers that were made and not shut down.
         asked: the methods that were called, in order.
+        options: of the last reader.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
     values: dict[int, dict[int, float]] = field(default_factory=lambda: {4: {1004: 0.9}, 5: {1002: 0.75, 1004: 0.5}})
     open: int = 0
     asked: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def call(self, name: str) -> None:
         self.asked.append(name)
@@ -30,7 +32,7 @@ class FakeDcgm:
             raise RuntimeError(self.failures[name])
 
     def DcgmReader(self, **options: Any) -> Reader:
-        assert options["updateFrequency"] == 1_000_000  # microseconds
+        self.options = options
         return Reader(self)
 
 

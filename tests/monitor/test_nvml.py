@@ -83,6 +83,7 @@ def test_dcgm_tells_activity_before_hopper_where_it_is_asked(system: System) -> 
     dcgm = system.dcgm()
     ((a100, t4), _) = second(system.nvml(boards=(A100, T4)), dcgm=True)
     assert not dcgm.open
+    assert dcgm.options["updateFrequency"] == 1_000_000  # microseconds
     assert (a100.gpm, a100.tensor_active_percent, a100.sm_active_percent) == ("DCGM", 50.0, 75.0)
     assert a100.dram_active_percent is None
     assert missing(t4.gpm) == {"before-hopper", "dcgm-lacks-gpu"}
