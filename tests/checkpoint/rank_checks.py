@@ -45,5 +45,5 @@ def each_rank_goes_on_from_its_own_file(folder: str) -> None:
 
 
 def no_folder_is_written_to_by_several(folder: str) -> None:
-    with pytest.raises(RuntimeError, match=r"for one process: .* a file for each rank"):
+    with pytest.raises(RuntimeError, match="checkpoint_dir"):
         make().fit(1, progress=False, checkpoint_dir=folder)

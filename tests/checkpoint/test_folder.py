@@ -1,10 +1,12 @@
 """A folder of checkpoints: the newest that can be read, and no more than are wanted."""
 
 import os
+import re
 
 import pytest
 
-from flatout.checkpoint import DamagedCheckpoint, Folder, file, newest_in, write
+from flatout.checkpoint import DamagedCheckpoint, Folder, newest_in, write
+from tests.checkpoint.sealing import of_a_later_version
 
 
 def damage(path):
@@ -38,7 +40,7 @@ def test_a_step_beyond_ten_digits_is_newer(tmp_path):
 def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(tmp_path):
     folder = filled(tmp_path, [1, 2, 3])
     damage(folder.path_of(3))
-    with pytest.warns(RuntimeWarning, match=r"is damaged.*step-0000000002\.pt is used"):
+    with pytest.warns(RuntimeWarning, match=r"step-0000000003\.pt.*step-0000000002\.pt"):
         assert folder.newest() == {"steps": 2}
     assert "step-0000000003.pt.damaged" in os.listdir(tmp_path)
 
@@ -73,17 +75,15 @@ def test_where_all_are_damaged_nothing_begins_anew_and_nothing_is_set_aside(tmp_
     damage(folder.path_of(1))
     damage(folder.path_of(2))
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .* can be read"):
+    with pytest.raises(DamagedCheckpoint, match=re.escape(str(tmp_path))):
         folder.newest()
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_what_is_whole_and_cannot_be_read_is_no_reason_to_go_back(tmp_path, monkeypatch):
-    folder = filled(tmp_path, [1])
-    with monkeypatch.context() as patch:
-        patch.setattr(file, "_VERSION", 2)
-        write(folder.path_of(2), {"steps": 2})
-    with pytest.raises(ValueError, match="version 2"):
+def test_what_is_whole_and_cannot_be_read_is_no_reason_to_go_back(tmp_path):
+    folder = filled(tmp_path, [1, 2])
+    of_a_later_version(folder.path_of(2))
+    with pytest.raises(ValueError, match=r"step-0000000002\.pt"):
         folder.newest()
     assert folder.path_of(2).exists()
 
@@ -109,5 +109,5 @@ def test_what_a_crash_left_half_written_is_removed_and_nothing_else(tmp_path):
 
 
 def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"keep.* 0"):
         Folder(tmp_path, 0)

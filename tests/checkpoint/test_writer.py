@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,24 +21,15 @@ def writer():
     writer.wait()
 
 
-def test_a_state_is_that_of_the_step_it_was_written_at(writer, tmp_path, monkeypatch):
+def test_a_state_is_that_of_the_step_it_was_written_at(writer, tmp_path, held_disk):
     """Whatever the writing thread is slow at, training goes on beside it."""
-    begun, go_on = threading.Event(), threading.Event()
-    save = torch.save
-
-    def slow_save(*args):
-        begun.set()
-        assert go_on.wait(60)
-        save(*args)
-
-    monkeypatch.setattr(torch, "save", slow_save)
     weights, groups = [torch.zeros(1000) for _ in range(4)], {"lr": 1.0}
     writer.write(tmp_path / "a.pt", {"weights": weights, "group": groups}, asynchronous=True)
-    assert begun.wait(60)
+    assert held_disk.reached.wait(60)
     for weight in weights:
         weight += 1
     groups["lr"] = 2.0
-    go_on.set()
+    held_disk.let_go.set()
     writer.wait()
     found = read(tmp_path / "a.pt")
     assert found["group"] == {"lr": 1.0}
@@ -68,7 +57,7 @@ def test_what_is_to_come_then_comes_when_the_file_is_there(writer, tmp_path, asy
     assert seen == [{"step": 3}]
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint .* was not written")
+@pytest.mark.filterwarnings("ignore:.*nowhere:RuntimeWarning")
 def test_what_goes_wrong_beside_the_training_is_raised_once_by_the_next_call_which_writes(writer, tmp_path):
     writer.write(tmp_path / "nowhere" / "a.pt", {}, asynchronous=True)
     with pytest.raises(FileNotFoundError):
@@ -78,24 +67,15 @@ def test_what_goes_wrong_beside_the_training_is_raised_once_by_the_next_call_whi
     assert sorted(os.listdir(tmp_path)) == ["b.pt", "c.pt"]
 
 
-def test_an_interrupted_wait_leaves_the_memory_to_the_write_under_way(writer, tmp_path, monkeypatch):
-    go_on, save = threading.Event(), torch.save
-
-    def slow_save(*args):
-        assert go_on.wait(60)
-        save(*args)
-
-    monkeypatch.setattr(torch, "save", slow_save)
+def test_an_interrupted_wait_leaves_the_memory_to_the_write_under_way(writer, tmp_path, held_disk):
     weight = torch.zeros(1000)
     writer.write(tmp_path / "a.pt", {"w": weight}, asynchronous=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(Future, "exception", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            writer.wait()
+    with held_disk.impatient(), pytest.raises(KeyboardInterrupt):
+        writer.wait()
     weight += 1
     later = threading.Thread(target=lambda: writer.write(tmp_path / "b.pt", {"w": weight}, asynchronous=True))
     later.start()
-    go_on.set()
+    held_disk.let_go.set()
     later.join(60)
     writer.wait()
     assert torch.equal(read(tmp_path / "a.pt")["w"], torch.zeros(1000))
@@ -138,7 +118,7 @@ def test_containers_keep_what_they_are(writer, tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_nobody_could_read_is_refused_by_its_place(writer, tmp_path, asynchronous):
-    with pytest.raises(TypeError, match=r"state\['scheduler'\]\[1\] is a function"):
+    with pytest.raises(TypeError, match=r"state\['scheduler'\]\[1\].*function"):
         writer.write(tmp_path / "a.pt", {"scheduler": [1, lambda: 0]}, asynchronous=asynchronous)
     assert os.listdir(tmp_path) == []
 
@@ -148,7 +128,7 @@ class Part(torch.Tensor):
 
 
 def test_tensors_of_other_classes_are_refused():
-    with pytest.raises(TypeError, match=r"state\[0\] is a Part: .* torch\.distributed\.checkpoint"):
+    with pytest.raises(TypeError, match=r"state\[0\].*Part.* torch\.distributed\.checkpoint"):
         mapped([torch.ones(2).as_subclass(Part)], torch.clone)
 
 
