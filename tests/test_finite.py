@@ -312,6 +312,23 @@ def test_what_is_no_float_is_finite(converted: Callable[[Tensor], Any]) -> None:
     assert "loss-not-finite" in reasons(diagnosis_of(Converts(converted)))
 
 
+def test_what_a_forward_makes_infinite_between_modules_is_named_by_its_own_module() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.number = nn.Linear(8, 4), nn.Linear(4, 3), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + self.number)
+
+    model, batch = Between(), (torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = flatout.optimize(model, [batch], optimizer, functional.cross_entropy, precision="fp16", budget=0)
+    run.stop_after_bad, model.number = 1, math.inf
+    with pytest.raises(FloatingPointError, match=r"\(Between\)"):
+        run.step(batch)
+
+
 def test_a_module_is_named_on_sparse_inputs() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
