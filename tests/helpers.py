@@ -123,11 +123,6 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def job_of(run):
-    """Return the job that a run steps. Techniques, trials and monitors take a job, and ``Run`` shows it nowhere."""
-    return run._job
-
-
 def in_child(work) -> int:
     """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
     child = os.fork()

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import flatout
 from flatout import finite, logs
-from tests.helpers import job_of
 from tests.jobs import NO_TECHNIQUES, make_data
+from tests.measure.harness import job_of
 from tests.reasons import reasons
 
 
@@ -177,7 +177,9 @@ class Device:
         self.delay, self.step, self.sent = 0, 0, []
 
     def watch(self, stop_after: int, losses: Iterable[float]) -> None:
-        watch = finite.FiniteWatch(job_of(run_of(nn.Tanh())), stop_after)
+        model = nn.Linear(8, 3)
+        job = job_of(model, [], torch.optim.SGD(model.parameters(), lr=0.01))
+        watch = finite.FiniteWatch(job, stop_after)
         for self.step, loss in enumerate(losses, 1):
             if self.step >= watch.next_look:
                 watch.look(self.step, OnDevice(torch.tensor(loss)), None)

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 import flatout
 from tests.clock import Clock
-from tests.helpers import job_of, snapshot
+from tests.helpers import snapshot
 from tests.jobs import Net, make_data, trial_step
+from tests.measure.harness import job_of
 from tests.reasons import reasons
 
 LIGHT = {"compile": False, "workers": False, "cpu_threads": False}
@@ -56,11 +57,11 @@ def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
             return super().forward(x)
 
     model = Watched(8, 3).eval()
-    run = flatout.optimize(model, loader, techniques=trial_step(), budget=0)
+    flatout.optimize(model, loader, techniques=trial_step(), budget=0)
     assert len(seen) > 2  # a check, a count of FLOPs, and the step of a technique that is forced
     assert set(seen) == {(False, False, True)}
     assert model.weight.grad is None
-    count = job_of(run).work(next(iter(loader))).flops
+    count = job_of(model, loader, inference=True).work(next(iter(loader))).flops
     assert count.forward == 2 * 16 * 8 * 3
     assert count.backward == 0
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatout
 from flatout.techniques.cuda_graph import GraphSwitch
-from tests.helpers import bits, job_of
+from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES
 from tests.techniques.test_cuda_graph import Rerun
 from tests.trap import Trap, out_of_memory
@@ -145,9 +145,13 @@ class MemoryEnds(TorchDispatchMode):
 
 
 def recorded(run):
-    """Record the run's steps as on a GPU, where alone the technique applies; return the switch and the recorder."""
-    recorder = Rerun(job_of(run))
-    switch = GraphSwitch(job_of(run), recorder)
+    """Record the run's steps as on a GPU, where alone the technique applies; return the switch and the recorder.
+
+    The switch acts on the run's job, which ``Run`` shows nowhere.
+    """
+    job = run._job
+    recorder = Rerun(job)
+    switch = GraphSwitch(job, recorder)
     switch.enable()
     switch.freeze()
     return switch, recorder
