@@ -1,9 +1,11 @@
 """A step whose FLOPs are counted trains as any other: counting runs the user's code once more."""
 
+import pytest
 import torch
 from torch import nn
 
 import flatout
+from tests.jobs import NO_TECHNIQUES
 
 
 def test_counting_a_new_shape_in_mid_training_leaves_what_the_loss_reaches(clock):
@@ -38,3 +40,23 @@ def test_counting_a_new_shape_in_mid_training_leaves_what_the_loss_reaches(clock
     compute_loss(model, batches[2])
     assert (noise.get_state() == after[0]).all()
     assert critic.weight.item() == after[1]
+
+
+def test_a_model_that_cannot_be_counted_is_tuned_without_an_mfu(clock):
+    """FLOPs are counted under a dispatch mode."""
+
+    class Uncountable(nn.Linear):
+        def forward(self, x):
+            if torch._C._len_torch_dispatch_stack():
+                raise ValueError("under a dispatch mode")
+            return super().forward(x)
+
+    model = Uncountable(4, 1)
+    clock.slow_down(model)
+    batches, optimizer = [torch.ones(4, 4)] * 2, torch.optim.SGD(model.parameters(), 0.1)
+    settings = {"compute_loss": lambda model, x: model(x).square().mean(), "techniques": NO_TECHNIQUES, "budget": 100}
+    with pytest.warns(RuntimeWarning, match="under a dispatch mode"):
+        run = flatout.optimize(model, batches, optimizer, **settings)
+    assert run.report.summary.after.mfu is None
+    assert str(run.report)
+    assert torch.isfinite(run.step(batches[0]))

@@ -1,12 +1,14 @@
 """What optimize() decides, reports and plans."""
 
+import pytest
 import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import flatout
 from flatout.techniques import PLANNED, REGISTRY, Measured
-from tests.clock import TimedStep
-from tests.jobs import make_job
+from tests.clock import TimedSamples, TimedStep
+from tests.jobs import NO_TECHNIQUES, make_job
 from tests.reasons import reasons
 
 
@@ -56,3 +58,34 @@ def test_deterministic_mode_times_only_what_is_bit_identical(clock):
     finally:
         flatout.undo(model)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("sample_seconds", "settings", "code"),
+    [
+        (1.0, {"budget": 0}, "nothing-measured"),
+        (1e-4, {"budget": 10**4}, "loading-negligible"),
+        (1.0, {"budget": 1}, "budget-spent"),
+        (1.0, {"budget": 170}, "setup-exceeds-budget"),
+        (1.0, {"budget": 10**4, "expected_steps": 5}, "setup-not-worth-it"),
+    ],
+)
+def test_what_is_not_worth_a_trial_says_why(sample_seconds, settings, code, clock):
+    """To keep 64 samples in memory takes as long as to load them once, and saves the waiting for eight in each step."""
+    model, _, opt = make_job()
+    loader = DataLoader(TimedSamples(clock, sample_seconds), batch_size=8)
+    others = {name: False for name in NO_TECHNIQUES if name != "in_memory"}
+    row = rows_of(flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, **settings))["in_memory"]
+    assert row.status == "not tried"
+    assert code in reasons(row)
+
+
+def test_a_loader_that_gains_nothing_is_rejected(clock):
+    """Tensors are gathered without a setup, so that even the shortest training has time for a trial."""
+    model, loader, opt = make_job()
+    others = {name: False for name in NO_TECHNIQUES if name != "in_memory"}
+    run = flatout.optimize(model, loader, opt, TimedStep(clock, 0.02), techniques=others, budget=100, expected_steps=1)
+    row = rows_of(run)["in_memory"]
+    assert row.status == "rejected"
+    assert row.trials[0].gain.ratio < 1.01
+    assert run.plan.decisions == {}

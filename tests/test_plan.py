@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ def planned(**how: Any) -> flatout.Plan:
 
 
 def assert_refused(plan: Any, field: str, model: nn.Module, loader: Any, opt: Any = None, loss_fn: Any = None) -> None:
-    """With the field's name, and nothing changed."""
+    """With the field's name and the plan's value, and nothing changed."""
     before = snapshot(model, opt)
-    with pytest.raises(ValueError, match=rf"\b{field}\b"):
+    with pytest.raises(ValueError, match=rf"\b{field}\b.*{re.escape(plan.fingerprint[field])}"):
         flatout.optimize(model, loader, opt, loss_fn, plan=plan)
     assert snapshot(model, opt) == before
 

@@ -197,6 +197,7 @@ def test_nothing_beyond_the_budget_is_looked_at(clock):
     summary = tuned(loader, TimedStep(clock, 2.0), budget=1).report.summary
     assert summary.before.loader_per_second is None
     assert summary.before.phases == {}
+    assert str(Report(summary))
 
 
 def test_training_is_the_first_to_run_what_was_gathered_in_a_trial():
