@@ -2,11 +2,11 @@
 
 import collections
 import copy
+import multiprocessing
 import os
 import re
 import signal
 import threading
-import time
 import warnings
 
 import pytest
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_costs_the_steps_behind_the_one_before_it(tmp_path,
         train("plain", tmp_path, stop_before=9, checkpoint_every=2)
     newest = Folder(tmp_path, 3).path_of(8)
     newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.warns(RuntimeWarning, match="set aside"):
+    with pytest.warns(RuntimeWarning, match=r"step-0000000008\.pt.*step-0000000006\.pt"):
         run, history = train("plain", tmp_path, checkpoint_every=2)
     assert_same(run, history, uninterrupted("plain"))
 
@@ -126,7 +126,7 @@ def test_the_checkpoint_goes_before_what_the_run_has_done(tmp_path, uninterrupte
     run = make()
     for batch in run.loader:  # a profile, say
         run.step(batch)
-    with pytest.warns(UserWarning, match="had come to step 6: it goes on from the checkpoint of step 8"):
+    with pytest.warns(UserWarning, match=r"\b6\b.*\b8\b"):
         history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path, checkpoint_every=4)
     assert_same(run, history, uninterrupted("plain"))
 
@@ -191,7 +191,7 @@ def test_what_does_not_fit_changes_nothing(name, tmp_path):
         each.step(batch)
         each.save(path)
     write(tmp_path / "wrong.pt", WRONG[name](read(paths[0])))
-    with pytest.raises(ValueError, match=r"(is|state is) (of|not of)"):
+    with pytest.raises(ValueError, match=r"wrong\.pt"):
         run.load(tmp_path / "wrong.pt")
     run.save(paths[0])
     assert equal(read(paths[0]), read(paths[1]))
@@ -239,30 +239,44 @@ def test_what_the_optimizer_trains_outside_the_model_comes_back(tmp_path):
     assert torch.equal(heat, other_heat)
 
 
+@pytest.mark.filterwarnings("ignore:.*memory:RuntimeWarning")
 def test_what_memory_has_shown_is_known_to_the_next_process(tmp_path):
-    run, other = make(), make()
-    run._job.micro_batches.size = 4
+    def room_for_four(module, inputs):
+        if len(inputs[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    batch = torch.ones(8, 6), torch.zeros(8, dtype=torch.long)
+    run, other = make_with([batch]), make_with([batch])
+    run.model.register_forward_pre_hook(room_for_four)
+    run.step(batch)
     run.save(tmp_path / "a.pt")
+    assert other.micro_batch is None
     other.load(tmp_path / "a.pt")
-    assert other.micro_batch == 4
+    assert other.micro_batch == run.micro_batch == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*nan:RuntimeWarning")
 def test_a_watch_for_infinities_begins_anew(tmp_path):
-    run = make()
+    good, bad = ((torch.full((4, 6), x), torch.zeros(4, dtype=torch.long)) for x in (1.0, torch.nan))
+    run = make_with([good])
     run.stop_after_bad = 3
     run.save(tmp_path / "a.pt")
-    run._finite._bad = 3
-    run._finite.next_look = 10**9
-    run.load(tmp_path / "a.pt")
+    for batches in ((bad, bad), (bad, bad), (good,) * 4):  # two bad ones are never three
+        for batch in batches:
+            run.step(batch)
+        run.load(tmp_path / "a.pt")
     assert run.stop_after_bad == 3
-    assert (run._finite._bad, run._finite.next_look) == (0, 0)
+    for _ in range(2):
+        run.step(bad)
+    with pytest.raises(FloatingPointError, match=r"\b3\b"):  # it looks, although these numbers were seen before
+        run.step(bad)
 
 
 def test_other_decisions_are_told(tmp_path):
     run = make("plain")
     run.save(tmp_path / "a.pt")
     other = make("bf16")
-    with pytest.warns(RuntimeWarning, match="'precision': 'bf16'"):
+    with pytest.warns(RuntimeWarning, match="precision.*bf16"):
         other.load(tmp_path / "a.pt")
 
 
@@ -308,10 +322,10 @@ def make_with(loader):
 def test_a_loader_without_a_position_begins_its_epoch_again_and_says_so(tmp_path):
     run = make_with(Endless())
     before_step(run, 6, stop)
-    with pytest.warns(UserWarning, match="begins that epoch again"), pytest.raises(Stopped):
+    with pytest.warns(UserWarning, match="epoch"), pytest.raises(Stopped):
         run.fit(2, progress=False, checkpoint_dir=tmp_path, checkpoint_every=1)
     other = make_with(Endless())
-    with pytest.warns(UserWarning, match="begins that epoch again"):
+    with pytest.warns(UserWarning, match="epoch"):
         history = other.fit(2, progress=False, checkpoint_dir=tmp_path, checkpoint_every=1)
     assert len(history) == 2
     assert other.steps == 6 + 4
@@ -477,7 +491,7 @@ def test_an_interrupt_is_one_behind_the_save(kind, tmp_path, uninterrupted, caps
         run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
     assert run.steps == 8  # the step was finished
     assert newest_in(tmp_path)["steps"] == 8
-    assert "saving behind this step; interrupt again" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("\n") == 1  # tells that it saves first
     assert_same(*train(kind, tmp_path), uninterrupted(kind))
 
 
@@ -494,7 +508,7 @@ def test_a_second_interrupt_is_one_at_once_and_saves_nothing(tmp_path, uninterru
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_interrupt_may_come_while_it_is_saved(tmp_path, monkeypatch):
+def test_a_second_interrupt_may_come_while_it_is_saved(tmp_path):
     run = make()
     before_step(run, 2, interrupt)
     flush = run.flush_saves
@@ -503,7 +517,7 @@ def test_a_second_interrupt_may_come_while_it_is_saved(tmp_path, monkeypatch):
         interrupt()
         flush()
 
-    monkeypatch.setattr(run, "flush_saves", interrupted)
+    run.flush_saves = interrupted
     with pytest.raises(KeyboardInterrupt):
         run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
     flush()
@@ -544,15 +558,15 @@ def test_both_signals_are_obeyed(tmp_path):
 class InterruptedInWorker(torch.utils.data.Dataset):
     """Presses Ctrl-C in a terminal, which interrupts the main process and its workers alike, at one of its samples."""
 
-    def __init__(self):
-        self.main = os.getpid()
+    def __init__(self, is_waited_for):
+        self.main, self.is_waited_for = os.getpid(), is_waited_for
 
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         if index == 20:
-            time.sleep(1)  # by now the main process waits for it
+            assert self.is_waited_for.wait(60)
             for process in (self.main, os.getpid()):
                 os.kill(process, signal.SIGINT)
         return torch.full((6,), float(index)), index % 3
@@ -562,8 +576,19 @@ class InterruptedInWorker(torch.utils.data.Dataset):
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_an_interrupt_of_the_workers_costs_no_step(method, tmp_path):
     """Forked ones go on; others end, and the batch that does not come is no step."""
-    loader = DataLoader(InterruptedInWorker(), 4, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
+    is_waited_for = multiprocessing.get_context(method).Event()
+    samples = InterruptedInWorker(is_waited_for)
+    loader = DataLoader(samples, 4, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
     run = make_with(loader)
+    step = run.step
+
+    def step_and_tell(batch):
+        loss = step(batch)
+        if run.steps == 5:  # the next batch holds sample 20
+            is_waited_for.set()
+        return loss
+
+    run.step = step_and_tell
     with pytest.raises(KeyboardInterrupt) as caught:
         run.fit(1, progress=False, checkpoint_dir=tmp_path)
     if method == "fork":
