@@ -10,8 +10,8 @@ MAIN, AUTOGRAD = 1, 2
 STREAM, COPY_STREAM = 7, 20
 
 
-def sleeping(trace: Trace) -> set[str]:
-    """The parts of the steps that ``time.sleep`` is called in."""
+def marked(trace: Trace) -> set[str]:
+    """The parts of the steps in which ``time.sleep`` is called, for no time: where a call is depends on no clock."""
     return {trace.phase_of(event) for event in trace.within(trace.host) if event.name == "<built-in function sleep>"}
 
 

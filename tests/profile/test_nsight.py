@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from flatout.profile import nsight
+from tests.profile.conftest import Program
 
 
 def test_lines_are_for_this_script_and_survive_a_shell() -> None:
@@ -30,13 +27,8 @@ def test_lines_are_for_this_script_and_survive_a_shell() -> None:
 
 
 @pytest.mark.parametrize(("level", "samples"), [("0", True), ("2", True), ("3", False), ("4", False), (None, False)])
-def test_sampling_is_off_where_perf_is_not_allowed(
-    level: str | None, samples: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "perf_event_paranoid"
-    if level is not None:
-        file.write_text(f"{level}\n")
-    monkeypatch.setattr(nsight, "_PARANOID", file)
+def test_sampling_is_off_where_perf_is_not_allowed(program: Program, level: str | None, samples: bool) -> None:
+    program.may_sample(level)
     line = nsight.commands("t.py", [], 1, 1)[0]
     assert ("--sample=none" not in line) == ("--cpuctxsw=none" not in line) == samples
 
@@ -56,12 +48,10 @@ def test_a_kernel_is_filtered_by_its_bare_name(kernel: str, bare: str | None) ->
     assert nsight.kernel_filter(kernel) == expected
 
 
-def test_only_a_script_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert nsight.commands_of_main(10, 3) == ()  # a prompt, a notebook
-    main.__file__ = "train.py"
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+def test_only_a_script_has_lines(program: Program) -> None:
+    program.runs()  # a prompt, a notebook
+    assert nsight.commands_of_main(10, 3) == ()
+    program.runs("train.py", "--lr", "1")
     assert nsight.commands_of_main(10, 3) == nsight.commands("train.py", ["--lr", "1"], 10, 3)
-    main.__spec__ = ModuleSpec("package.train", None)
-    assert nsight.commands_of_main(10, 3) == ()  # python -m package.train
+    program.runs("train.py", module="package.train")  # python -m package.train
+    assert nsight.commands_of_main(10, 3) == ()

@@ -10,6 +10,7 @@ import torch
 
 import flatout
 from flatout.profile.places import code_at, is_users, of_frame, short
+from tests.profile.conftest import Program
 
 
 @pytest.mark.parametrize(
@@ -38,15 +39,15 @@ def test_what_somebody_here_can_change(file: str) -> None:
     assert is_users(file)
 
 
-def test_a_script_may_have_the_name_of_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_script_may_have_the_name_of_a_module(program: Program, tmp_path: Path) -> None:
+    program.searches(str(tmp_path), *sys.path)
     assert not is_users("profile.py")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "profile.py"), raising=False)
+    program.runs(str(tmp_path / "profile.py"))
     assert is_users("profile.py")
 
 
-def test_the_longest_folder_of_the_path_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", ["/a", "/a/b", ""])
+def test_the_longest_folder_of_the_path_is_left_out(program: Program) -> None:
+    program.searches("/a", "/a/b", "")
     assert short("/a/b/c/train.py") == "c/train.py"
     assert short("/a/bc/train.py") == "bc/train.py"
     assert short("/other/train.py") == "/other/train.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from flatout.cli import main
 from flatout.profile.trace import Trace
-from tests.profile.events import sleeping
+from tests.profile.events import marked
+from tests.reasons import advice
 
 TRAIN = """\
 import sys, time
@@ -25,18 +27,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-PAUSED, PAUSE = sys.argv[1], 0.05
+MARKED = sys.argv[1]
 
-def pause(where):
-    if where == PAUSED:
-        time.sleep(PAUSE)
+def mark(where):
+    if where == MARKED:
+        time.sleep(0)
 
 class Samples(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
         if index % 8 == 0:
-            pause("loader_wait")
+            mark("loader_wait")
         return torch.full((4,), float(index)), index % 2
 
 class Net(nn.Module):
@@ -45,34 +47,34 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
     def forward(self, x):
         if self.training:
-            pause("forward")
+            mark("forward")
         return self.second(torch.relu(self.first(x)))
 
 def evaluate(model):
     model.eval()
     with torch.no_grad():
         for x in DataLoader(torch.ones(16, 4), 16):
-            pause("evaluation")
+            mark("evaluation")
             model(x)
     model.train()
 
 def criterion(out, y):
-    pause("loss")
+    mark("loss")
     return nn.functional.cross_entropy(out, y)
 
 def main():
     torch.manual_seed(0)
     model = Net()
-    model.first.weight.register_hook(lambda grad: pause("backward"))
+    model.first.weight.register_hook(lambda grad: mark("backward"))
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
-    opt.register_step_pre_hook(lambda *_: pause("update"))
+    opt.register_step_pre_hook(lambda *_: mark("update"))
     for epoch in range(2):
         for x, y in DataLoader(Samples(), 8):
             opt.zero_grad()
             loss = criterion(model(x), y)
             loss.backward()
             opt.step()
-            pause("host_idle")
+            mark("host_idle")
             evaluate(model)
             loss.item()  # the sync
     print("trained", *sys.argv[1:], sum(p.double().sum().item() for p in model.parameters()))
@@ -80,6 +82,12 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+def timed_steps(shown: str) -> int:
+    """The number of steps that the only profile in this text rests on."""
+    (number,) = re.findall(r"mean of (\d+) step", shown)
+    return int(number)
 
 
 @pytest.fixture
@@ -90,15 +98,15 @@ def script(tmp_path: Path) -> Path:
 
 
 def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The figures, and the parts of the steps in which the script sleeps: they do not depend on the machine's load."""
+    """The figures, and the parts of the steps in which the script leaves its mark."""
     file, trace = tmp_path / "profile.json", tmp_path / "trace.json"
     brief = ["--steps", "2", "--warmup", "1", *options, "--json", str(file), "--trace", str(trace)]
     assert main(["profile", *brief, str(script), *args]) == 0
-    return json.loads(file.read_text()) | {"asleep": sleeping(Trace.read(trace))}
+    return json.loads(file.read_text()) | {"marked": marked(Trace.read(trace))}
 
 
 @pytest.mark.parametrize(
-    ("paused", "phase"),
+    ("where", "phase"),
     [
         ("loader_wait", "loader_wait"),
         ("forward", "forward"),
@@ -109,29 +117,27 @@ def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] =
         ("evaluation", "host_idle"),
     ],
 )
-def test_a_delay_is_found_in_its_phase(paused: str, phase: str, script: Path, tmp_path: Path) -> None:
-    found = profile(tmp_path, script, paused)
-    assert found["phases"][phase] > 0.045
-    assert found["asleep"] == {phase}
+def test_a_call_is_found_in_its_phase(where: str, phase: str, script: Path, tmp_path: Path) -> None:
+    found = profile(tmp_path, script, where)
+    assert found["marked"] == {phase}
+    assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
 
 
-def test_syncs_and_advice_name_the_scripts_lines(script: Path, tmp_path: Path) -> None:
-    found = profile(tmp_path, script, "host_idle")
+def test_syncs_name_the_scripts_lines(script: Path, tmp_path: Path) -> None:
+    found = profile(tmp_path, script, "-")
     lines = TRAIN.splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the sync"))
     assert [(sync["what"], sync["where"], sync["per_step"]) for sync in found["syncs"]] == [
         ("item", f"train.py:{line}", 1)
     ]
-    asked = next(number for number, text in enumerate(lines, 1) if 'pause("host_idle")' in text)
-    defined = next(number for number, text in enumerate(lines, 1) if text.startswith("def pause"))
-    (advice,) = [sentence for sentence in found["advice"] if sentence.startswith("The loop's own code")]
-    assert f"train.py:{asked} " in advice or f"train.py:{defined} (pause)" in advice
+    (would_wait,) = [sentence for sentence in found["advice"] if advice(sentence) == {"would-wait"}]
+    assert f"train.py:{line}" in would_wait
 
 
 def test_a_script_is_ended_when_the_profile_is_done(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--steps", "1", "--warmup", "1", str(script), "-"]) == 0
     out = capfd.readouterr().out
-    assert "what to do" in out
+    assert "profiler" in out
     assert "trained" not in out
 
 
@@ -206,19 +212,20 @@ def test_a_script_that_ends_the_process_ends_it_as_ever(end: str, status: int, t
 def test_what_fails_of_ours_does_not_hide_the_status(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
+    def no_trace(profiler: object, file: str) -> None:
+        Path(file).write_text("{")
+
+    def no_space(profiler: object, file: str) -> None:
         raise OSError("no space left")
 
     path = write(tmp_path, LOOP + f"raise SystemExit({status})")
     brief = ["profile", "--warmup", "1", "--keep-going", path]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trace, "read", fails)
-        assert main(brief) == (status or 1)
-    assert "no space left" in capfd.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.profiler.profile, "export_chrome_trace", fails)
-        assert main(brief) == (status or 1)
-    assert "no space left" in capfd.readouterr().err
+    for export in (no_trace, no_space):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+            assert main(brief) == (status or 1)
+        error = capfd.readouterr().err
+        assert ("no space left" if export is no_space else "JSONDecodeError") in error
     folder = tmp_path / "folder"
     folder.mkdir()
     write(tmp_path, LOOP + f"import os; os.rmdir({str(folder)!r}); raise SystemExit({status})")
@@ -233,10 +240,9 @@ def test_what_a_profile_takes_is_said_before_the_script_begins(
     assert main(["profile", "--warmup", "2", "--steps", "4", path]) == 0
     captured = capfd.readouterr()
     before, after = captured.err.split("it begins")
-    assert "5 optimizer updates" in before
-    assert "8 for --steps 4" in before
-    assert "2 of 4 steps" in after
-    assert "mean of 2 steps" in captured.out
+    assert re.search(r"\b5\b.*\b8\b.*--steps 4", before)  # the least that gives a profile, and what was asked for
+    assert re.search(r"\b2\b.*\b4\b", after)
+    assert timed_steps(captured.out) == 2
 
 
 NAMES = [
@@ -310,17 +316,17 @@ def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
     shown = captured.err[captured.err.index("Traceback") :].splitlines()
     assert shown[1] == f'  File "{path}", line 10, in <module>'
     assert [line for line in shown if not line.startswith("flatout:")][-1] == "KeyError: 'lost'"
-    assert "mean of 3 steps" in captured.out  # of six: one to warm up, two that look for syncs
+    assert timed_steps(captured.out) == 3  # of six: one to warm up, two that look for syncs
 
 
 def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", write(tmp_path, LOOP)]) == 0  # just enough for one step
-    assert "mean of 1 step " in capfd.readouterr().out
+    assert timed_steps(capfd.readouterr().out) == 1
     assert main(["profile", "--warmup", "4", write(tmp_path, LOOP)]) == 1
-    assert "ended after 6 optimizer updates in this process; a profile takes 7 or more" in capfd.readouterr().err
+    assert re.search(r"\b6\b.*\b7\b", capfd.readouterr().err.splitlines()[-1])
     assert main(["profile", write(tmp_path, "print('no training')")]) == 1
     captured = capfd.readouterr()
-    assert "ended after 0 optimizer updates" in captured.err
+    assert re.search(r"\b0\b", captured.err.splitlines()[-1])
     assert captured.out == "no training\n"
 
 
@@ -356,15 +362,14 @@ w = torch.randn(4, 2, requires_grad=True)
 opt = torch.optim.SGD([w], lr=0.1)
 for _ in range(8):
     out = torch.ones(8, 4) @ w
-    time.sleep(0.05)
+    time.sleep(0)
     loss = out.square().mean()
     opt.zero_grad()
     loss.backward()
     opt.step()
 """)
     found = profile(tmp_path, path)
-    assert found["phases"]["forward"] > 0.045
-    assert found["asleep"] == {"forward"}
+    assert found["marked"] == {"forward"}
 
 
 def test_what_lbfgs_evaluates_is_no_update(tmp_path: Path) -> None:
@@ -376,14 +381,14 @@ opt = torch.optim.LBFGS(model.parameters(), max_iter=1)
 def closure():
     opt.zero_grad()
     loss = model(torch.ones(8, 4)).square().mean()
-    time.sleep(0.05)
+    time.sleep(0)
     loss.backward()
     return loss
 for _ in range(8):
     opt.step(closure)
 """)
     found = profile(tmp_path, path)
-    assert found["asleep"] == {"forward"}
+    assert found["marked"] == {"forward"}
     assert found["phases"]["update"] > 0
 
 
@@ -391,7 +396,7 @@ def alone(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("mean of 2 steps") == 1
+    assert timed_steps(done.stdout) == 2  # shown once
     return done
 
 
@@ -433,14 +438,15 @@ from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 2)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.ones(80, 4), torch.zeros(80, dtype=torch.long))
-loss = lambda out, y: (time.sleep(0.05), torch.nn.functional.cross_entropy(out, y))[1]
+loss = lambda out, y: (time.sleep(0), torch.nn.functional.cross_entropy(out, y))[1]
 off = {"compile": False, "workers": False, "precision": False}
 run = flatout.optimize(model, DataLoader(data, batch_size=8), opt, loss, budget=0, techniques=off)
 for batch in run.loader:
     run.step(batch)
 """)
     found = profile(tmp_path, path)
-    assert 0.045 < found["phases"]["forward"] < found["seconds"]
+    assert found["marked"] == {"forward"}
+    assert 0 < found["phases"]["forward"] < found["seconds"]
     assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
 
 
@@ -459,24 +465,24 @@ def test_nsight_prints_lines_and_runs_nothing(tmp_path: Path, capsys: pytest.Cap
     assert nsys.startswith("nsys profile ")
     assert ncu.startswith("ncu ")
     for line in (nsys, ncu):
-        assert "profile --capture --warmup 3" in line
+        assert "profile --capture --warmup 3" in line  # what is typed, not what is said
         assert line.endswith("--name 'a b'")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_capture_needs_a_gpu(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--capture", str(script)]) == 1
-    assert "need a GPU" in capsys.readouterr().err
+    assert "GPU" in capsys.readouterr().err
 
 
 def test_bad_arguments(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "none.py")]) == 1
-    assert "there is no script" in capsys.readouterr().err
+    assert "none.py" in capsys.readouterr().err
     assert main(["profile", "--html", str(tmp_path / "no" / "file"), str(script)]) == 1
-    assert "--html must be a file that can be written" in capsys.readouterr().err
+    assert re.search("--html.*no/file", capsys.readouterr().err)
     with pytest.raises(SystemExit):
         main(["profile", "--steps", "0", str(script)])
-    assert "--steps: must be at least 1, got 0" in capsys.readouterr().err
+    assert re.search(r"--steps: .*\b0\b", capsys.readouterr().err)
 
 
 @pytest.mark.slow
