@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flatout import _host
 from flatout.data import Prefetcher
-from flatout.data.prefetcher import _Ahead
-from flatout.data.transfer import NativeCopier
+from tests.data.harness import CopyingPrefetcher
 
 
 class Counted(Dataset):
@@ -30,15 +28,7 @@ class Counted(Dataset):
         self.asked = state["asked"]
 
 
-class Copying(Prefetcher):
-    """The road that batches take to a GPU, with the host standing in for it: batches are read ahead."""
-
-    def __iter__(self):
-        ring = _host.Ring(device=-1, max_idle=self.depth + 2)
-        return _Ahead(self, self._source.open(), NativeCopier(self.device, self.depth, ring))
-
-
-@pytest.mark.parametrize("kind", [Prefetcher, Copying])
+@pytest.mark.parametrize("kind", [Prefetcher, CopyingPrefetcher])
 @pytest.mark.parametrize("read", [0, 2, 4, 6])
 def test_a_datasets_state_is_saved_and_restored(kind, read):
     loader = kind(DataLoader(Counted(), 3), "cpu")

@@ -14,11 +14,9 @@ from torch.utils.data import (
 )
 
 import flatout
-from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher
-from flatout.data.prefetcher import _Ahead
 from flatout.data.replay import Replayed
-from flatout.data.transfer import NativeCopier
+from tests.data.harness import CopyingPrefetcher
 
 DATA = TensorDataset(torch.arange(20.0), torch.arange(20))
 
@@ -52,21 +50,10 @@ def tuned(loader, **techniques):
     return run.loader
 
 
-def copying(loader):
-    """The road that batches take to a GPU, with the host standing in for it."""
-
-    class Copying(Prefetcher):
-        def __iter__(self):
-            ring = _host.Ring(device=-1, max_idle=self.depth + 2)
-            return _Ahead(self, self._source.open(), NativeCopier(self.device, self.depth, ring))
-
-    return Copying(loader, "cpu")
-
-
 WRAPPERS = {
     "in memory": InMemoryLoader,
     "prefetcher": lambda loader: Prefetcher(loader, "cpu"),
-    "copying": copying,
+    "copying": lambda loader: CopyingPrefetcher(loader, "cpu"),
     "both": lambda loader: Prefetcher(InMemoryLoader(loader), "cpu"),
     "run": tuned,
     "run in memory": lambda loader: tuned(loader, in_memory=True),
@@ -132,7 +119,7 @@ STATEFUL = {
     "in memory": lambda: InMemoryLoader(DataLoader(DATA, 4, shuffle=True)),
     "in memory, prefetched": lambda: Prefetcher(InMemoryLoader(DataLoader(DATA, 4, shuffle=True)), "cpu"),
     "map-style": lambda: Prefetcher(DataLoader(DATA, 4, shuffle=True), "cpu"),
-    "copying": lambda: copying(DataLoader(DATA, 4, shuffle=True)),
+    "copying": lambda: CopyingPrefetcher(DataLoader(DATA, 4, shuffle=True), "cpu"),
     "persistent": lambda: Prefetcher(DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True), "cpu"),
     "iterable": lambda: Prefetcher(DataLoader(Counting(), 4), "cpu"),
     "list": lambda: Prefetcher([torch.full((1,), float(i)) for i in range(5)], "cpu"),

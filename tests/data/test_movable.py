@@ -435,7 +435,7 @@ def test_a_librarys_transform_is_told_by_the_way_to_it_or_by_who_calls_it(tmp_pa
 
     (work,) = examined(Subset(library["Folder"](FLOATS, pipeline), range(8)))
     assert (work.file, work.line) == (None, None)
-    assert str(work).startswith("dataset.dataset.transform.steps[1]: library.Scale (div) takes")
+    assert str(work).startswith("dataset.dataset.transform.steps[1]: library.Scale (div)")
 
     (work,) = examined(library["Folder"](FLOATS, lambda x: pipeline(x)))  # the caller
     assert (work.file, work.line, work.what) == (__file__, line_of("the caller"), "library.Scale")

@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import threading
 
 import numpy as np
@@ -668,6 +669,8 @@ def test_workers_that_hang_are_not_waited_for():
         found = tune(DataLoader(HangsInWorkers(), 4), 1e-3)
     assert found.workers == 0
     assert {"workers-failed", "worker-timed-out"} <= reasons(found.reason)
+    patience = re.search(r"([\d.]+) s", found.reason.partition("timed out")[2])
+    assert 0.5 <= float(patience[1]) < 5
 
 
 def test_no_budget_is_too_large_and_no_step_too_short():
