@@ -1,12 +1,14 @@
 """What several tests share: bit-exact pictures of training state, and forks."""
 
 import contextlib
+import inspect
 import os
 import random
 import resource
 import signal
 import stat
 import traceback
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -137,3 +139,10 @@ def in_child(work) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def line_of(function, part):
+    """Return ``"file.py:line"`` of the first line of a function that contains the part."""
+    lines, first = inspect.getsourcelines(function)
+    file = Path(inspect.getsourcefile(function)).name
+    return f"{file}:{first + next(i for i, line in enumerate(lines) if part in line)}"

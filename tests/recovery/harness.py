@@ -6,10 +6,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatout
-from flatout.techniques.cuda_graph import GraphSwitch
 from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES
-from tests.techniques.test_cuda_graph import Rerun
+from tests.techniques.harness import graphed, recorder_of
 from tests.trap import Trap, out_of_memory
 
 FUSED = NO_TECHNIQUES | {"fused_optimizer": True}
@@ -145,13 +144,9 @@ class MemoryEnds(TorchDispatchMode):
 
 
 def recorded(run):
-    """Record the run's steps as on a GPU, where alone the technique applies; return the switch and the recorder.
-
-    The switch acts on the run's job, which ``Run`` shows nowhere.
-    """
-    job = run._job
-    recorder = Rerun(job)
-    switch = GraphSwitch(job, recorder)
-    switch.enable()
-    switch.freeze()
-    return switch, recorder
+    """Record the run's steps as on a GPU, where alone the technique applies; return the recorder."""
+    recorder = recorder_of(run)
+    candidate = graphed(run, recorder)
+    candidate.__enter__()
+    candidate.end_warmup()
+    return recorder

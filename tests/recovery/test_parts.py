@@ -170,16 +170,16 @@ def test_gradients_that_no_update_uses_up_grow_once():
 
 def test_a_recorded_step_goes_the_same_way():
     run, twin = make(optimizer="fused adamw"), make(optimizer="fused adamw")
-    switch, recorder = recorded(run)
+    recorder = recorded(run)
     batches = batches_of(*[16] * 6, 8, 16)
     for batch in batches[:5]:
         run.step(batch)
-    replays = switch.whole_step.replays
+    replays = recorder.replayed
     assert replays
     trap_of(run).arm("backward", 8)
     for batch in batches[5:]:
         run.step(batch)
-    assert switch.whole_step.replays == replays
+    assert recorder.replayed == replays
     assert recorder.given_back == 1  # the memory of graphs is the parts' to use
     assert run.micro_batch == 8
     train(twin, batches)

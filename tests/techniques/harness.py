@@ -1,0 +1,393 @@
+"""Use of one technique on its own: the only file of the tests that knows today's protocol of techniques."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import flatout
+from flatout.data import is_rewindable
+from flatout.data.tuning import Tuned
+from flatout.job import Job
+from flatout.measure.bench import Bench
+from flatout.measure.budget import Budget
+from flatout.measure.state import State
+from flatout.measure.track import Track
+from flatout.measure.tuner import Tuner
+from flatout.report.model import Pace, Row
+from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
+from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
+from flatout.techniques.cudnn_benchmark import CudnnBenchmark
+from tests.reasons import reasons
+from tests.techniques.recorder import Rerun
+
+TECHNIQUES = {technique.name: technique for technique in REGISTRY}
+
+STARVED = Pace(step_ms=10.0, load_ms=50.0, samples_per_second=100.0)
+"""A loop that waits for its loader most of the time."""
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------
+
+
+def job_of(
+    model: nn.Module,
+    batches: Sequence[Any] = (),
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Any = None,
+    compute_loss: Any = None,
+    loader: Iterable[Any] | None = None,
+    device: str = "cpu",
+    **settings: Any,
+) -> Job:
+    """Return a job that is tried on these batches. Tests only pass it on to the functions of this file."""
+    loader = batches if loader is None else loader
+    job = Job(model, loader, loader, optimizer, loss_fn, compute_loss, torch.device(device), **settings)
+    job.batches = list(batches)
+    return job
+
+
+def step(job: Job, batch: Any) -> Tensor:
+    """Step the job as ``run.step`` does."""
+    return job.step(batch)
+
+
+def count_work(job: Job, batch: Any) -> None:
+    """Count the FLOPs of a step, as ``optimize`` does before it looks at techniques."""
+    job.work(batch)
+
+
+def share_of_flops(job: Job, module: str) -> float | None:
+    return job.share_of_flops(module)
+
+
+# -- what a technique says about a job -----------------------------------------------------------------------
+
+
+def refused(work: Callable[[], Any]) -> set[str] | None:
+    """Return the reason codes if the work refuses the job, else None."""
+    try:
+        work()
+    except (NotApplicable, NothingBetter) as reason:
+        return _codes(str(reason))
+    return None
+
+
+def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
+    """Return the reason codes if the technique has nothing to do, to try or to say, else None."""
+    technique = TECHNIQUES[name]
+    if isinstance(technique, Advice):
+        return refused(lambda: findings(name, job))
+    if isinstance(technique, Measured):
+        return refused(lambda: candidates(name, job, pace))
+    return refused(lambda: technique.check(job))
+
+
+def refuses_whatever_else_is_decided(name: str, job: Job) -> bool:
+    """Return whether the technique refuses the job for a reason that no other technique can remove."""
+    try:
+        TECHNIQUES[name].check(job)
+    except NotApplicable as reason:
+        return reason.lasts
+    return False
+
+
+def findings(name: str, job: Job, seconds: float = 1.0) -> list[str]:
+    """Return the lines of an advice."""
+    technique = TECHNIQUES[name]
+    assert isinstance(technique, Advice)
+    technique.check(job)
+    return list(technique.findings(job, seconds))
+
+
+def candidates(name: str, job: Job, pace: Pace = STARVED) -> list[Candidate]:
+    """Return what the technique would try on this job, most promising first."""
+    technique = TECHNIQUES[name]
+    technique.check(job)
+    if isinstance(technique, LoaderTechnique):
+        return [Candidate(source) for source in technique.candidates(job, pace)]
+    assert isinstance(technique, StepTechnique)
+    return [Candidate(switch) for switch in technique.candidates(job)]
+
+
+def setup_seconds(name: str, job: Job, pace: Pace) -> float:
+    """Return the estimate of what a candidate takes before its first step."""
+    technique = TECHNIQUES[name]
+    assert isinstance(technique, Measured)
+    return technique.setup_estimate(job, pace)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------
+
+
+class Candidate:
+    """A change to a job that is on inside ``with`` alone; or, of a loader, what makes another one."""
+
+    def __init__(self, switch: Any) -> None:
+        self._switch = switch
+
+    @property
+    def label(self) -> str:
+        return self._switch.label
+
+    @property
+    def value(self) -> Any:
+        return self._switch.value
+
+    @property
+    def explains(self) -> str:
+        """What finding a loader's candidate showed."""
+        return self._switch.reason
+
+    def __enter__(self) -> Candidate:
+        self._switch.enable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._switch.disable()
+
+    def end_warmup(self) -> None:
+        """Use from here on only what the calls so far have prepared."""
+        self._switch.freeze()
+
+    def on_batch(self, batch: Any) -> None:
+        """Show a batch of the training to it."""
+        self._switch.saw(batch)
+
+    def free(self) -> None:
+        """Free what is kept only for turning it on again."""
+        self._switch.release()
+
+    @property
+    def stopped(self) -> set[str]:
+        """Reason codes of why it has stopped working; empty while it works."""
+        return _codes(self._switch.why_off) if self._switch.why_off else set()
+
+    def make(self) -> Any:
+        """Build the loader."""
+        return self._switch.make()
+
+
+def asked(name: str, value: Any, job: Job) -> Candidate:
+    """Return the candidate that ``techniques={name: value}`` asks for."""
+    technique = TECHNIQUES[name]
+    if isinstance(technique, Measured):
+        return Candidate(technique.forced(job, value))
+    return Candidate(technique.switch(job))  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def applied(name: str, value: Any, job: Job) -> Iterator[Candidate]:
+    """Turn the candidate on inside, and off again."""
+    with asked(name, value, job) as candidate:
+        yield candidate
+
+
+# -- decisions -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Decided:
+    """What trials of some techniques came to.
+
+    Attributes:
+        rows: by technique.
+        values: those of what was kept, as a plan stores them.
+        loader: what training would iterate.
+    """
+
+    rows: dict[str, Row]
+    values: dict[str, Any]
+    loader: Any
+
+
+@contextlib.contextmanager
+def decided(*names: str, job: Job, budget: float = 60.0, **choices: Any) -> Iterator[Decided]:
+    """Decide about these techniques alone, one after the other; inside, what is kept is on.
+
+    Args:
+        names: of the techniques.
+        job: as of ``job_of``; it has batches.
+        budget: as of ``optimize``.
+        choices: forced and forbidden techniques, as of ``optimize(techniques=...)``.
+    """
+    state = State.capture(job.modules, job.optimizer, job.loader, job.code)
+    with state.guarded():
+        bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.loader))
+        tuner = Tuner(bench, choices, "techniques=")
+        rows: dict[str, Row] = {}
+        for name in names:
+            technique = TECHNIQUES[name]
+            assert isinstance(technique, Measured)
+            rows[name] = tuner.decide(technique)
+        bench.rewind(to_train=False)
+        try:
+            yield Decided(rows, tuner.decisions, job.source)
+        finally:
+            for switch in reversed(bench.kept):
+                switch.disable()
+
+
+@contextlib.contextmanager
+def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
+    """Give every trial of a loader the same result.
+
+    Args:
+        old: seconds that a stretch takes with the user's loader.
+        new: the same with a candidate.
+        pace: that of the job before any trial.
+    """
+
+    def alternate(*_: Any, **__: Any) -> tuple[list[float], list[float]]:
+        return [old] * 10, [new] * 10
+
+    with mock.patch.object(Track, "pace", pace), mock.patch.object(Bench, "alternate", alternate):
+        yield
+
+
+@contextlib.contextmanager
+def tuned_workers(workers: int, busy: float = 0.0) -> Iterator[None]:
+    """Have the tuner of workers find a given number, where it would measure.
+
+    Args:
+        workers: what it finds.
+        busy: share of a core that each of them keeps busy.
+    """
+
+    def tune(loader: Any, step_time: float) -> Tuned:
+        return Tuned(
+            loader=loader,
+            workers=workers,
+            prefetch_factor=2,
+            persistent=False,
+            start_method=None,
+            start_seconds=0.1,
+            step_time=step_time,
+            stall=None,
+            busy=busy,
+            tries=(),
+            reason=f"{workers} workers load as a step needs",
+        )
+
+    with mock.patch("flatout.techniques.workers.tune", tune):
+        yield
+
+
+@contextlib.contextmanager
+def usable_cores(count: int) -> Iterator[None]:
+    """Have this process so many cores to use."""
+    with contextlib.ExitStack() as stack:
+        for module in ("data.tuning", "techniques.workers", "techniques.cpu_threads"):
+            stack.enter_context(mock.patch(f"flatout.{module}.usable_cores", return_value=count))
+        yield
+
+
+@contextlib.contextmanager
+def cudnn_benchmark_without_a_gpu() -> Iterator[None]:
+    """Have the technique apply to every job."""
+    with mock.patch.object(CudnnBenchmark, "check", return_value=None):
+        yield
+
+
+# -- graphs of whole steps -----------------------------------------------------------------------------------
+
+
+def job_under(run: flatout.Run) -> Job:
+    """Return the job of a run.
+
+    Nothing public shows it. Tests of graphs put a recorder under a run that is set up already.
+    """
+    return run._job
+
+
+def graphed(run: flatout.Run, recorder: Rerun) -> Candidate:
+    """Return the candidate that records the steps of a run with this recorder."""
+    return Candidate(GraphSwitch(job_under(run), recorder))
+
+
+def recorder_of(run: flatout.Run) -> Rerun:
+    """Return a recorder for the steps of a run."""
+    return Rerun(job_under(run))
+
+
+def rates_of(candidate: Candidate) -> list[Tensor]:
+    """Return the learning rates that recorded updates read.
+
+    Nothing public shows when they are written: a rate that is written too often gives the same weights.
+    """
+    return candidate._switch.whole_step._constants.rates._slots
+
+
+def change_setting(run: flatout.Run, **settings: Any) -> None:
+    """Change what a recorded step has as a constant and no public call changes, such as ``max_grad_norm``."""
+    for name, value in settings.items():
+        setattr(job_under(run), name, value)
+
+
+def change_loss(run: flatout.Run, factor: float) -> None:
+    """Have steps compute a multiple of the loss, as a technique that replaces the loss would."""
+    job = job_under(run)
+    job.compiled_loss = lambda batch: factor * job.loss(batch)
+
+
+class Recorders(list[Rerun]):
+    """Recorders that the technique has made.
+
+    Attributes:
+        error: of those that it makes from here on.
+    """
+
+    error: Exception | None = None
+
+
+@contextlib.contextmanager
+def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
+    """Have the technique record steps on the CPU, by their functions; yields the recorders that it makes."""
+    made = Recorders()
+
+    def candidates(self: CudaGraph, job: Job) -> list[GraphSwitch]:
+        made.append(Rerun(job))
+        made[-1].error = made.error
+        return [GraphSwitch(job, made[-1])]
+
+    def check(self: CudaGraph, job: Job) -> None:
+        reason = why_not_captured(job)
+        if reason:
+            raise NotApplicable(reason, lasts=False)  # the optimizer is fused later
+
+    with mock.patch.object(CudaGraph, "candidates", candidates), mock.patch.object(CudaGraph, "check", check):
+        yield made
+
+
+# -- which way a call went -----------------------------------------------------------------------------------
+
+
+class PythonCalls:
+    """Number of times that Python ran a function inside ``with``: compiled and scripted calls do not count."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.count = 0
+        self._code = function.__code__
+
+    def __enter__(self) -> PythonCalls:
+        self._before = sys.getprofile()
+        sys.setprofile(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _heard(self, frame: Any, event: str, _: Any) -> None:
+        self.count += event == "call" and frame.f_code is self._code
+
+
+def _codes(sentence: str) -> set[str]:
+    return reasons(sentence) or {"unknown"}

@@ -1,0 +1,88 @@
+"""Recordings of steps on the CPU, for tests of what CUDA graphs replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from flatout.measure.state import State
+
+
+class Rerun:
+    """Records a step by its function: a recording changes nothing, and a replay writes into the same tensors.
+
+    Attributes:
+        recorded: recordings made so far.
+        replayed: replays so far.
+        eager: steps of signatures that may be recorded later, run as they are.
+        given_back: how often the memory of all recordings was freed.
+        error: raised by recordings and replays; None: they work.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self.job = job
+        self.recorded = self.replayed = self.eager = self.given_back = 0
+        self.error: Exception | None = None
+
+    def aside(self, work: Callable[[], Any]) -> Any:
+        self.eager += 1
+        return work()
+
+    strictly = aside
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        scaler = self.job.scaler
+        scales = [] if scaler is None else [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
+        optimizer = self.job.optimizer
+        known = set(optimizer.state)
+        state = State.capture(self.job.modules, optimizer)
+        try:
+            result = work()
+        finally:
+            begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
+            state.restore()
+            optimizer.state.update(begun)  # what the host has begun stays, without its numbers
+            for scale, value in scales:
+                scale.copy_(value)
+        if self.error is not None:
+            raise self.error
+        written = pytree.tree_leaves(result)
+        self.recorded += 1
+
+        def replay() -> None:
+            if self.error is not None:
+                raise self.error
+            again = pytree.tree_leaves(self.unseen(work))
+            for to, value in zip(written, again, strict=True):
+                assert (to is None) == (value is None)
+                if to is not None:
+                    to.copy_(value)
+            self.replayed += 1
+
+        return replay, result
+
+    def unseen(self, work: Callable[[], Any]) -> Any:
+        """Do the work as a device does it: what the host keeps of a step stays as it was.
+
+        The scaler's ``last_step_skipped`` has no public setter, and only the host's part of a step may change it.
+        """
+        model, scaler = self.job.model, self.job.scaler
+        parameters: tuple[Tensor, ...] = tuple(model.parameters())
+        grads, skipped = [p.grad for p in parameters], None if scaler is None else scaler.last_step_skipped
+        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(parameters):
+            result = work()
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        if scaler is not None:
+            scaler._last_step_skipped = skipped
+        return result
+
+    def wait(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        self.given_back += 1
