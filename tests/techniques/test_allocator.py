@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.job import Job
-from flatout.techniques import NotApplicable
-from flatout.techniques.allocator import SETTINGS, Allocator
+from flatout.techniques.allocator import SETTINGS
+from tests.reasons import reasons
+from tests.techniques.harness import findings, job_of, refusal
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What torch tells of an allocator; the retries may be changed."""
+    """Statistics of an allocator on a GPU; the retries may be changed."""
     stats = {"num_alloc_retries": 0}
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
@@ -20,39 +20,33 @@ def gpu(monkeypatch):
     return stats
 
 
-def job_of(*lengths, device="cuda"):
-    job = Job(nn.Linear(2, 2), [], [], None, None, None, torch.device(device))
-    job.batches = [torch.randn(4, length) for length in lengths]
-    return job
-
-
-def advice(job):
-    Allocator().check(job)
-    return " ".join(Allocator().findings(job, 1.0))
+def batches_of(*lengths, device="cuda"):
+    return job_of(nn.Linear(2, 2), [torch.randn(4, length) for length in lengths], device=device)
 
 
 def test_varying_shapes_are_reason_to_advise_it(gpu):
-    assert "several shapes" in advice(job_of(3, 4))
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice(job_of(3, 4))
+    seen, remedy = findings("allocator", batches_of(3, 4))
+    assert {"shapes-vary", "fragmentation"} <= reasons(seen)
+    assert "allocator-retries" not in reasons(seen)
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in remedy
 
 
 def test_so_is_memory_that_did_not_fit(gpu):
     gpu["num_alloc_retries"] = 7
-    assert "7 times" in advice(job_of(3, 3))
+    seen, _ = findings("allocator", batches_of(3, 3))
+    assert {"allocator-retries", "fragmentation"} <= reasons(seen)
+    assert "shapes-vary" not in reasons(seen)
+    assert " 7 " in seen
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_whoever_has_set_it_is_told_nothing(gpu, monkeypatch, name):
+def test_a_setting_of_the_users_own_is_left_alone(gpu, monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
-    with pytest.raises(NotApplicable, match="already"):
-        advice(job_of(3, 4))
+    assert "set-by-user" in refusal("allocator", batches_of(3, 4))
 
 
-def test_nor_whoever_has_no_need_of_it(gpu, monkeypatch):
-    with pytest.raises(NotApplicable, match="one shape"):
-        advice(job_of(3, 3))
-    with pytest.raises(NotApplicable, match="CPU"):
-        advice(job_of(3, 4, device="cpu"))
+def test_no_advice_where_it_is_of_no_use(gpu, monkeypatch):
+    assert "one-shape" in refusal("allocator", batches_of(3, 3))
+    assert "on-cpu" in refusal("allocator", batches_of(3, 4, device="cpu"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with pytest.raises(NotApplicable, match="cudaMallocAsync"):
-        advice(job_of(3, 4))
+    assert "other-allocator" in refusal("allocator", batches_of(3, 4))

@@ -1,17 +1,16 @@
 """Layers whose sizes tensor cores cannot use fully, by name."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
-import flatout
-from flatout.job import Job
-from flatout.techniques import NotApplicable
-from flatout.techniques.multiples import MultiplesOf8, better_size, multiple_of, odd_layers
-from tests.jobs import QUICK, make_job
+from flatout.techniques.multiples import better_size, multiple_of, odd_layers
+from tests.reasons import reasons
+from tests.techniques.harness import count_work, findings, job_of, refusal, share_of_flops
 
 
 class Gpt(nn.Module):
@@ -94,45 +93,45 @@ def test_layers_in_their_own_dtype():
     assert found(nn.Linear(12, 16).double()) == []
 
 
-def job_of(model, loss, device="cuda"):
-    return Job(model, [], [], None, None, loss, torch.device(device))
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """A GPU that has them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
-def test_the_findings_are_sentences_about_layers_that_matter():
-    """What it says on a GPU, as far as it needs none."""
+@pytest.mark.usefixtures("tensor_cores")
+def test_the_findings_are_about_layers_that_matter():
     model = Gpt().bfloat16()
     model.extra = nn.Linear(3, 1).bfloat16()  # odd, and nothing
-    job = job_of(model, lambda m, b: m(b).float().mean() + m.extra(torch.ones(3, dtype=torch.bfloat16)).sum())
-    tokens = torch.randint(0, 257, (4, 16))
-    job.work(tokens)
-    assert job.share_of_flops("lm_head") > 0.3
-    said = MultiplesOf8().findings(job, 1.0)
-    assert said[0] == "wte, lm_head (Linear) has out_features 257: 264 would do (no multiple of 8)"
-    assert said[1].startswith("What to do")
-    assert len(said) == 2
+
+    def loss(m, b):
+        return m(b).float().mean() + m.extra(torch.ones(3, dtype=torch.bfloat16)).sum()
+
+    job = job_of(model, compute_loss=loss, device="cuda")
+    count_work(job, torch.randint(0, 257, (4, 16)))
+    assert share_of_flops(job, "lm_head") > 0.3
+    finding, remedy = findings("multiples_of_8", job)
+    assert {"wte", "lm_head", "Linear", "out_features", "257", "264", "8"} <= set(re.findall(r"\w+", finding))
+    assert "enlarge-layer" in reasons(remedy)
 
 
+@pytest.mark.usefixtures("tensor_cores")
 def test_a_model_that_suits_is_told_so():
-    job = job_of(Gpt(264).bfloat16(), None)
-    with pytest.raises(NotApplicable, match="every layer"):
-        MultiplesOf8().findings(job, 1.0)
+    assert "sizes-suit" in refusal("multiples_of_8", job_of(Gpt(264).bfloat16(), device="cuda"))
 
 
 def test_shares_of_flops():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 24), nn.ReLU())
-    job = job_of(model, lambda m, b: m(b).sum(), "cpu")
-    assert job.share_of_flops("0") is None
-    job.work(torch.ones(4, 8, requires_grad=True))
-    assert job.share_of_flops("1") == pytest.approx(0.75)
-    assert job.share_of_flops("2") == 0
-    assert job.share_of_flops("nowhere") is None
+    job = job_of(model, compute_loss=lambda m, b: m(b).sum())
+    assert share_of_flops(job, "0") is None
+    count_work(job, torch.ones(4, 8, requires_grad=True))
+    assert share_of_flops(job, "1") == pytest.approx(0.75)
+    assert share_of_flops(job, "2") == 0
+    assert share_of_flops(job, "nowhere") is None
 
 
-def test_a_cpu_has_no_tensor_cores():
-    model, loader, opt = make_job()
-    run = flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques=QUICK, budget=0, device=torch.device("cpu")
-    )
-    row = run.report.row("multiples_of_8")
-    assert row.status == "not applicable"
-    assert "CPU" in row.why
+def test_a_cpu_and_an_old_gpu_have_no_tensor_cores(monkeypatch):
+    assert "on-cpu" in refusal("multiples_of_8", job_of(Gpt()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GTX 1080")
+    assert "no-tensor-cores" in refusal("multiples_of_8", job_of(Gpt(), device="cuda"))

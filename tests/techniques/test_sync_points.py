@@ -1,7 +1,6 @@
 """Lines of model and loss that would make Python wait are named, and nothing else is."""
 
-import inspect
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -10,16 +9,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
-from tests.helpers import snapshot
-from tests.jobs import QUICK, Net, make_data, make_job
-
-REST = QUICK | {"in_memory": False, "fused_optimizer": False, "cpu_threads": False}
-FILE = Path(__file__).name
-
-
-def line_of(function, part):
-    lines, first = inspect.getsourcelines(function)
-    return f"{FILE}:{first + next(i for i, line in enumerate(lines) if part in line)}"
+from tests.helpers import line_of, snapshot
+from tests.jobs import NO_TECHNIQUES, Net, make_data, make_job
+from tests.reasons import reasons
+from tests.techniques.harness import applied, findings, job_of, refusal, step
 
 
 class Waits(Net):
@@ -55,91 +48,106 @@ def printing(model, batch):
     return Doubled.apply(kept.sum())
 
 
-def row_of(model=None, budget=1.0, device="cpu", **form):
+def small_job(model, device="cpu", **form):
     torch.manual_seed(0)
-    model = model or Net()
-    opt = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(make_data(), batch_size=16)
-    form = form or {"optimizer": opt, "loss_fn": functional.cross_entropy}
-    form.setdefault("techniques", REST)
-    return flatout.optimize(model, loader, budget=budget, device=device, **form).report.row("sync_points")
+    batches = [(x.to(device), y.to(device)) for x, y in DataLoader(make_data(), batch_size=16)]
+    form = form or {"optimizer": torch.optim.SGD(model.parameters(), 0.01), "loss_fn": functional.cross_entropy}
+    return job_of(model.to(device), batches, device=device, **form)
 
 
-@pytest.fixture(autouse=True)
-def _quick(short_trials):
-    pass
+def words_of(line):
+    return set(re.findall(r"\w+", line))
 
 
 def test_lines_of_the_forward_are_named_with_how_often():
-    row = row_of(Waits(), budget=40)
-    assert row.status == "advice"
-    often, once, mask, remedy, other_remedy = row.why.splitlines()
+    often, once, mask, *remedies = findings("sync_points", small_job(Waits()))
     assert line_of(Waits, "max().item()") in often
-    assert "would make Python wait for a GPU 2 times in a step (item)" in often
+    assert {"2", "item"} <= words_of(often)
     assert "self.largest = max(self.largest, row.max().item())" in often
     assert line_of(Waits, "if x.sum()") in once
-    assert "once in a step" in once
+    assert "once-per-step" in reasons(once)
     assert line_of(Waits, "[x > 2]") in mask
     assert "(mask)" in mask
-    assert "run.log" in remedy
-    assert "a mask" in other_remedy
+    assert [("log-instead" in reasons(line), "mask-instead" in reasons(line)) for line in remedies] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_lines_of_the_loss_and_of_a_backward_are_named():
     model = Net()
     opt = torch.optim.SGD(model.parameters(), 0.01)
-    lines = row_of(model, optimizer=opt, compute_loss=printing).why.splitlines()
+    *lines, first, second = findings("sync_points", small_job(model, optimizer=opt, compute_loss=printing))
     places = {
         "(print)": line_of(printing, "str(loss)"),
         "(mask": line_of(printing, "kept ="),
         "(tolist)": line_of(Doubled, "tolist"),
     }
+    assert len(lines) == len(places)
     for call, place in places.items():
         assert sum(call in line and place in line for line in lines) == 1
-    assert len(lines) == 5
-    assert "run.log" in lines[3]
-    assert "size of a result" in lines[4]
+    assert "log-instead" in reasons(first)
+    assert "mask-instead" in reasons(second)
 
 
 @pytest.mark.parametrize("form", ["run", "own loop", "inference"])
 def test_every_form_is_looked_at(form):
-    model, more = Waits(), {}
-    if form == "run":
-        more = {"optimizer": torch.optim.Adam(model.parameters()), "loss_fn": functional.cross_entropy}
-    if form == "inference":
-        model.eval()
-    assert line_of(Waits, "[x > 2]") in row_of(model, techniques=REST, **more).why
+    model = Waits().train(form != "inference")
+    settings = {
+        "run": {"optimizer": torch.optim.Adam(model.parameters()), "loss_fn": functional.cross_entropy},
+        "own loop": {"inference": False},
+        "inference": {"inference": True},
+    }[form]
+    assert any(line_of(Waits, "[x > 2]") in line for line in findings("sync_points", small_job(model, **settings)))
 
 
-def test_what_torch_and_flatout_do_is_nobodys_fault():
+def test_torch_and_flatout_themselves_are_not_named():
     model = nn.Sequential(nn.Linear(8, 3))
     opt = torch.optim.SGD(model.parameters(), 0.01)
-    row = row_of(model, optimizer=opt, loss_fn=functional.cross_entropy, max_grad_norm=1.0, accumulate=2)
-    assert row.status == "not applicable"
-    assert "flatout profile" in row.why
+    form = {"optimizer": opt, "loss_fn": functional.cross_entropy, "max_grad_norm": 1.0, "accumulate": 2}
+    assert "no-waits" in refusal("sync_points", small_job(model, **form))
 
 
-def test_what_torchs_own_modules_wait_for_is_not_said_of_the_line_that_called_optimize():
+def test_waits_of_torchs_own_modules_are_not_said_of_the_line_that_asked():
     model = nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3, 6], 2.0)  # which looks for non-zero elements
     batches = [{"input_": torch.randn(16, 8), "target_": torch.randint(0, 10, (16,))} for _ in range(2)]
     opt = torch.optim.SGD(model.parameters(), 0.01)
-    run = flatout.optimize(model, batches, opt, techniques=REST, budget=1, device="cpu")
-    assert run.report.row("sync_points").status == "not applicable"
+    assert "no-waits" in refusal("sync_points", job_of(model, batches, optimizer=opt))
 
 
-def test_looking_leaves_no_trace():
-    model, loader, opt = make_job()
-    before, item = snapshot(model, opt), torch.Tensor.tolist
-    flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=REST, budget=1, device="cpu").undo()
-    assert snapshot(model, opt) == before
-    assert torch.Tensor.tolist is item
-
-
-def test_a_compiled_model_is_seen_through():
-    row = row_of(Waits(), techniques=REST | {"compile": True}, compute_loss=lambda m, b: m(b[0]).mean())
+def test_optimize_says_it_in_a_row_and_looking_leaves_no_trace():
+    torch.manual_seed(0)
+    model = Waits()
+    opt = torch.optim.Adam(model.parameters(), 0.01)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+    before, tolist = snapshot(model, opt), torch.Tensor.tolist
+    run = flatout.optimize(
+        model, loader, opt, functional.cross_entropy, techniques=NO_TECHNIQUES, budget=1, device="cpu"
+    )
+    row = run.report.row("sync_points")
+    assert row.status == "advice"
     assert line_of(Waits, "max().item()") in row.why
+    run.undo()
+    assert snapshot(model, opt) == before
+    assert torch.Tensor.tolist is tolist
+
+
+def test_a_compiled_model_is_seen_through(compiler):
+    model = Waits()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    job = small_job(model, optimizer=opt, compute_loss=lambda m, b: m(b[0]).mean())
+    with applied("compile", True, job) as candidate:
+        step(job, next(iter(DataLoader(make_data(), batch_size=16))))
+        candidate.end_warmup()
+        assert compiler.runs > 0
+        lines = findings("sync_points", job)
+    assert any(line_of(Waits, "max().item()") in line for line in lines)
 
 
 def test_it_can_be_forbidden_and_takes_no_time_without_a_budget():
-    assert row_of(Waits(), techniques=REST | {"sync_points": False}).status == "not tried"
-    assert row_of(Waits(), budget=0).status == "not tried"
+    for techniques, expected in (({"sync_points": False}, "forbidden"), ({}, "nothing-measured")):
+        model, loader, opt = make_job()
+        run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
+        row = run.report.row("sync_points")
+        assert row.status == "not tried"
+        assert expected in reasons(row)
