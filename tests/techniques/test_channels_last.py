@@ -1,7 +1,5 @@
 """Weights change their strides and nothing else; what breaks on the new strides is found out before training."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -9,16 +7,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.techniques.channels_last import ChannelsLast, ChannelsLastSwitch
+from tests.clock import TICK, TimedStep, simulated_time
 from tests.helpers import snapshot
-
-REST = {
-    "compile": False,
-    "precision": False,
-    "workers": False,
-    "in_memory": False,
-    "fused_optimizer": False,
-}
+from tests.jobs import NO_TECHNIQUES
+from tests.techniques.harness import asked, candidates, decided, job_of, refusal
 
 
 class Net(nn.Module):
@@ -59,14 +51,13 @@ def test_off_is_exactly_as_before_storage_included(warm):
         train(model, loader, opt)
     strides = [p.stride() for p in model.parameters()]
     before, pointers = snapshot(model, opt), [p.data_ptr() for p in model.parameters()]
-    switch = ChannelsLastSwitch([model.one.weight, model.two.weight], opt)
+    candidate = asked("channels_last", True, job_of(model, optimizer=opt))
     for _ in range(2):
-        switch.enable()
-        assert model.one.weight.is_contiguous(memory_format=torch.channels_last)
-        if warm:
-            assert opt.state[model.two.weight]["exp_avg"].stride() == model.two.weight.stride()
-            assert model.two.weight.grad.stride() == model.two.weight.stride()
-        switch.disable()
+        with candidate:
+            assert model.one.weight.is_contiguous(memory_format=torch.channels_last)
+            if warm:
+                assert opt.state[model.two.weight]["exp_avg"].stride() == model.two.weight.stride()
+                assert model.two.weight.grad.stride() == model.two.weight.stride()
         assert snapshot(model, opt) == before
         assert [p.data_ptr() for p in model.parameters()] == pointers
         assert [p.stride() for p in model.parameters()] == strides
@@ -76,24 +67,26 @@ def test_the_format_reaches_weights_that_are_the_same_memory_in_both():
     """The strides of a grey image's first weights, or of 1x1 kernels, tell a convolution what to give on."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1))
     image = torch.randn(2, 1, 5, 5)
-    switch = ChannelsLast().candidates(SimpleNamespace(model=model, optimizer=None))[0]
+    (candidate,) = candidates("channels_last", job_of(model))
     assert model(image).is_contiguous()
-    switch.enable()
-    assert model(image).is_contiguous(memory_format=torch.channels_last)
-    assert [p.stride() for p in model.to(memory_format=torch.channels_last).parameters()] == [
-        p.stride() for p in model.parameters()
-    ]
-    switch.disable()
+    with candidate:
+        assert model(image).is_contiguous(memory_format=torch.channels_last)
+        assert [p.stride() for p in model.to(memory_format=torch.channels_last).parameters()] == [
+            p.stride() for p in model.parameters()
+        ]
     assert model(image).is_contiguous()
 
 
 def test_training_is_carried_over_in_both_directions():
     model, loader, opt = make()
     twin, twin_loader, twin_opt = make()
-    switch = ChannelsLastSwitch([model.one.weight, model.two.weight], opt)
-    for turn in (switch.enable, switch.disable, switch.enable):
-        turn()
+    candidate = asked("channels_last", True, job_of(model, optimizer=opt))
+    with candidate:
         train(model, loader, opt)
+    train(model, loader, opt)
+    with candidate:
+        train(model, loader, opt)
+    for _ in range(3):
         train(twin, twin_loader, twin_opt)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -103,7 +96,7 @@ def test_training_is_carried_over_in_both_directions():
 def test_it_goes_with_the_fused_optimizer_in_use(optimizer):
     model, loader, opt = make(optimizer=optimizer)
     train(model, loader, opt)
-    force = REST | {"channels_last": True, "fused_optimizer": True}
+    force = NO_TECHNIQUES | {"channels_last": True, "fused_optimizer": True}
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=force, budget=0)
     twin, twin_loader, twin_opt = make(optimizer=optimizer)
     train(twin, twin_loader, twin_opt)
@@ -118,22 +111,18 @@ def test_it_goes_with_the_fused_optimizer_in_use(optimizer):
     train(model, loader, opt)
 
 
-def test_a_view_that_only_evaluation_takes_is_found_out(monkeypatch):
-    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
+def test_a_view_that_only_evaluation_takes_is_found_out():
     model, loader, opt = make(view=True)
-    before = snapshot(model, opt)
-    techniques = REST | {"cpu_threads": False}
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=20)
-    row = next(row for row in run.report.rows if row.technique == "channels_last")
+    with simulated_time(TICK) as clock:
+        loss_fn = TimedStep(clock, 0.01)
+        job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn)
+        before = snapshot(model, opt)
+        with decided("channels_last", job=job) as outcome:
+            assert snapshot(model, opt) == before
+    row = outcome.rows["channels_last"]
     assert row.status == "rejected"
-    assert "view" in row.why
-    assert snapshot(model, opt) == before
-    assert run.evaluate(loader)["loss"] > 0
+    assert "view" in row.trials[0].failure  # torch's message
 
 
 def test_models_without_convolutions_are_told_so():
-    model = nn.Linear(4, 2)
-    batches = [(torch.randn(4, 4), torch.randint(0, 2, (4,)))]
-    run = flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy, budget=0)
-    row = next(row for row in run.report.rows if row.technique == "channels_last")
-    assert row.status == "not applicable"
+    assert "no-convolutions" in refusal("channels_last", job_of(nn.Linear(4, 2)))

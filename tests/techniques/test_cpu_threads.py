@@ -5,20 +5,31 @@ import torch
 from torch.nn import functional
 
 import flatout
-from flatout.techniques import cpu_threads
-from flatout.techniques.cpu_threads import CpuThreads, ThreadsSwitch
+from tests.clock import TICK, TimedStep, simulated_time
 from tests.helpers import trained_state
-from tests.jobs import QUICK, make_job
+from tests.jobs import NO_TECHNIQUES, make_job
+from tests.reasons import reasons
+from tests.techniques.harness import (
+    asked,
+    candidates,
+    decided,
+    job_of,
+    refusal,
+    usable_cores,
+)
 
-REST = QUICK | {"in_memory": False, "fused_optimizer": False}
 
-
-def optimized(choice=None, budget=0.0, **more):
+def optimized(threads, **more):
     model, loader, opt = make_job()
-    techniques = REST | ({} if choice is None else {"cpu_threads": choice})
+    techniques = NO_TECHNIQUES | {"cpu_threads": threads}
     return flatout.optimize(
-        model, loader, opt, functional.cross_entropy, techniques=techniques, budget=budget, device="cpu", **more
+        model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0, device="cpu", **more
     )
+
+
+def small_job(loss_fn=functional.cross_entropy, **settings):
+    model, loader, opt = make_job()
+    return job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, **settings)
 
 
 def test_the_number_is_set_and_given_back():
@@ -40,57 +51,77 @@ def test_a_plan_brings_the_number():
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", 100_000])
 def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match=r"techniques\['cpu_threads'\]"):
+    with pytest.raises(ValueError, match=rf"techniques\['cpu_threads'\].*{value!r}"):
         optimized(value)
 
 
 @pytest.mark.parametrize(
     ("cores", "threads", "tried"),
-    [(1, 1, []), (1, 4, [1]), (2, 2, [1]), (2, 1, [2]), (8, 8, [4, 1]), (8, 64, [8, 4, 1]), (3, 3, [1])],
+    [(1, 4, [1]), (2, 2, [1]), (2, 1, [2]), (8, 8, [4, 1]), (8, 64, [8, 4, 1]), (3, 3, [1])],
 )
-def test_what_is_tried(cores, threads, tried, monkeypatch):
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: cores)
+def test_all_cores_half_of_them_and_one_are_tried(cores, threads, tried, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert CpuThreads._numbers() == tried
+    with usable_cores(cores):
+        found = candidates("cpu_threads", small_job())
+    assert [candidate.value for candidate in found] == tried
+    assert [candidate.label for candidate in found] == [f"{n} thread{'s' if n > 1 else ''}" for n in tried]
 
 
-def test_one_core_has_nothing_to_try(monkeypatch):
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 1)
+def test_one_core_has_nothing_to_try():
     torch.set_num_threads(1)
-    row = optimized(budget=1).report.row("cpu_threads")
-    assert row.status == "not applicable"
-    assert "one core" in row.why
+    with usable_cores(1):
+        assert "one-core" in refusal("cpu_threads", small_job())
 
 
-@pytest.mark.usefixtures("short_trials")
-def test_trials_leave_the_number_and_the_training_as_they_were(monkeypatch):
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 4)
-    model, loader, opt = make_job()
-    before, threads = trained_state(model, opt), torch.get_num_threads()
-    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=REST, budget=30, device="cpu")
-    row = run.report.row("cpu_threads")
-    assert row.status in ("kept", "rejected")
-    assert row.trials
-    # A candidate that is hopeless on its first pair is not compared.
-    assert all(trial.loss_difference is not None for trial in row.trials if trial.pairs > 1)
-    run.undo()
-    assert torch.get_num_threads() == threads
-    assert trained_state(model, opt) == before
+def test_a_gpu_leaves_the_threads_alone():
+    assert "on-gpu" in refusal("cpu_threads", small_job(device="cuda"))
+
+
+def test_trials_leave_the_number_and_the_training_as_they_were():
+    with simulated_time(TICK) as clock, usable_cores(4):
+        job = small_job(TimedStep(clock, 0.01))
+        before, threads = trained_state(job.model, job.optimizer), torch.get_num_threads()
+        with decided("cpu_threads", job=job) as outcome:
+            pass
+        row = outcome.rows["cpu_threads"]
+        assert row.status == "rejected"
+        assert "not-faster" in reasons(row)
+        assert row.trials
+        assert all(trial.loss_difference is not None for trial in row.trials)
+        assert torch.get_num_threads() == threads
+        assert trained_state(job.model, job.optimizer) == before
+
+
+def test_fewer_threads_that_are_faster_are_kept():
+    torch.set_num_threads(2)
+    with simulated_time(TICK) as clock, usable_cores(2):
+
+        def loss_fn(output, target):
+            clock.advance(0.01 * torch.get_num_threads())
+            return functional.cross_entropy(output, target)
+
+        with decided("cpu_threads", job=small_job(loss_fn)) as outcome:
+            assert torch.get_num_threads() == 1
+    row = outcome.rows["cpu_threads"]
+    assert (row.status, row.chosen) == ("kept", "1 thread")
+    assert row.gain.ratio == pytest.approx(2, rel=0.1)
+    assert outcome.values == {"cpu_threads": 1}
+    assert torch.get_num_threads() == 2
 
 
 def test_timing_decides_nothing_where_bits_matter():
-    row = optimized(budget=5, deterministic=True).report.row("cpu_threads")
-    assert row.status == "not tried"
+    with decided("cpu_threads", job=small_job(deterministic=True)) as outcome:
+        row = outcome.rows["cpu_threads"]
+    assert (row.status, row.trials) == ("not tried", ())
+    assert "deterministic" in reasons(row)
 
 
-def test_the_switch_is_exact_however_often():
+def test_the_number_is_given_back_however_often():
     torch.set_num_threads(2)
-    switch = ThreadsSwitch(1)
+    candidate = asked("cpu_threads", 1, small_job())
     for _ in range(3):
-        switch.enable()
-        switch.enable()
-        assert torch.get_num_threads() == 1
-        switch.disable()
-        switch.disable()
+        with candidate:
+            with candidate:
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 2
-    assert (switch.label, ThreadsSwitch(2).label) == ("1 thread", "2 threads")

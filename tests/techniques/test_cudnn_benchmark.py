@@ -11,22 +11,22 @@ from torch.backends import cudnn
 from torch.nn import functional
 
 import flatout
-from flatout.job import Job
-from flatout.techniques import NotApplicable
-from flatout.techniques.cudnn_benchmark import MOST_NEW, WITHIN, BenchmarkSwitch, CudnnBenchmark, ShapeWatch
-
-
-@pytest.fixture(autouse=True)
-def flags_come_back():
-    before = cudnn.benchmark, cudnn.deterministic, cudnn.enabled
-    yield
-    cudnn.benchmark, cudnn.deterministic, cudnn.enabled = before
+from flatout.techniques.cudnn_benchmark import MOST_NEW, WITHIN, ShapeWatch
+from tests.techniques.harness import (
+    asked,
+    candidates,
+    count_work,
+    cudnn_benchmark_without_a_gpu,
+    job_of,
+    refusal,
+)
 
 
 @pytest.fixture
-def applies(monkeypatch):
+def applies():
     """The flag exists without a GPU: what turns it needs none."""
-    monkeypatch.setattr(CudnnBenchmark, "check", lambda self, job: None)
+    with cudnn_benchmark_without_a_gpu():
+        yield
 
 
 class Net(nn.Module):
@@ -43,20 +43,12 @@ def batch(length, n=4):
     return torch.randn(n, 1, length), torch.randint(0, 2, (n,))
 
 
-def job_of(model, batches=()):
-    job = Job(model, [], [], None, None, None, torch.device("cuda"))
-    job.batches = list(batches)
-    return job
+def on_gpu(model, batches=(), **settings):
+    return job_of(model, batches, device="cuda", **settings)
 
 
-def why_not(model, batches=()):
-    job = job_of(model, batches)
-    try:
-        CudnnBenchmark().check(job)
-        CudnnBenchmark().candidates(job)
-    except NotApplicable as reason:
-        return str(reason)
-    raise AssertionError("it applies")
+def the_candidate():
+    return asked("cudnn_benchmark", True, on_gpu(Net()))
 
 
 # -- the watch -----------------------------------------------------------------------------------------------
@@ -87,41 +79,38 @@ def test_the_first_of_the_new_shapes_must_be_among_the_latest_batches(gap, varie
     assert told == [False] * gap + [varies]
 
 
-# -- the switch ----------------------------------------------------------------------------------------------
+# -- the candidate -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [(False, False), (False, True), (True, False), (True, True)])
 def test_off_is_exactly_as_before(before):
     cudnn.benchmark, cudnn.deterministic = before
-    switch = BenchmarkSwitch()
+    candidate = the_candidate()
     for _ in range(2):
-        switch.enable()
-        assert (cudnn.benchmark, cudnn.deterministic) == (True, True)
-        switch.disable()
+        with candidate:
+            assert (cudnn.benchmark, cudnn.deterministic) == (True, True)
         assert (cudnn.benchmark, cudnn.deterministic) == before
 
 
-def test_what_was_found_serves_on_when_the_search_is_off():
-    switch = BenchmarkSwitch()
-    switch.enable()
-    for i in range(MOST_NEW - 1):
-        switch.saw(batch(4 + i))
-    assert cudnn.benchmark
-    with pytest.warns(RuntimeWarning, match="new shapes"):
-        switch.saw(batch(100))
-    assert (cudnn.benchmark, cudnn.deterministic) == (False, True)  # found under deterministic's key
-    switch.disable()
+def test_algorithms_that_were_found_are_used_on_when_the_search_is_off():
+    candidate = the_candidate()
+    with candidate:
+        for i in range(MOST_NEW - 1):
+            candidate.on_batch(batch(4 + i))
+        assert cudnn.benchmark
+        with pytest.warns(RuntimeWarning, match=r"cudnn\.benchmark"):
+            candidate.on_batch(batch(100))
+        assert (cudnn.benchmark, cudnn.deterministic) == (False, True)  # found under deterministic's key
     assert (cudnn.benchmark, cudnn.deterministic) == (False, False)
-    switch.enable()  # as a failed second optimize() does
-    assert not cudnn.benchmark
-    switch.disable()
+    with candidate:  # as a failed second optimize() does
+        assert not cudnn.benchmark
 
 
-def test_a_switch_that_is_off_watches_nothing():
-    switch = BenchmarkSwitch()
+def test_a_candidate_that_is_off_watches_nothing():
+    candidate = the_candidate()
     cudnn.benchmark = True
     for i in range(2 * MOST_NEW):
-        switch.saw(batch(4 + i))
+        candidate.on_batch(batch(4 + i))
     assert cudnn.benchmark
 
 
@@ -147,26 +136,27 @@ def tuned(batches, own_loop):
     return run, epoch
 
 
+@pytest.mark.usefixtures("applies")
 @pytest.mark.parametrize("own_loop", [False, True])
-def test_varying_shapes_turn_it_off_with_one_warning(applies, own_loop):
+def test_varying_shapes_turn_it_off_with_one_warning(own_loop):
     """pytorch #2759: each new input size is searched for, and training crawls."""
     run, epoch = tuned([batch(16) if i < 4 else batch(8 + i) for i in range(40)], own_loop)
-    assert next(row for row in run.report.rows if row.technique == "cudnn_benchmark").status == "kept"
+    assert run.report.row("cudnn_benchmark").status == "kept"
     assert cudnn.benchmark
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         epoch()
         epoch()
-    told = [w for w in caught if "torch.backends.cudnn.benchmark is off" in str(w.message)]
-    assert len(told) == 1
-    assert told[0].category is RuntimeWarning
+    told = [w for w in caught if "torch.backends.cudnn.benchmark" in str(w.message)]
+    assert [w.category for w in told] == [RuntimeWarning]
     assert not cudnn.benchmark
     run.undo()
     assert (cudnn.benchmark, cudnn.deterministic) == (False, False)
 
 
+@pytest.mark.usefixtures("applies")
 @pytest.mark.parametrize("own_loop", [False, True])
-def test_a_smaller_last_batch_and_buckets_leave_it_on(applies, own_loop):
+def test_a_smaller_last_batch_and_buckets_leave_it_on(own_loop):
     run, epoch = tuned([*(batch(8 * (1 + i % 5)) for i in range(20)), batch(8, n=3)], own_loop)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -177,7 +167,8 @@ def test_a_smaller_last_batch_and_buckets_leave_it_on(applies, own_loop):
     assert not cudnn.benchmark
 
 
-def test_a_loader_that_outlives_undo_changes_nothing(applies):
+@pytest.mark.usefixtures("applies")
+def test_a_loader_that_outlives_undo_changes_nothing():
     run, _ = tuned([batch(8 + i) for i in range(40)], own_loop=True)
     loader = run.loader
     run.undo()
@@ -186,7 +177,8 @@ def test_a_loader_that_outlives_undo_changes_nothing(applies):
     assert cudnn.benchmark
 
 
-def test_the_watch_costs_no_batch(applies):
+@pytest.mark.usefixtures("applies")
+def test_the_watch_costs_no_batch():
     batches = [batch(16) for _ in range(6)]
     run, _ = tuned(batches, own_loop=True)
     for (x, y), (x0, y0) in zip(run.loader, batches, strict=True):
@@ -207,9 +199,8 @@ FIXED, VARYING = [batch(16)] * 4, [batch(16), batch(20)]
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
 def test_every_convolution_counts(layer):
-    job = job_of(nn.Sequential(layer), FIXED)
-    CudnnBenchmark().check(job)
-    assert [switch.value for switch in CudnnBenchmark().candidates(job)] == [True]
+    tried = candidates("cudnn_benchmark", on_gpu(nn.Sequential(layer), FIXED))
+    assert [candidate.value for candidate in tried] == [True]
 
 
 def test_convolutions_without_a_module_count():
@@ -221,34 +212,33 @@ def test_convolutions_without_a_module_count():
         def forward(self, x):
             return functional.conv1d(x, self.weight).mean(2)
 
-    job = Job(Functional(), [], [], None, functional.cross_entropy, None, torch.device("cuda"))
-    job.work(batch(16))
-    CudnnBenchmark().check(job)
+    job = on_gpu(Functional(), loss_fn=functional.cross_entropy)
+    assert "no-convolutions" in refusal("cudnn_benchmark", job)
+    count_work(job, batch(16))
+    assert refusal("cudnn_benchmark", job) is None
 
 
 def test_rows_say_why_it_does_not_apply():
-    assert "no convolutions" in why_not(nn.LSTM(2, 2))
-    assert "several shapes" in why_not(Net(), VARYING)
-    job = job_of(Net())
-    job.device = torch.device("cpu")
-    with pytest.raises(NotApplicable, match="CPU"):
-        CudnnBenchmark().check(job)
-    job = job_of(Net())
-    job.deterministic = True
-    with pytest.raises(NotApplicable, match="deterministic=True"):
-        CudnnBenchmark().check(job)
+    assert "no-convolutions" in refusal("cudnn_benchmark", on_gpu(nn.LSTM(2, 2)))
+    assert "shapes-vary" in refusal("cudnn_benchmark", on_gpu(Net(), VARYING))
+    assert "on-cpu" in refusal("cudnn_benchmark", job_of(Net()))
+    assert "deterministic" in refusal("cudnn_benchmark", on_gpu(Net(), deterministic=True))
     cudnn.deterministic = True
-    assert "cudnn.deterministic is on" in why_not(Net(), FIXED)
+    assert "cudnn-deterministic" in refusal("cudnn_benchmark", on_gpu(Net(), FIXED))
+    cudnn.enabled = False
+    assert "cudnn-disabled" in refusal("cudnn_benchmark", on_gpu(Net(), FIXED))
 
 
 def test_a_flag_that_the_user_has_set_stays_his():
     cudnn.benchmark = True
-    assert "stays on" in why_not(Net(), FIXED)
-    assert "try without" in why_not(Net(), VARYING)
+    fixed, varying = (refusal("cudnn_benchmark", on_gpu(Net(), batches)) for batches in (FIXED, VARYING))
+    assert "already-on" in fixed
+    assert "shapes-vary" not in fixed
+    assert {"already-on", "shapes-vary"} <= varying
     assert cudnn.benchmark
 
 
 def test_it_can_be_forced_where_shapes_vary_and_by_true_alone():
-    assert CudnnBenchmark().forced(job_of(Net(), VARYING), True).value is True
-    with pytest.raises(ValueError, match="must be True or False"):
-        CudnnBenchmark().forced(job_of(Net()), "on")
+    assert asked("cudnn_benchmark", True, on_gpu(Net(), VARYING)).value is True
+    with pytest.raises(ValueError, match=r"cudnn_benchmark.*'on'"):
+        asked("cudnn_benchmark", "on", on_gpu(Net()))

@@ -9,30 +9,21 @@ from torch.backends import cuda
 from torch.nn import functional
 
 import flatout
-from flatout._backends import SDP_KERNELS
-from flatout.job import Job
 from flatout.measure import State
-from flatout.techniques import NotApplicable
-from flatout.techniques.sdpa_backend import KERNELS, AttentionSwitch, SdpaBackend, _Attention
-from tests.helpers import attention_flags, snapshot
-from tests.jobs import Net, make_job
-
-pytestmark = pytest.mark.usefixtures("short_trials")
-
-REST = {"compile": False, "precision": False, "workers": False, "in_memory": False, "fused_optimizer": False}
-
-
-@pytest.fixture(autouse=True)
-def flags_come_back():
-    enabled, order = attention_flags()
-    yield
-    put(enabled, order)
-
-
-def put(enabled, order):
-    for name, on in zip(SDP_KERNELS, enabled, strict=True):
-        getattr(cuda, f"enable_{name}_sdp")(on)
-    torch._C._set_sdp_priority_order(order)
+from flatout.techniques.sdpa_backend import KERNELS
+from tests.clock import TICK, TimedStep, simulated_time
+from tests.helpers import Operators, snapshot
+from tests.jobs import NO_TECHNIQUES, Net
+from tests.process_state import ATTENTION, attention, set_attention
+from tests.techniques.harness import (
+    applied,
+    asked,
+    candidates,
+    count_work,
+    decided,
+    job_of,
+    refusal,
+)
 
 
 class Attending(nn.Module):
@@ -52,87 +43,87 @@ def make(lengths=(8,)):
     return model, batches, torch.optim.SGD(model.parameters(), 0.1)
 
 
-def row_of(run):
-    return next(row for row in run.report.rows if row.technique == "sdpa_backend")
+def the_job(*lengths, **settings):
+    model, batches, opt = make(lengths or (8,))
+    return job_of(model, batches, optimizer=opt, loss_fn=functional.cross_entropy, **settings)
 
 
-def tuned(model, batches, opt, budget=20.0, **choices):
-    return flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=REST | choices, budget=budget)
-
-
-# -- the switch ----------------------------------------------------------------------------------------------
+# -- the candidate ----------------------------------------------------------------------------------------------
 
 
 @given(
     st.sampled_from(sorted(KERNELS)),
     st.sampled_from(["cpu", "cuda"]),
-    st.tuples(*[st.booleans()] * len(SDP_KERNELS)),
+    st.fixed_dictionaries(dict.fromkeys(ATTENTION, st.booleans())),
     st.permutations(range(5)),
 )
 def test_off_is_exactly_as_before(kernel, device, enabled, order):
-    put(enabled, order)
-    before, state = attention_flags(), State.capture([nn.Linear(1, 1)])
-    switch = AttentionSwitch(kernel, device)
+    if device == "cpu" and kernel not in ("flash", "math"):
+        device = "cuda"
+    set_attention((enabled, order))
+    before, state = attention(), State.capture([nn.Linear(1, 1)])
+    candidate = asked("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device=device))
     for _ in range(2):
-        switch.enable()
-        switch.disable()
-        assert attention_flags() == before
-    switch.enable()
-    state.restore()
-    assert attention_flags() == before
+        with candidate:
+            pass
+        assert attention() == before
+    with candidate:
+        state.restore()
+        assert attention() == before
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_on_cuda_it_is_an_order_and_not_a_prohibition(kernel):
-    enabled, order = attention_flags()
-    switch = AttentionSwitch(kernel, "cuda")
-    switch.enable()
-    assert attention_flags()[0] == enabled
-    first = int(KERNELS[kernel])
-    assert attention_flags()[1] == [first, *(k for k in order if k != first)]
-    switch.disable()
+    enabled, order = attention()
+    with applied("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device="cuda")):
+        assert attention()[0] == enabled
+        first = int(KERNELS[kernel])
+        assert attention()[1] == [first, *(k for k in order if k != first)]
 
 
 def test_on_the_cpu_the_fused_kernel_gives_way_to_plain_products():
     model, batches, _ = make()
-    switch = AttentionSwitch("math", "cpu")
-    used = []
-    for _ in range(2):
-        with _Attention() as seen:
-            fused = model(batches[0][0])
-        used.append(seen.used)
-        switch.enable()
-    switch.disable()
-    assert used == [{"flash"}, set()]
-    torch.testing.assert_close(fused, model(batches[0][0]))
+    with Operators() as fused_way:
+        fused = model(batches[0][0])
+    with applied("sdpa_backend", "math", job_of(model)), Operators() as plain_way:
+        plain = model(batches[0][0])
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert flash in fused_way.names
+    assert flash not in plain_way.names
+    torch.testing.assert_close(fused, plain)
 
 
-# -- in optimize() -------------------------------------------------------------------------------------------
+# -- trials --------------------------------------------------------------------------------------------------
 
 
-def test_plain_products_are_tried_verified_and_leave_no_trace(monkeypatch):
-    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))  # on a busy machine one pair may say anything
+def test_plain_products_are_tried_verified_and_leave_no_trace():
     model, batches, opt = make()
     before = snapshot(model, opt)
-    run = tuned(model, batches, opt)
-    row = row_of(run)
-    assert [trial.candidate for trial in row.trials] == ["math"]
-    assert row.trials[0].loss_difference is not None
-    assert row.trials[0].loss_difference < 1e-5
-    assert row.trials[0].failure == ""
-    run.undo()
+    with simulated_time(TICK) as clock:
+        job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
+        with decided("sdpa_backend", job=job) as outcome:
+            pass
+    row = outcome.rows["sdpa_backend"]
+    (trial,) = row.trials
+    assert (row.status, trial.candidate, trial.failure) == ("rejected", "math", "")
+    assert trial.loss_difference is not None
+    assert trial.loss_difference < 1e-5
     assert snapshot(model, opt) == before
 
 
-def test_what_is_forced_is_on_until_undo():
+def test_a_forced_kernel_is_on_until_undo():
     model, batches, opt = make()
-    before = attention_flags()
-    run = tuned(model, batches, opt, budget=0, sdpa_backend="math")
-    assert row_of(run).status == "kept"
+    before = attention()
+    techniques = NO_TECHNIQUES | {"sdpa_backend": "math"}
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=techniques, budget=0)
+    assert run.report.row("sdpa_backend").status == "kept"
     assert run.plan.decisions["sdpa_backend"] == "math"
     assert not cuda.flash_sdp_enabled()
     run.undo()
-    assert attention_flags() == before
+    assert attention() == before
+
+
+# -- what is tried -------------------------------------------------------------------------------------------
 
 
 class Direct(nn.Module):
@@ -147,53 +138,42 @@ class Direct(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize(("kind", "tried"), [(Attending, []), (Direct, ["math"])])
-def test_inference_is_watched_too(kind, tried):
-    model = kind().eval()
-    run = flatout.optimize(model, make()[1], techniques=REST, budget=20)
-    assert [trial.candidate for trial in row_of(run).trials] == tried
-    run.undo()
+def test_inference_is_watched_too():
+    (candidate,) = candidates("sdpa_backend", job_of(Direct().eval(), make()[1], inference=True))
+    assert candidate.value == "math"
+    batches = make()[1]
+    job = job_of(Attending().eval(), batches, inference=True)
+    count_work(job, batches[0])
+    assert "no-attention" in refusal("sdpa_backend", job)
 
 
 def test_plain_products_are_not_tried_where_lengths_vary():
-    run = tuned(*make(lengths=(8, 12)))
-    assert row_of(run).status == "not applicable"
-    assert row_of(run).trials == ()
+    assert refusal("sdpa_backend", the_job(8)) is None
+    assert "one-kernel" in refusal("sdpa_backend", the_job(8, 12))
 
 
 def test_a_kernel_that_the_user_has_turned_off_stays_off():
     cuda.enable_flash_sdp(False)
-    run = tuned(*make())
-    assert row_of(run).status == "not applicable"
+    assert "no-attention" in refusal("sdpa_backend", the_job())
     assert not cuda.flash_sdp_enabled()
 
 
-def test_models_without_attention_are_told_so():
-    model, loader, opt = make_job()
-    assert isinstance(model, Net)
-    run = tuned(model, loader, opt)
-    assert row_of(run).status == "not applicable"
-    assert "attention" in row_of(run).why
-
-
-def test_where_no_operators_were_counted_a_forward_shows_it():
-    job = Job(Net(), [], [], None, functional.cross_entropy, None, torch.device("cpu"))
-    job.batches = [(torch.randn(4, 8), torch.randint(0, 3, (4,)))]
-    SdpaBackend().check(job)
-    with pytest.raises(NotApplicable, match="no step calls"):
-        SdpaBackend().candidates(job)
+@pytest.mark.parametrize("counted", [False, True])
+def test_models_without_attention_are_told_so(counted):
+    batch = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    job = job_of(Net(), [batch], loss_fn=functional.cross_entropy)
+    if counted:
+        count_work(job, batch)
+    assert "no-attention" in refusal("sdpa_backend", job)
 
 
 def test_a_compiled_model_keeps_the_kernels_it_was_compiled_with():
-    model, batches, opt = make()
-    model.compile(backend="eager")
-    run = tuned(model, batches, opt)
-    assert row_of(run).status == "not applicable"
-    assert "compiled" in row_of(run).why
+    job = the_job()
+    job.model.compile(backend="eager")
+    assert "comes-compiled" in refusal("sdpa_backend", job)
 
 
 @pytest.mark.parametrize("value", [True, "efficient", "cudnn"])
 def test_names_that_the_device_does_not_know_are_refused(value):
-    model, batches, opt = make()
-    with pytest.raises(ValueError, match="must be one of 'flash', 'math' or False"):
-        tuned(model, batches, opt, sdpa_backend=value)
+    with pytest.raises(ValueError, match=f"sdpa_backend.*{value!r}"):
+        asked("sdpa_backend", value, the_job())

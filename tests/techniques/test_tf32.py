@@ -1,5 +1,7 @@
 """TF32 is turned on and off in both of torch's vocabularies, and stands back behind whoever has chosen."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,13 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout._backends import Float32Precision
-from flatout.job import Job
 from flatout.measure import State
-from flatout.techniques import NotApplicable
-from flatout.techniques.autocast import autocast_class
-from flatout.techniques.tf32 import Tf32, Tf32Switch
 from tests.jobs import make_job
+from tests.reasons import reasons
+from tests.techniques.harness import applied, asked, candidates, job_of, refusal
 
 matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
 
@@ -60,8 +59,8 @@ def picture():
     )
 
 
-def job_of(model=None, device="cuda"):
-    return Job(model or nn.Linear(2, 2), [], [], None, None, None, torch.device(device))
+def on_gpu(model=None):
+    return job_of(model or nn.Linear(2, 2), device="cuda")
 
 
 SETTINGS = {
@@ -85,15 +84,14 @@ def test_off_is_exactly_as_before_whatever_was_set_and_how(names):
     fresh()
     for name in names:
         SETTINGS[name]()
-    before, readable = picture(), Float32Precision().legacy is not None
-    switch = Tf32Switch()
+    before, readable = picture(), legacy(torch.get_float32_matmul_precision) != "refused"
+    candidate = asked("tf32", True, on_gpu())
     for _ in range(2):
-        switch.enable()
-        assert matmul.fp32_precision == "tf32"
-        if readable:  # torch.compile reads it: pytorch #166387
-            assert torch.get_float32_matmul_precision() in ("high", "medium")
-            assert matmul.allow_tf32
-        switch.disable()
+        with candidate:
+            assert matmul.fp32_precision == "tf32"
+            if readable:  # torch.compile reads it: pytorch #166387
+                assert torch.get_float32_matmul_precision() in ("high", "medium")
+                assert matmul.allow_tf32
         assert picture() == before
 
 
@@ -103,57 +101,51 @@ def test_state_restores_what_a_trial_turned(names, broken_off):
     for name in names:
         SETTINGS[name]()
     state, before = State.capture([nn.Linear(1, 1)]), picture()
-    switch = Tf32Switch()
-    switch.enable()
-    if not broken_off:
-        switch.disable()
-    state.restore()
-    assert picture() == before
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(applied("tf32", True, on_gpu()))
+        if not broken_off:
+            stack.close()
+        state.restore()
+        assert picture() == before
 
 
+@pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize("name", ["highest", "forbid", "matmul ieee", "cudnn ieee", "all ieee", "cudnn off"])
-def test_a_precision_chosen_by_hand_stands(ampere, name):
-    Tf32().check(job_of())
-    assert [switch.label for switch in Tf32().candidates(job_of())] == ["tf32"]
+def test_a_precision_chosen_by_hand_stands(name):
+    assert [candidate.label for candidate in candidates("tf32", on_gpu())] == ["tf32"]
     SETTINGS[name]()
-    Tf32().check(job_of())
-    with pytest.raises(NotApplicable, match="set by hand"):
-        Tf32().candidates(job_of())
-    assert Tf32().forced(job_of(), True).value is True
+    assert "set-by-user" in refusal("tf32", on_gpu())
+    assert asked("tf32", True, on_gpu()).value is True
 
 
-def test_rows_say_why_it_does_not_apply(ampere, monkeypatch):
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("name", ["high", "medium", "allow", "matmul tf32"])
+def test_a_flag_that_is_on_stays_on(name):
+    SETTINGS[name]()
+    assert "already-on" in refusal("tf32", on_gpu())
+
+
+@pytest.mark.usefixtures("ampere")
+def test_rows_say_why_it_does_not_apply(monkeypatch):
+    assert "on-cpu" in refusal("tf32", job_of(nn.Linear(2, 2)))
+    assert "no-float32" in refusal("tf32", on_gpu(nn.Linear(2, 2, dtype=torch.float64)))
     model = nn.Linear(2, 2)
-    model.__class__ = autocast_class(nn.Linear, "cuda", torch.bfloat16)
-    for job, reason in (
-        (job_of(device="cpu"), "CPU"),
-        (job_of(model), "multiplies in bfloat16"),
-        (job_of(nn.Linear(2, 2, dtype=torch.float64)), "no float32 parameters"),
-    ):
-        with pytest.raises(NotApplicable, match=reason):
-            Tf32().check(job)
-    for name in ("high", "medium", "allow", "matmul tf32"):
-        fresh()
-        SETTINGS[name]()
-        with pytest.raises(NotApplicable, match="on already"):
-            Tf32().check(job_of())
-    fresh()
+    with applied("precision", "bf16", job_of(model)):
+        assert "in-16-bits" in refusal("tf32", on_gpu(model))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(NotApplicable, match="older than Ampere"):
-        Tf32().check(job_of())
+    assert "old-gpu" in refusal("tf32", on_gpu())
 
 
 def test_true_is_the_only_value():
-    with pytest.raises(ValueError, match="must be True or False"):
-        Tf32().forced(job_of(), "tf32")
+    with pytest.raises(ValueError, match=r"tf32.*'tf32'"):
+        asked("tf32", "tf32", on_gpu())
 
 
 def test_precision_names_it():
     model, loader, opt = make_job()
-    with pytest.raises(ValueError, match="precision must serve this job, got 'tf32'"):
+    with pytest.raises(ValueError, match=r"precision.*'tf32'"):
         flatout.optimize(model, loader, opt, functional.cross_entropy, precision="tf32", budget=0, device="cpu")
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, precision="fp32", budget=0, device="cpu")
-    rows = {row.technique: row for row in run.report.rows}
-    assert rows["tf32"].status == "not tried"
-    assert "does without it" in rows["precision"].why
+    assert run.report.row("tf32").status == "not tried"
+    assert "forbidden" in reasons(run.report.row("precision"))
     run.undo()
