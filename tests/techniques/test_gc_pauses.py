@@ -6,39 +6,66 @@ import pytest
 from torch.nn import functional
 
 import flatout
-from flatout import _garbage
-from flatout._garbage import LongLived
+from tests.clock import TICK, simulated_time
 from tests.jobs import QUICK, make_job
 
 
 @pytest.fixture(autouse=True)
-def every_collection_is_long(monkeypatch):
-    """Nothing here depends on how long one takes."""
+def as_before():
     gc.unfreeze()
     gc.collect()
-    monkeypatch.setattr(_garbage, "WORTH_SECONDS", 1e-9)
     before = (gc.isenabled(), gc.get_threshold(), list(gc.callbacks))
     yield
     gc.unfreeze()
     assert (gc.isenabled(), gc.get_threshold(), list(gc.callbacks)) == before
 
 
-def test_what_a_full_collection_leaves_is_set_aside_until_the_end():
-    with LongLived() as objects:
-        objects.between_steps()
-        assert gc.get_freeze_count() == 0  # no collection, nothing to do
-        gc.collect(1)
-        objects.between_steps()
-        assert gc.get_freeze_count() == 0  # not a full one
-        gc.collect()
-        assert gc.get_freeze_count() == 0  # between steps alone
-        objects.between_steps()
-        assert gc.get_freeze_count() > 1000
-        assert len(gc.get_objects()) < 1000
+@pytest.fixture
+def collections():
+    """A clock on which each collection takes ``collections.seconds``: by default 20 ms, which is long."""
+    with simulated_time(TICK) as clock:
+
+        def pass_time(phase, _):
+            if phase == "stop":
+                clock.advance(pass_time.seconds)
+
+        pass_time.seconds = 0.02
+        gc.callbacks.insert(0, pass_time)  # before those that read the clock
+        yield pass_time
+        gc.callbacks.remove(pass_time)
+
+
+def loader_of(own_loop=True):
+    model, loader, opt = make_job()
+    form = {} if own_loop else {"optimizer": opt, "loss_fn": functional.cross_entropy}
+    return flatout.optimize(model, loader, techniques=QUICK, budget=0, **form).loader
+
+
+@pytest.fixture
+def epoch(collections):
+    """The batches of an epoch in which nothing was set aside yet."""
+    batches = iter(loader_of())
+    next(batches)
+    yield batches
+    batches.close()
+
+
+def test_objects_that_outlive_a_full_collection_are_set_aside_until_the_end(epoch):
+    next(epoch)
+    assert gc.get_freeze_count() == 0  # no collection, nothing to do
+    gc.collect(1)
+    next(epoch)
+    assert gc.get_freeze_count() == 0  # not a full one
+    gc.collect()
+    assert gc.get_freeze_count() == 0  # between steps alone
+    next(epoch)
+    assert gc.get_freeze_count() > 1000
+    assert len(gc.get_objects()) < 1000
+    epoch.close()
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_made_later_is_found():
+def test_garbage_made_later_is_found(epoch):
     class Node:
         alive = 0
 
@@ -49,61 +76,60 @@ def test_garbage_made_later_is_found():
         def __del__(self):
             Node.alive -= 1
 
-    with LongLived() as objects:
-        gc.collect()
-        objects.between_steps()
-        Node()
-        gc.collect()
-        assert Node.alive == 0
-
-
-def test_short_collections_are_left_alone(monkeypatch):
-    monkeypatch.setattr(_garbage, "WORTH_SECONDS", 1e9)
-    with LongLived() as objects:
-        gc.collect()
-        objects.between_steps()
-        assert gc.get_freeze_count() == 0
-
-
-def test_what_somebody_else_froze_stays_frozen():
-    gc.freeze()
-    with LongLived() as objects:
-        gc.collect()
-        objects.between_steps()
-    assert gc.get_freeze_count() > 0
-    gc.unfreeze()
-    with LongLived() as objects:
-        gc.collect()
-        objects.between_steps()
-        more = [[] for _ in range(1000)]
-        gc.freeze()
-    assert gc.get_freeze_count() > len(more)
-
-
-def test_loops_within_each_other_end_in_any_order():
-    first, second = LongLived(), LongLived()
-    first.__enter__()
-    second.__enter__()
     gc.collect()
-    first.between_steps()
-    second.between_steps()
+    next(epoch)
     assert gc.get_freeze_count() > 0
-    second.__exit__()
-    assert gc.get_freeze_count() > 0
-    first.__exit__()
+    Node()
+    gc.collect()
+    assert Node.alive == 0
+
+
+def test_short_collections_are_left_alone(collections, epoch):
+    collections.seconds = 0.005
+    gc.collect()
+    next(epoch)
     assert gc.get_freeze_count() == 0
 
 
+def test_objects_that_others_froze_before_stay_frozen(epoch):
+    gc.freeze()
+    gc.collect()
+    next(epoch)
+    epoch.close()
+    assert gc.get_freeze_count() > 0
+
+
+def test_objects_that_others_froze_later_stay_frozen(epoch):
+    gc.collect()
+    next(epoch)
+    more = [[] for _ in range(1000)]
+    gc.freeze()
+    epoch.close()
+    assert gc.get_freeze_count() > len(more)
+
+
+def test_loops_within_each_other_end_in_any_order(epoch):
+    second = iter(loader_of())
+    next(second)
+    gc.collect()
+    next(epoch)
+    next(second)
+    assert gc.get_freeze_count() > 0
+    second.close()
+    assert gc.get_freeze_count() > 0
+    epoch.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("collections")
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("leave", ["end", "break", "error"])
 def test_both_forms_leave_an_epoch_with_nothing_set_aside(own_loop, leave):
-    model, loader, opt = make_job()
-    form = {} if own_loop else {"optimizer": opt, "loss_fn": functional.cross_entropy}
-    run = flatout.optimize(model, loader, techniques=QUICK, budget=0, **form)
+    loader = loader_of(own_loop)
     counts = []
 
     def epoch():
-        for i, _ in enumerate(run.loader):
+        for i, _ in enumerate(loader):
             counts.append(gc.get_freeze_count())
             if i == 1:
                 gc.collect()
@@ -119,5 +145,8 @@ def test_both_forms_leave_an_epoch_with_nothing_set_aside(own_loop, leave):
         epoch()
     assert [count > 0 for count in counts[:5]] == [False, False, True, True, True]
     assert gc.get_freeze_count() == 0
-    row = run.report.row("gc_pauses")
-    assert row.status == "kept"
+
+
+def test_the_row_is_kept():
+    model, loader, _ = make_job()
+    assert flatout.optimize(model, loader, techniques=QUICK, budget=0).report.row("gc_pauses").status == "kept"
