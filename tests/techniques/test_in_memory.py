@@ -12,14 +12,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader
-from flatout.job import Job
 from flatout.report.model import Pace
-from flatout.techniques import NotApplicable
-from flatout.techniques.in_memory import InMemory
 from tests.helpers import bits
 from tests.jobs import QUICK, Net
-
-pytestmark = pytest.mark.usefixtures("short_trials")
+from tests.reasons import reasons
+from tests.techniques.harness import asked, candidates, job_of, refusal, refused, setup_seconds
 
 
 class Decoded(Dataset):
@@ -48,7 +45,7 @@ def optimized(data, techniques=None, **options):
     loader = DataLoader(data, 10, shuffle=True, **options)
     choices = QUICK | {"in_memory": True} | (techniques or {})
     run = flatout.optimize(model, loader, optimizer, functional.cross_entropy, techniques=choices, budget=0)
-    return run, loader, next(row for row in run.report.rows if row.technique == "in_memory")
+    return run, loader, run.report.row("in_memory")
 
 
 def seen(loader):
@@ -82,8 +79,9 @@ def test_workers_are_chosen_over_the_samples_in_memory():
 
 
 def test_random_samples_are_left_alone():
-    with pytest.raises(ValueError, match=r"in_memory.*random"):
+    with pytest.raises(ValueError, match="in_memory") as refused_for:
         optimized(Decoded(lambda: float(torch.rand(()))), collate_fn=negated)
+    assert "random-samples" in reasons(str(refused_for.value))
 
 
 def die():
@@ -92,41 +90,58 @@ def die():
     return 0.0
 
 
-def job_of(loader):
-    return Job(Net(), loader, loader, None, None, None, torch.device("cpu"))
+def over(loader):
+    return job_of(Net(), loader=loader)
 
 
 @pytest.mark.parametrize("collate", [None, negated])
 def test_a_worker_that_dies_is_a_reason(collate):
-    loader = DataLoader(Decoded(die), collate_fn=collate, num_workers=1)
-    (candidate,) = InMemory().candidates(job_of(loader))
-    with pytest.raises(NotApplicable, match="was killed by SIGKILL"):
-        candidate.make()
+    (candidate,) = candidates("in_memory", over(DataLoader(Decoded(die), collate_fn=collate, num_workers=1)))
+    assert "worker-killed" in refused(candidate.make)
 
 
-def test_what_runs_in_workers_alone_stays_there():
-    with pytest.raises(NotApplicable, match="worker_init_fn runs in worker processes only"):
-        InMemory().check(job_of(DataLoader(Decoded(), num_workers=1, worker_init_fn=print)))
-    InMemory().check(job_of(DataLoader(Decoded(), worker_init_fn=print)))
+def test_code_that_runs_in_workers_alone_stays_there():
+    assert "worker-init-fn" in refusal("in_memory", over(DataLoader(Decoded(), num_workers=1, worker_init_fn=print)))
+    assert refusal("in_memory", over(DataLoader(Decoded(), worker_init_fn=print))) is None
+
+
+def test_loaders_that_are_no_dataloader_are_left_alone():
+    assert "not-a-dataloader" in refusal("in_memory", over([torch.zeros(2, 8)]))
 
 
 def test_candidates():
     def made(**options):
-        (candidate,) = InMemory().candidates(job_of(DataLoader(Decoded(), **options)))
-        return candidate.make()
+        data = Decoded()
+        (candidate,) = candidates("in_memory", over(DataLoader(data, **options)))
+        loader = candidate.make()
+        data.made.zero_()
+        batches = len(list(loader))
+        assert batches == len(DataLoader(data, **options))
+        assert int(data.made.sum()) == 0  # every sample was decoded before
+        return loader
 
     assert type(made()) is InMemoryLoader
     for options in ({"collate_fn": negated}, {"batch_size": None}):
         clone = made(**options)
         assert type(clone) is DataLoader
         assert type(clone.dataset) is CachedDataset
-        assert clone.dataset._table.missing() == []
 
 
 def test_the_time_to_decode_everything():
     pace = Pace(step_ms=30.0, load_ms=10.0, samples_per_second=1.0)
-    loaders = DataLoader(Decoded()), DataLoader(Decoded(), num_workers=2)
-    assert [InMemory().setup_estimate(job_of(loader), pace) for loader in loaders] == pytest.approx([0.64, 2.56])
+    loaders = DataLoader(Decoded()), DataLoader(Decoded(), num_workers=2), [torch.zeros(2, 8)]
+    estimates = [setup_seconds("in_memory", over(loader), pace) for loader in loaders]
+    assert estimates == pytest.approx([0.64, 2.56, 0.0])
+
+
+def test_tensors_are_gathered_from_where_they_are():
+    loader = DataLoader(TensorDataset(torch.randn(64, 8)), 8)
+    pace = Pace(step_ms=30.0, load_ms=10.0, samples_per_second=1.0)
+    (candidate,) = candidates("in_memory", over(loader))
+    assert candidate.label == "gathered"
+    assert setup_seconds("in_memory", over(loader), pace) == 0
+    on_gpu = job_of(Net(), loader=loader, device="cuda")
+    assert [each.value for each in candidates("in_memory", on_gpu)] == ["device", True]
 
 
 def test_data_on_the_device():
@@ -134,13 +149,19 @@ def test_data_on_the_device():
     loader = DataLoader(data, 8, shuffle=True)
     run = flatout.optimize(Net(), loader, techniques={**QUICK, "in_memory": "device"}, budget=0)
     assert run.plan.decisions["in_memory"] == "device"
-    assert run.loader._prefetcher.loader.device == torch.device("cpu")
     torch.manual_seed(1)
     theirs = [x.tolist() for x, _ in loader]
     torch.manual_seed(1)
     assert [x.tolist() for x, _ in run.loader] == theirs
+    assert asked("in_memory", "device", over(loader)).make().device == torch.device("cpu")
 
 
 def test_data_that_has_to_be_decoded_is_not_kept_on_the_device():
-    with pytest.raises(NotApplicable, match="cannot be kept on the device: the dataset is a Decoded"):
-        InMemory().forced(job_of(DataLoader(Decoded())), "device")
+    job = over(DataLoader(Decoded()))
+    assert "not-on-device" in refused(lambda: asked("in_memory", "device", job))
+
+
+@pytest.mark.parametrize("value", ["cuda", 1, "gathered"])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match=rf"in_memory.*{value!r}"):
+        asked("in_memory", value, over(DataLoader(Decoded())))
