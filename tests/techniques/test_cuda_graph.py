@@ -8,87 +8,33 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 import flatout
-from flatout.measure.state import State
+from flatout.measure import State
 from flatout.mfu import MfuCounter
 from flatout.replay import sign
 from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
-from flatout.techniques import REGISTRY, Measured, NotApplicable, NothingBetter
-from flatout.techniques.compile import CompileLossSwitch
-from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
+from flatout.techniques import NothingBetter
+from tests.clock import TICK, TimedStep, simulated_time
 from tests.helpers import bits, snapshot, trained_state
+from tests.jobs import NO_TECHNIQUES
+from tests.reasons import reasons
+from tests.techniques.harness import (
+    applied,
+    change_loss,
+    change_setting,
+    cuda_graph_without_a_gpu,
+    decided,
+    graphed,
+    job_of,
+    rates_of,
+    recorder_of,
+    refusal,
+    refuses_whatever_else_is_decided,
+)
 
-TRIED = {t.name: False for t in REGISTRY if isinstance(t, Measured)} | {"fused_optimizer": True}
-del TRIED["cuda_graph"]
-FUSED = TRIED | {"cuda_graph": False}
-UNFUSED = FUSED | {"fused_optimizer": False}
+FUSED = NO_TECHNIQUES | {"fused_optimizer": True}
 CPU = torch.device("cpu")
-
-
-class Rerun:
-    """Records a step by its function: a recording changes nothing, and a replay writes into the same tensors."""
-
-    def __init__(self, job):
-        self.job = job
-        self.recorded = self.replayed = self.given_back = 0
-        self.error = None
-
-    def aside(self, work):
-        return work()
-
-    strictly = aside
-
-    def record(self, work):
-        scaler = self.job.scaler
-        scales = [] if scaler is None else [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
-        optimizer = self.job.optimizer
-        known = set(optimizer.state)
-        state = State.capture(self.job.modules, optimizer)
-        try:
-            result = work()
-        finally:
-            begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
-            state.restore()
-            optimizer.state.update(begun)  # what the host has begun stays, without its numbers
-            for scale, value in scales:
-                scale.copy_(value)
-        if self.error is not None:
-            raise self.error
-        written = pytree.tree_leaves(result)
-        self.recorded += 1
-
-        def replay():
-            if self.error is not None:
-                raise self.error
-            self.replayed += 1
-            again = pytree.tree_leaves(self.unseen(work))
-            for to, value in zip(written, again, strict=True):
-                assert (to is None) == (value is None)
-                if to is not None:
-                    to.copy_(value)
-
-        return replay, result
-
-    def unseen(self, work):
-        """Do the work as a device does it: what the host keeps of a step stays as it was."""
-        model, scaler = self.job.model, self.job.scaler
-        parameters = tuple(model.parameters())
-        grads, skipped = [p.grad for p in parameters], None if scaler is None else scaler.last_step_skipped
-        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(parameters):
-            result = work()
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
-        if scaler is not None:
-            scaler._last_step_skipped = skipped
-        return result
-
-    def wait(self):
-        pass
-
-    def give_back(self):
-        self.given_back += 1
 
 
 class Net(nn.Module):
@@ -124,11 +70,13 @@ class Pair:
 
     def __init__(self, optimizer=adamw, schedule=None, changes=FUSED, **settings):
         self.runs = []
+        self.schedulers = []
         for _ in range(2):
             torch.manual_seed(0)
             model = Net()
             opt = optimizer(model)
             scheduler = None if schedule is None else schedule(opt)
+            self.schedulers.append(scheduler)
             self.runs.append(
                 flatout.optimize(
                     model,
@@ -141,13 +89,11 @@ class Pair:
                     **settings,
                 )
             )
-        job = self.runs[1]._job
-        self.recorder = Rerun(job)
-        self.switch = GraphSwitch(job, self.recorder)
-        self.switch.enable()
-        self.switch.freeze()
-        self.whole = self.switch.whole_step
-        self._random = [torch.get_rng_state()] * 2
+        self.recorder = recorder_of(self.runs[1])
+        self.candidate = graphed(self.runs[1], self.recorder)
+        self.candidate.__enter__()
+        self.candidate.end_warmup()
+        self.random = [torch.get_rng_state()] * 2
         self.losses = []
 
     def each(self, change):
@@ -158,18 +104,15 @@ class Pair:
         """A step of both; everything that shows has the same bits afterwards."""
         losses = []
         for i, run in enumerate(self.runs):
-            torch.set_rng_state(self._random[i])
+            torch.set_rng_state(self.random[i])
             losses.append(run.step(batch))
-            self._random[i] = torch.get_rng_state()
+            self.random[i] = torch.get_rng_state()
         assert bits(losses[0]) == bits(losses[1])
         self.losses.append((losses[1], bits(losses[1])))
-        plain, graphed = (trained_state(run.model, run.optimizer) for run in self.runs)
-        assert plain["parameters"] == graphed["parameters"]
-        assert plain["buffers"] == graphed["buffers"]
-        assert plain["grads"] == graphed["grads"]
-        assert plain["groups"] == graphed["groups"]
-        assert plain["optimizer"] == graphed["optimizer"]
-        assert bits(self._random[0]) == bits(self._random[1])
+        plain, replayed = (trained_state(run.model, run.optimizer) for run in self.runs)
+        for part in ("parameters", "buffers", "grads", "groups", "optimizer"):
+            assert plain[part] == replayed[part]
+        assert bits(self.random[0]) == bits(self.random[1])
 
     def train(self, *sizes):
         for batch in batches_of(*sizes):
@@ -177,7 +120,7 @@ class Pair:
 
     def warmed(self):
         self.train(*[16] * (WARM_UP + 2))
-        assert self.whole.replays == 2
+        assert self.recorder.replayed == 2
         return self
 
 
@@ -197,8 +140,8 @@ def test_a_replayed_training_is_the_eager_one_to_the_bit(optimizer, schedule, ma
     for _ in range(4):
         pair.train(*epoch)
     assert pair.recorder.recorded == 2
-    assert pair.whole.eager_steps == 2 * WARM_UP
-    assert pair.whole.replays == pair.recorder.replayed == 24 - 2 * WARM_UP
+    assert pair.recorder.eager == 2 * WARM_UP
+    assert pair.recorder.replayed == 24 - 2 * WARM_UP
     assert all(bits(loss) == then for loss, then in pair.losses)
 
 
@@ -207,23 +150,22 @@ def test_the_graph_follows_warm_up_and_comes_with_its_replay():
     for seen in range(1, WARM_UP + 3):
         pair.train(16)
         assert pair.recorder.recorded == int(seen > WARM_UP)
-        assert pair.whole.replays == max(0, seen - WARM_UP)
+        assert pair.recorder.replayed == max(0, seen - WARM_UP)
 
 
 def test_rates_that_lie_on_the_device_are_written_when_they_change_and_groups_get_theirs_back():
     pair = Pair(schedule=SCHEDULES["exponential"]).warmed()
-    rates = pair.whole._constants.rates
+    rates = rates_of(pair.candidate)
     own = [group["lr"] for group in pair.runs[1].optimizer.param_groups]
     assert all(isinstance(lr, float) for lr in own)
     pair.train(16)
-    written = [float(slot) for slot in rates._slots]
-    assert written == own  # the schedule has moved on since
-    versions = [slot._version for slot in rates._slots]
-    for run in pair.runs:
-        run._scheduler = None
+    assert [float(rate) for rate in rates] == own  # the schedule has moved on since
+    versions = [rate._version for rate in rates]
+    for scheduler in pair.schedulers:
+        scheduler.gamma = 1.0
     pair.train(16)
     pair.train(16)
-    assert [slot._version for slot in rates._slots] == [v + 2 for v in versions]  # views count together
+    assert [rate._version for rate in rates] == [v + 2 for v in versions]  # views count together
 
 
 def test_more_signatures_than_graphs_run_eagerly():
@@ -231,7 +173,7 @@ def test_more_signatures_than_graphs_run_eagerly():
     for _ in range(WARM_UP + 2):
         pair.train(*range(8, 8 + MOST_GRAPHS + 3))
     assert pair.recorder.recorded == MOST_GRAPHS
-    assert pair.whole.replays == 2 * MOST_GRAPHS
+    assert pair.recorder.replayed == 2 * MOST_GRAPHS
 
 
 def test_gradients_that_somebody_holds_are_not_written_by_eager_steps():
@@ -251,10 +193,10 @@ def test_gradients_that_somebody_holds_are_not_written_by_eager_steps():
 def test_gradients_that_no_update_uses_up_go_on_growing():
     pair = Pair(lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1))
     pair.train(*[16] * (WARM_UP + 4))
-    assert pair.whole.replays == 4
+    assert pair.recorder.replayed == 4
     pair.each(lambda run: run.model.zero_grad())
     pair.train(16, 16, 16)
-    assert pair.whole.replays == 6
+    assert pair.recorder.replayed == 6
 
 
 def assigned(run):
@@ -288,7 +230,7 @@ def replaced(run):
 
 
 def other_norm(run):
-    run._job.max_grad_norm = 0.01
+    change_setting(run, max_grad_norm=0.01)
 
 
 def other_dropout(run):
@@ -296,7 +238,7 @@ def other_dropout(run):
 
 
 def other_loss(run):
-    run._job.compiled_loss = lambda batch: 2 * run._job.loss(batch)
+    change_loss(run, 2.0)
 
 
 CHANGES = {
@@ -323,10 +265,10 @@ def test_what_a_graph_has_as_constants_is_seen_to_change(change):
     pair = Pair().warmed()
     pair.each(CHANGES[change])
     pair.train(16)
-    assert pair.whole.replays == 2
+    assert pair.recorder.replayed == 2
     pair.train(16, 16, 16)
     assert pair.recorder.recorded == 2
-    assert pair.whole.replays == 5
+    assert pair.recorder.replayed == 5
 
 
 @pytest.mark.parametrize(
@@ -344,7 +286,7 @@ def test_what_a_graph_reads_may_change_under_it(change):
     pair.each(change)
     pair.train(16, 16)
     assert pair.recorder.recorded == 1
-    assert pair.whole.replays == 4
+    assert pair.recorder.replayed == 4
 
 
 def module_hook(run, calls):
@@ -381,21 +323,21 @@ def test_whoever_listens_is_told_of_every_step(hook):
     handle = hook(pair.runs[1], calls)
     pair.train(16, 16, 16)
     assert len(calls) == 3
-    assert pair.whole.replays == 2
+    assert pair.recorder.replayed == 2
     handle.remove()
     pair.train(16, 16, 16)
     assert len(calls) == 3
-    assert pair.whole.replays > 2
+    assert pair.recorder.replayed > 2
 
 
 def test_a_counter_around_the_model_counts_every_step_and_one_elsewhere_is_no_hindrance():
     elsewhere = MfuCounter(1.0, device="cpu").wrap(nn.Linear(1, 1))
     pair = Pair().warmed()
-    assert pair.whole.replays == 2
+    assert pair.recorder.replayed == 2
     counter = MfuCounter(1.0, device="cpu")
     counter.wrap(pair.runs[1].model)
     pair.train(16, 16, 16)
-    assert pair.whole.replays == 2
+    assert pair.recorder.replayed == 2
     assert counter.steps >= 2
     del elsewhere
 
@@ -404,7 +346,7 @@ def test_evaluation_between_steps_changes_nothing():
     pair = Pair().warmed()
     pair.each(lambda run: run.evaluate(batches_of(16, 16)))
     pair.train(16)
-    assert pair.whole.replays == 3
+    assert pair.recorder.replayed == 3
     assert pair.recorder.recorded == 1
 
 
@@ -414,14 +356,14 @@ def test_state_that_is_put_back_is_trained_from(stepped):
     if stepped:
         pair.train(16)
     states = [State.capture([run.model], run.optimizer) for run in pair.runs]
-    random = list(pair._random)
+    random = list(pair.random)
     for again in range(3):
         pair.train(*[16] * (WARM_UP + 3))
         for state in states:
             state.restore()
-        pair._random = list(random)
+        pair.random = list(random)
         assert pair.recorder.recorded == (1 if stepped else again + 1)
-    assert not stepped or pair.whole.eager_steps == WARM_UP
+    assert not stepped or pair.recorder.eager == WARM_UP
 
 
 def test_master_weights_follow_what_is_written_into_parameters():
@@ -443,21 +385,21 @@ def test_master_weights_follow_what_is_written_into_parameters():
                 model, batches_of(16), opt, compute_loss=loss, techniques=FUSED | {"fused_optimizer": False}, budget=0
             )
         )
-    switch = GraphSwitch(runs[1]._job, Rerun(runs[1]._job))
-    switch.enable()
-    switch.freeze()
-    for i in range(WARM_UP + 9):
-        batch = batches_of(16)[0]
-        assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
-        if i == WARM_UP + 4:
-            with torch.no_grad():
-                for run in runs:
-                    run.model.head.weight.fill_(0.25)
-        plain, graphed = (trained_state(run.model, run.optimizer) for run in runs)
-        assert plain["optimizer"] == graphed["optimizer"]
-        assert plain["parameters"] == graphed["parameters"]
-    assert switch.whole_step.eager_steps == WARM_UP + 1
-    assert switch.whole_step.replays == 8
+    recorder = recorder_of(runs[1])
+    with graphed(runs[1], recorder) as candidate:
+        candidate.end_warmup()
+        for i in range(WARM_UP + 9):
+            batch = batches_of(16)[0]
+            assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
+            if i == WARM_UP + 4:
+                with torch.no_grad():
+                    for run in runs:
+                        run.model.head.weight.fill_(0.25)
+            plain, replayed = (trained_state(run.model, run.optimizer) for run in runs)
+            assert plain["optimizer"] == replayed["optimizer"]
+            assert plain["parameters"] == replayed["parameters"]
+    assert recorder.eager == WARM_UP + 1
+    assert recorder.replayed == 8
 
 
 def test_a_replay_shows_in_the_version_of_what_it_writes():
@@ -482,7 +424,7 @@ def test_fp16_scaling_goes_on_and_says_what_it_skipped():
         told = [bool(run.scaler.last_step_skipped) for run in pair.runs]
         assert told[0] == told[1]
         skipped.append(told[1])
-    assert pair.whole.replays > 2
+    assert pair.recorder.replayed > 2
     assert skipped[-1]
     assert set(skipped) == {False, True}
 
@@ -499,16 +441,16 @@ def test_a_capture_that_ends_between_the_update_and_the_scales_is_forgotten():
     scaler.update = breaks
     with pytest.warns(RuntimeWarning, match="in the middle"):
         pair.train(16, 16)
-    assert pair.whole.replays == 0
+    assert pair.recorder.replayed == 0
 
 
 def test_no_graph_is_used_under_modes_of_the_callers():
     pair = Pair().warmed()
     with torch.autocast("cpu", torch.bfloat16):
         pair.train(16)
-    assert pair.whole.replays == 2
+    assert pair.recorder.replayed == 2
     pair.train(16)
-    assert pair.whole.replays == 3
+    assert pair.recorder.replayed == 3
     with pytest.raises(RuntimeError), torch.no_grad():
         pair.runs[1].step(batches_of(16)[0])
 
@@ -521,11 +463,11 @@ def test_numbers_that_change_with_every_step_end_it_with_one_warning():
             pair.each(lambda run, i=i: run.optimizer.param_groups[0].update(betas=(0.9 - 0.01 * i, 0.99)))
             pair.train(16)
 
-    with pytest.warns(RuntimeWarning, match=r"graphs are off .* param_groups change again and again") as said:
+    with pytest.warns(RuntimeWarning, match="param_groups") as said:
         cycle()
     assert len(said) == 1
     assert pair.recorder.recorded == 0
-    assert "again and again" in pair.switch.why_off
+    assert "settings-keep-changing" in pair.candidate.stopped
 
 
 @pytest.mark.filterwarnings("error")
@@ -537,7 +479,7 @@ def test_numbers_that_change_seldom_are_met_by_a_new_graph():
             for run in pair.runs:
                 run.step(batch)
     assert pair.recorder.recorded == MOST_CHANGES + 1
-    assert not pair.switch.why_off
+    assert not pair.candidate.stopped
 
 
 @pytest.mark.parametrize("when", ["capture", "replay"])
@@ -547,13 +489,13 @@ def test_an_error_in_training_falls_back_once_and_changes_nothing(when):
     if when == "replay":
         pair.train(16)
     pair.recorder.error = RuntimeError("the device is unwell\nand a long trace")
-    with pytest.warns(RuntimeWarning, match="off from here on: RuntimeError: the device is unwell$") as said:
+    with pytest.warns(RuntimeWarning, match="RuntimeError: the device is unwell$") as said:
         pair.train(16, 16)
     assert len(said) == 1
     pair.recorder.error = None
     pair.train(16, 16)
-    assert pair.whole.replays == (1 if when == "replay" else 0)
-    assert "unwell" in pair.switch.why_off
+    assert pair.recorder.replayed == (1 if when == "replay" else 0)
+    assert pair.candidate.stopped
 
 
 def test_a_mistake_of_the_users_own_stays_theirs():
@@ -562,7 +504,7 @@ def test_a_mistake_of_the_users_own_stays_theirs():
     for _ in range(WARM_UP + 2):
         with pytest.raises(RuntimeError, match="shapes"):
             pair.runs[1].step(bad)
-    assert not pair.switch.why_off
+    assert not pair.candidate.stopped
 
 
 class Late(nn.Module):
@@ -584,67 +526,63 @@ def test_state_that_a_capture_would_begin_is_refused_and_removed():
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques=FUSED, budget=0)
     model.calls = 1
-    switch = GraphSwitch(run._job, Rerun(run._job))
-    switch.enable()
-    switch.freeze()
-    for batch in batches_of(16) * WARM_UP:
-        run.step(batch)
-    assert model.late.weight not in opt.state
-    with pytest.warns(RuntimeWarning, match="state within a step"):
-        run.step(batches_of(16)[0])
+    with graphed(run, recorder_of(run)) as candidate:
+        candidate.end_warmup()
+        for batch in batches_of(16) * WARM_UP:
+            run.step(batch)
+        assert model.late.weight not in opt.state
+        with pytest.warns(RuntimeWarning, match="graph"):
+            run.step(batches_of(16)[0])
+        assert "begins-state" in candidate.stopped
     assert float(opt.state[model.late.weight]["step"]) == 1
 
 
-def test_learning_warms_up_and_captures_at_once_and_raises_what_goes_wrong():
+def test_the_warmup_steps_eagerly_and_captures_at_once_and_raises_what_goes_wrong():
     pair = Pair()
-    job = pair.runs[1]._job
-    recorder = Rerun(job)
-    switch = GraphSwitch(job, recorder)
-    pair.switch.disable()
-    switch.enable()
-    state = State.capture([job.model], job.optimizer)
-    job.step(batches_of(16)[0])
-    assert (recorder.recorded, switch.whole_step.eager_steps, switch.whole_step.replays) == (1, WARM_UP - 1, 1)
-    job.step(batches_of(7)[0])
-    assert recorder.recorded == 2
-    recorder.error = NothingBetter("no")
-    with pytest.raises(NothingBetter):
-        job.step(batches_of(5)[0])
-    assert not switch.why_off
-    assert job.pending == 0
+    run = pair.runs[1]
+    pair.candidate.__exit__()
+    recorder = recorder_of(run)
+    state = State.capture([run.model], run.optimizer)
+    with graphed(run, recorder) as candidate:
+        run.step(batches_of(16)[0])
+        assert (recorder.recorded, recorder.eager, recorder.replayed) == (1, WARM_UP, 1)
+        run.step(batches_of(7)[0])
+        assert recorder.recorded == 2
+        recorder.error = NothingBetter("no")
+        with pytest.raises(NothingBetter):
+            run.step(batches_of(5)[0])
+        assert not candidate.stopped
     state.restore()
+    pair.train(16, 16)  # nothing of the step that failed is left, such as a batch that waits for its update
 
 
-def test_released_graphs_leave_gradients_of_their_own_and_come_again():
+def test_graphs_that_are_freed_leave_gradients_of_their_own_and_come_again():
     pair = Pair().warmed()
     run = pair.runs[1]
     held = [p.grad for p in run.model.parameters()]
     before = trained_state(run.model, run.optimizer)["grads"]
-    pair.switch.disable()
-    assert run._job.whole_step is None
-    pair.switch.release()
+    pair.candidate.__exit__()
+    pair.candidate.free()
     assert pair.recorder.given_back == 1
     assert trained_state(run.model, run.optimizer)["grads"] == before
     assert all(p.grad is not grad for p, grad in zip(run.model.parameters(), held, strict=True))
-    assert not pair.whole._graphs
     pair.train(16)
-    assert pair.whole.eager_steps == WARM_UP
-    pair.switch.enable()
+    assert (pair.recorder.eager, pair.recorder.replayed) == (WARM_UP, 2)  # it is off
+    pair.candidate.__enter__()
     pair.train(16, 16)
-    assert pair.whole.replays == 3
+    assert (pair.recorder.recorded, pair.recorder.replayed) == (2, 3)
 
 
-def test_the_switch_does_not_keep_the_model_alive():
+def test_the_candidate_does_not_keep_the_model_alive():
     pair = Pair().warmed()
-    switch, gone = pair.switch, weakref.ref(pair.runs[1].model)
+    candidate, gone = pair.candidate, weakref.ref(pair.runs[1].model)
     del pair
     gc.collect()
     assert gone() is None
-    assert switch.whole_step is None
-    switch.disable()
-    switch.release()
-    switch.freeze()
-    assert switch.why_off == ""
+    candidate.__exit__()
+    candidate.free()
+    candidate.end_warmup()
+    assert not candidate.stopped
 
 
 class Tokens(dict):
@@ -693,122 +631,104 @@ def test_mappings_and_nested_batches_are_replayed(kind):
         model = Model()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         runs.append(flatout.optimize(model, batches, opt, techniques=FUSED, budget=0))
-    switch = GraphSwitch(runs[1]._job, Rerun(runs[1]._job))
-    switch.enable()
-    switch.freeze()
-    for batch in batches:
-        assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
-    assert switch.whole_step.replays == 8 - WARM_UP
-    loss = runs[1].step(kind(parts=batches[0]["parts"], scale=2.0, name=None))
-    assert switch.whole_step.replays == 8 - WARM_UP
-    assert bits(loss) == bits(runs[0].step(kind(parts=batches[0]["parts"], scale=2.0, name=None)))
+    recorder = recorder_of(runs[1])
+    with graphed(runs[1], recorder) as candidate:
+        candidate.end_warmup()
+        for batch in batches:
+            assert bits(runs[0].step(batch)) == bits(runs[1].step(batch))
+        assert recorder.replayed == 8 - WARM_UP
+        loss = runs[1].step(kind(parts=batches[0]["parts"], scale=2.0, name=None))
+        assert recorder.replayed == 8 - WARM_UP
+        assert bits(loss) == bits(runs[0].step(kind(parts=batches[0]["parts"], scale=2.0, name=None)))
 
 
 def test_inputs_are_copies_that_no_batch_of_the_callers_is():
-    pair = Pair().warmed()
-    batch = batches_of(16)[0]
+    pair = Pair()
+    batch, *others = batches_of(16, 16, 16)
     before = bits(batch[0])
+    for _ in range(WARM_UP + 1):  # captured with this very batch
+        pair.step(batch)
+    assert pair.recorder.recorded == 1
+    for other in others:
+        pair.step(other)
     pair.step(batch)
-    pair.step(batches_of(16, 16)[1])
+    assert pair.recorder.replayed == 4
     assert bits(batch[0]) == before
-    (graph,) = pair.whole._graphs.values()
-    assert all(own is not given for own, given in zip(graph.inputs, batch, strict=True))
+
+
+# -- in optimize() -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def on_the_cpu(monkeypatch):
-    """CudaGraph as on a GPU, with recordings that are made of functions."""
-    made = []
-
-    def candidates(self, job):
-        made.append(Rerun(job))
-        return [GraphSwitch(job, made[-1])]
-
-    def check(self, job):
-        reason = why_not_captured(job)
-        if reason:
-            raise NotApplicable(reason, lasts=False)  # the optimizer is fused later
-
-    monkeypatch.setattr(CudaGraph, "candidates", candidates)
-    monkeypatch.setattr(CudaGraph, "check", check)
-    return made
+def recorders():
+    """The technique as on a GPU, with recordings that are made of functions."""
+    with cuda_graph_without_a_gpu() as made:
+        yield made
 
 
-def row_of(run):
-    return next(row for row in run.report.rows if row.technique == "cuda_graph")
-
-
-@pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("error", [None, NothingBetter("a step waits for the device")])
-def test_a_trial_leaves_no_trace(on_the_cpu, monkeypatch, error, stepped):
+def test_a_trial_leaves_no_trace(recorders, error, stepped):
     torch.manual_seed(0)
     model = Net()
-    opt = adamw(model)
+    opt = flatout.optim.AdamW(
+        [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 3e-3}], lr=1e-2
+    )
     batches = batches_of(16, 16, 7, 16)
     if stepped:
         functional.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
         opt.step()
-    record = Rerun.record
-
-    def recorded(self, work):
-        self.error = error
-        return record(self, work)
-
-    monkeypatch.setattr(Rerun, "record", recorded)
-    monkeypatch.setattr("flatout.measure.tuner.HOPELESS", float("inf"))
-    everything, before = snapshot(model, opt), trained_state(model, opt)
-    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=TRIED, budget=30)
-    row = row_of(run)
-    assert row.trials
-    assert row.status in (("kept", "rejected") if error is None else ("rejected",))
-    assert error is None or "waits for the device" in row.why
-    assert all(trial.candidate_bytes is None for trial in row.trials)
-    assert error is not None or row.trials[0].loss_difference == 0
-    assert error is not None or on_the_cpu[0].recorded >= 2
-    after = trained_state(model, opt)
-    steps = {name: state.pop("step") for name, state in after["optimizer"].items()}
-    assert {name: state.pop("step") for name, state in before["optimizer"].items()} == steps
-    assert after == before
-    run.undo()
-    assert run._job.whole_step is None
-    assert snapshot(model, opt) == everything
+    before = snapshot(model, opt)
+    with simulated_time(TICK) as clock:
+        job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
+        recorders.error = error
+        with decided("cuda_graph", job=job) as outcome:
+            pass
+    row = outcome.rows["cuda_graph"]
+    (trial,) = row.trials
+    assert row.status == "rejected"
+    assert trial.candidate_bytes is None
+    if error is None:
+        assert "not-faster" in reasons(row)
+        assert trial.loss_difference == 0
+        assert recorders[0].recorded >= 2
+    else:
+        assert "waits-for-device" in reasons(row)
+    assert snapshot(model, opt) == before
 
 
-def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(on_the_cpu):
+def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(recorders):
     model = Net()
     opt = adamw(model)
     changes = {name: value for name, value in FUSED.items() if name != "fused_optimizer"} | {"cuda_graph": True}
     before = snapshot(model, opt)
     run = flatout.optimize(model, batches_of(16, 16), opt, functional.cross_entropy, techniques=changes, budget=0)
-    assert row_of(run).status == "kept"
+    assert run.report.row("cuda_graph").status == "kept"
     assert trained_state(model, opt)["parameters"] == before["parameters"]
-    whole = run._job.whole_step
-    assert not whole.learning
+    recorder = recorders[-1]
+    eager, replayed = recorder.eager, recorder.replayed
     for batch in batches_of(16, 16) * 2:
         run.step(batch)
-    assert whole.replays > 2
+    assert recorder.eager == eager + 1  # which shows what holds since the trial
+    assert recorder.replayed == replayed + 3
     run.undo()
-    assert not whole._graphs
+    assert recorder.given_back == 1
+    run.step(batches_of(16)[0])
+    assert (recorder.eager, recorder.replayed) == (eager + 1, replayed + 3)
     assert type(opt) is torch.optim.AdamW
-    assert flatout.Plan is not None
     again = flatout.optimize(model, batches_of(16, 16), opt, functional.cross_entropy, plan=run.plan)
-    assert row_of(again).status == "kept"
-    with pytest.raises(ValueError, match="must be True or False"):
+    assert again.report.row("cuda_graph").status == "kept"
+    with pytest.raises(ValueError, match=r"cuda_graph.*2"):
         flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques={"cuda_graph": 2})
 
 
-def job_of(model=None, optimizer=None, **settings):
+# -- when it applies -----------------------------------------------------------------------------------------
+
+
+def fused_job(batches=(), model=None, optimizer=None, **settings):
     model = model or Net()
-    run = flatout.optimize(
-        model,
-        batches_of(16, 16),
-        (optimizer or adamw)(model),
-        functional.cross_entropy,
-        budget=0,
-        **{"techniques": FUSED} | settings,
-    )
-    return run._job
+    optimizer = (optimizer or (lambda m: flatout.optim.AdamW(m.parameters(), lr=1e-2)))(model)
+    return job_of(model, batches or batches_of(16, 16), optimizer=optimizer, **settings)
 
 
 def listened(model):
@@ -822,54 +742,68 @@ def scripted(model):
 
 
 def one_cycle(model):
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = flatout.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
     return opt
 
 
 def patched(model):
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = flatout.optim.SGD(model.parameters(), lr=0.1)
     step = opt.step
     opt.step = lambda: step()
     return opt
 
 
+def heard(model):
+    opt = flatout.optim.SGD(model.parameters(), lr=0.1)
+    opt.register_step_post_hook(lambda *_: None)
+    return opt
+
+
+@pytest.mark.usefixtures("recorders")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "code"),
     [
-        (lambda: job_of(accumulate=2), "accumulate > 1"),
-        (lambda: job_of(listened(Net())), "hooks, and a replay runs no Python"),
-        (lambda: job_of(scripted(Net())), "ScriptModule"),
-        (lambda: job_of(optimizer=one_cycle), "changes momentum"),
-        (lambda: job_of(optimizer=patched, techniques=UNFUSED), "not flatout's fused one"),
-        (
-            lambda: job_of(optimizer=lambda m: torch.optim.RMSprop(m.parameters()), techniques=UNFUSED),
-            "not flatout's fused one",
-        ),
+        (lambda: fused_job(accumulate=2), "accumulates"),
+        (lambda: fused_job(model=listened(Net())), "has-hooks"),
+        (lambda: fused_job(model=scripted(Net())), "script-module"),
+        (lambda: fused_job(model=nn.DataParallel(Net())), "several-devices"),
+        (lambda: fused_job(optimizer=one_cycle), "schedules-momentum"),
+        (lambda: fused_job(optimizer=patched), "optimizer-has-hooks"),
+        (lambda: fused_job(optimizer=heard), "optimizer-has-hooks"),
+        (lambda: fused_job(optimizer=lambda m: torch.optim.RMSprop(m.parameters())), "not-fused"),
+        (lambda: job_of(Net(), batches_of(16, 16)), "no-optimizer"),
+        (lambda: fused_job(batches_of(3, 4, 5)), "no-shape-twice"),
+        (lambda: fused_job([(torch.randn(4, 8), object())]), "not-only-tensors"),
     ],
 )
-def test_what_cannot_be_captured_is_told_in_a_sentence(make, said):
-    assert said in why_not_captured(make())
+def test_a_step_that_cannot_be_captured_has_a_reason(make, code):
+    assert code in refusal("cuda_graph", make())
 
 
-def test_only_what_can_be_captured_is_tried():
-    job = job_of()
-    assert why_not_captured(job) == ""
-    with pytest.raises(NotApplicable, match="on the CPU"):
-        CudaGraph().check(job)
-    job.batches = batches_of(3, 4, 5)
-    assert "no two batches" in why_not_captured(job)
-    switch = CompileLossSwitch(job, "reduce-overhead")
-    switch.enable()
-    assert "as CUDA graphs already" in why_not_captured(job)
-    switch.disable()
-    job.batches = [(torch.randn(4, 8), object())]
-    assert "more than tensors" in why_not_captured(job)
-    job.optimizer.register_step_post_hook(lambda *_: None)
-    assert "hooks or a step of its own" in why_not_captured(job)
-    job.optimizer = None
-    assert "no optimizer" in why_not_captured(job)
+@pytest.mark.usefixtures("recorders")
+def test_a_step_that_can_be_captured_is_tried():
+    assert refusal("cuda_graph", fused_job()) is None
+
+
+def test_a_model_that_is_compiled_as_graphs_is_not_captured_again(recorders, compiler):
+    job = fused_job(loss_fn=functional.cross_entropy)
+    with applied("compile", "max-autotune", job):
+        assert "comes-as-graphs" in refusal("cuda_graph", job)
+    with applied("compile", "default", job):
+        assert refusal("cuda_graph", job) is None
+
+
+def test_the_cpu_replays_no_graphs():
+    assert "on-cpu" in refusal("cuda_graph", fused_job())
+
+
+def test_another_technique_may_yet_fuse_the_optimizer():
+    unfused = job_of(Net(), device="cuda", optimizer=torch.optim.SGD(Net().parameters(), 0.1))
+    assert not refuses_whatever_else_is_decided("cuda_graph", unfused)
+    fused = fused_job(accumulate=2, device="cuda")
+    assert refuses_whatever_else_is_decided("cuda_graph", fused)
 
 
 def test_copies_of_the_model_are_plain_ones():
