@@ -11,7 +11,7 @@ import pytest
 from tests.mfu.harness import SimulatedClock, process_in_simulated_time
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Callable[[SimulatedClock], Any]], Any]]:
     """Return the result of a module's function, called where time passes only when its argument says so."""
     if shutil.which("g++") is None:

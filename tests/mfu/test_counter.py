@@ -1,4 +1,4 @@
-"""The arithmetic of the step counter on given times, and its wiring to the host's clock on simulated time."""
+"""The arithmetic of the step counter on given times. test_phases.py has its wiring to the host's clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import flatout.mfu
 from flatout._host import StepCounter
-from flatout.mfu import FlopCount, FlopNode, MfuCounter, Reading
-from tests.mfu.harness import SimulatedClock, core_of
+from flatout.mfu import FlopCount, FlopNode, MfuCounter
+from tests.mfu.harness import core_of
 
 seconds = st.floats(0, 1e4, allow_subnormal=False)
 steps = st.lists(
@@ -216,26 +216,6 @@ def test_what_is_known_is_shown_in_one_line() -> None:
     assert repr(counter) == f"MfuCounter(cpu: {counter.total})"
     assert figures(repr(fed(10, []))) == [0]
     assert figures(repr(fed(10, [(0.5, None, 0.0)]))) == [1, 500, 0]
-
-
-def three_batches(clock: SimulatedClock) -> tuple[Reading, Reading]:
-    counter = MfuCounter(flops_per_step=5.0, peak_flops=10.0, device="cpu")
-    for batch in (32, 32, 7):
-        clock.advance(0.5)
-        counter.waited(0.25)
-        with counter.step(samples=batch):
-            clock.advance(1.0)
-    return counter.window, counter.total
-
-
-def test_steps_are_timed_by_the_host_clock(simulated: Callable[[Callable[..., Any]], Any]) -> None:
-    for reading in simulated(three_batches):
-        assert (reading.steps, reading.samples) == (3, 71)
-        assert reading.step_seconds == pytest.approx(1.0)
-        assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # nothing but its wait before the first step
-        assert reading.stall_fraction == pytest.approx(3 * 0.25 / 4.25)
-        assert reading.flops_per_second == pytest.approx(15 / 4.25)
-        assert reading.mfu == pytest.approx(1.5 / 4.25)
 
 
 def test_flops_of_a_step_override_the_general_ones() -> None:

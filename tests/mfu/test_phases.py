@@ -1,4 +1,4 @@
-"""Where the time of a step goes: delays that are put into a phase are found in it, and the phases add up."""
+"""Times of steps and of their phases, in simulated time: exactly the seconds that a test has put there."""
 
 from __future__ import annotations
 
@@ -33,6 +33,26 @@ def check(total: Reading, **seconds: float) -> None:
     assert found == pytest.approx(dict.fromkeys(NAMES, 0.0) | seconds)
     assert total.seconds == pytest.approx(sum(seconds.values()))
     assert total.stall_fraction == pytest.approx(seconds["loader_wait"] / total.seconds)
+
+
+def three_batches(clock: SimulatedClock) -> tuple[Reading, Reading]:
+    counter = MfuCounter(flops_per_step=5.0, peak_flops=10.0, device="cpu")
+    for batch in (32, 32, 7):
+        clock.advance(0.5)
+        counter.waited(0.25)
+        with counter.step(samples=batch):
+            clock.advance(1.0)
+    return counter.window, counter.total
+
+
+def test_steps_are_timed_by_the_host_clock(simulated: Simulated) -> None:
+    for reading in simulated(three_batches):
+        assert (reading.steps, reading.samples) == (3, 71)
+        assert reading.step_seconds == pytest.approx(1.0)
+        assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # nothing but its wait before the first step
+        assert reading.stall_fraction == pytest.approx(3 * 0.25 / 4.25)
+        assert reading.flops_per_second == pytest.approx(15 / 4.25)
+        assert reading.mfu == pytest.approx(1.5 / 4.25)
 
 
 def delayed_loop(clock: SimulatedClock) -> Reading:
