@@ -283,6 +283,13 @@ def test_the_drivers_version(examine: Examine, text: str) -> None:
     assert named(examine(replace(GOOD, files={DRIVER: text})), "driver").found == "535.104.05"
 
 
+@pytest.mark.parametrize("text", ["", None])
+def test_a_driver_that_tells_no_version(examine: Examine, text: str | None) -> None:
+    findings = examine(replace(GOOD, files={DRIVER: text}))
+    assert wrong(findings) == []
+    assert "driver" not in {finding.name for finding in findings}
+
+
 @pytest.mark.parametrize(
     ("built_for", "capability", "runs"),
     [

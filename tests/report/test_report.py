@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flatout import words
-from flatout.report import Gain, Pace, Report, Row, Summary, Trial, wording
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, terminal, wording
 from tests.reasons import reasons
 from tests.renderings.rendered import in_terminal, root_of
 from tests.report.drawn import bars, chart, charts, table_rows, widths
@@ -62,6 +62,12 @@ def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
     Console(file=sink, width=100, force_terminal=True, color_system="truecolor").print(report)
     assert "\x1b[1;32m✓ kept" in sink.getvalue()
     assert "\x1b[31m" not in sink.getvalue()  # the hostile text's own escape
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_text_is_what_a_console_prints(ascii_only: bool) -> None:
+    text = terminal.to_text(sample(), 80, ascii_only)
+    assert squeezed(text) == squeezed(in_terminal(Report(sample()), 80, ascii_only))
 
 
 def test_hostile_text_is_shown_as_it_is() -> None:
