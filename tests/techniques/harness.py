@@ -66,10 +66,16 @@ def count_work(job: Job, batch: Any) -> None:
 
 
 def share_of_flops(job: Job, module: str) -> float | None:
+    """Return the share of a step's FLOPs that a module takes; None where it is not known."""
     return job.share_of_flops(module)
 
 
 # -- what a technique says about a job -----------------------------------------------------------------------
+
+
+def unable(reason: str) -> Exception:
+    """Return the error with which a candidate says that it cannot serve."""
+    return NothingBetter(reason)
 
 
 def refused(work: Callable[[], Any]) -> set[str] | None:
@@ -210,19 +216,18 @@ class Decided:
 
 
 @contextlib.contextmanager
-def decided(*names: str, job: Job, budget: float = 60.0, **choices: Any) -> Iterator[Decided]:
+def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Decided]:
     """Decide about these techniques alone, one after the other; inside, what is kept is on.
 
     Args:
         names: of the techniques.
         job: as of ``job_of``; it has batches.
         budget: as of ``optimize``.
-        choices: forced and forbidden techniques, as of ``optimize(techniques=...)``.
     """
     state = State.capture(job.modules, job.optimizer, job.loader, job.code)
     with state.guarded():
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.loader))
-        tuner = Tuner(bench, choices, "techniques=")
+        tuner = Tuner(bench, {}, "techniques=")
         rows: dict[str, Row] = {}
         for name in names:
             technique = TECHNIQUES[name]

@@ -552,7 +552,7 @@ def test_optimizing_twice_and_from_a_plan_compile_the_loss_again(compiler):
     model, loader, opt = make_job()
     first = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=ALONE, budget=0)
     assert first.plan.decisions["compile"] == "default"
-    second = flatout.optimize(model, loader, opt, CROSS_ENTROPY, plan=first.plan)
+    second = flatout.optimize(model, loader, opt, CROSS_ENTROPY, plan=first.plan, budget=0)
 
     def compiled_runs(run):
         before = compiler.runs

@@ -45,7 +45,7 @@ def test_a_plan_brings_the_number():
     plan = optimized(1).plan
     torch.set_num_threads(2)
     model, loader, opt = make_job()
-    flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, device="cpu")
+    flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, budget=0, device="cpu")
     assert torch.get_num_threads() == 1
 
 
@@ -79,8 +79,9 @@ def test_a_gpu_leaves_the_threads_alone():
 
 def test_trials_leave_the_number_and_the_training_as_they_were():
     with simulated_time(TICK) as clock, usable_cores(4):
-        job = small_job(TimedStep(clock, 0.01))
-        before, threads = trained_state(job.model, job.optimizer), torch.get_num_threads()
+        model, loader, opt = make_job()
+        job = job_of(model, list(loader), optimizer=opt, loss_fn=TimedStep(clock, 0.01))
+        before, threads = trained_state(model, opt), torch.get_num_threads()
         with decided("cpu_threads", job=job) as outcome:
             pass
         row = outcome.rows["cpu_threads"]
@@ -89,7 +90,7 @@ def test_trials_leave_the_number_and_the_training_as_they_were():
         assert row.trials
         assert all(trial.loss_difference is not None for trial in row.trials)
         assert torch.get_num_threads() == threads
-        assert trained_state(job.model, job.optimizer) == before
+        assert trained_state(model, opt) == before
 
 
 def test_fewer_threads_that_are_faster_are_kept():

@@ -168,8 +168,9 @@ def test_models_without_attention_are_told_so(counted):
 
 
 def test_a_compiled_model_keeps_the_kernels_it_was_compiled_with():
-    job = the_job()
-    job.model.compile(backend="eager")
+    model, batches, opt = make()
+    model.compile(backend="eager")
+    job = job_of(model, batches, optimizer=opt, loss_fn=functional.cross_entropy)
     assert "comes-compiled" in refusal("sdpa_backend", job)
 
 
