@@ -23,6 +23,15 @@ def set_grads(params: list[torch.nn.Parameter], seed: int, scale: float = 1.0) -
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
+def saved_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return what ``state_dict`` holds of one parameter; empty where it has no state."""
+    saved = optimizer.state_dict()
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    (number,) = (n for n, p in zip(numbers, order, strict=True) if p is parameter)
+    return saved["state"].get(number, {})
+
+
 def twins(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any, list[Any], list[Any]]:
     """(torch optimizer, flatout optimizer, torch's parameters, flatout's parameters).
 
