@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import flatout
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.seeding import SeededCollate
-from tests.jobs import FORCED, QUICK, make_data, trial_step
+from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, make_data, trial_step
 
 
 class Undecided:
@@ -47,19 +47,26 @@ class Scheduler(Unsized, torch.optim.lr_scheduler.StepLR):
 
 
 class Samples(Undecided, Dataset):
-    def __init__(self):
-        self.data = make_data(48)
+    """Samples that take two milliseconds each of a simulated clock."""
+
+    def __init__(self, clock=None):
+        self.data, self.clock = make_data(48), clock
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, index):
+        if self.clock is not None:
+            self.clock.advance(0.002)
         return self.data[index]
 
 
 class Stream(Unsized, IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
     def __iter__(self):
-        return iter(Samples())
+        return (self.samples[i] for i in range(48))
 
 
 class Order(Undecided, RandomSampler):
@@ -87,14 +94,14 @@ class Metrics(Undecided, dict):
     pass
 
 
-def loader_of(kind):
-    samples = Samples()
+def loader_of(kind, clock=None):
+    samples = Samples(clock)
     return {
         "tensors": lambda: DataLoader(samples.data, batch_size=16, shuffle=True),
         "map-style": lambda: DataLoader(
             samples, batch_sampler=Batches(Order(samples), 16, False), collate_fn=Collate()
         ),
-        "iterable": lambda: DataLoader(Stream(), batch_size=16),
+        "iterable": lambda: DataLoader(Stream(samples), batch_size=16),
         "wrapped": lambda: Wrapped(DataLoader(samples, batch_size=16)),
     }[kind]()
 
@@ -109,17 +116,21 @@ def parts():
     return model, optimizer, Scheduler(optimizer, 1)
 
 
-@pytest.mark.parametrize("choices", [QUICK, FORCED], ids=["measured", "forced"])
+MEASURED = NO_TECHNIQUES | dict.fromkeys(("batch_size", "cpu_threads", "fused_optimizer", "in_memory"))
+
+
+@pytest.mark.usefixtures("short_trials")
+@pytest.mark.parametrize("choices", [MEASURED, FORCED], ids=["measured", "forced"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_asks_nothing_for_its_truth_value(kind, choices, tmp_path, clock):
     model, optimizer, scheduler = parts()
     clock.slow_down(model, 0.01)
-    budget = 1 if choices is QUICK else 0
+    budget = 20 if choices is MEASURED else 0
     if choices is FORCED:  # neither a subclass of an optimizer nor other loaders have those forms
         without = {"fused_optimizer"} | ({"in_memory"} if kind != "tensors" else set())
         choices = {name: value for name, value in choices.items() if name not in without}
     run = flatout.optimize(
-        model, loader_of(kind), optimizer, Loss(), scheduler=scheduler, techniques=choices, budget=budget
+        model, loader_of(kind, clock), optimizer, Loss(), scheduler=scheduler, techniques=choices, budget=budget
     )
     (row,) = run.fit(1, eval_loader=loader_of(kind), metrics=Metrics(), progress=False)
     assert row["loss"] > 0
@@ -165,7 +176,7 @@ def test_persistent_workers_of_an_iterable_dataset_serve_two_epochs(sized):
         def __iter__(self):
             return iter(range(8))
 
-    loader = DataLoader(Sized() if sized else Plain(), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(Sized(Samples()) if sized else Plain(), batch_size=4, num_workers=1, persistent_workers=True)
     prefetcher = Prefetcher(loader, "cpu")
     epochs = [list(iter(prefetcher)) for _ in range(2)]
     assert len(epochs[0]) == len(epochs[1]) == (12 if sized else 2)

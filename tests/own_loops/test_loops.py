@@ -220,13 +220,20 @@ def test_a_loop_trains_on_in_sixteen_bits(loop: Loop) -> None:
     assert_alike(make, loop, BF16, rel=0.2 if loop is closures else 0.05)
 
 
+@pytest.mark.usefixtures("short_trials")
 def test_what_trials_decide_trains_alike(clock: Clock) -> None:
     def make_slow() -> tuple[nn.Module, DataLoader[Any]]:
         model, loader = make()
-        clock.slow_down(model, 0.01)
+        model.register_forward_hook(lambda *_: clock.advance(0.01 if torch.get_num_threads() == 1 else 0.02))
         return model, loader
 
-    assert_alike(make_slow, plain, QUICK, rel=1e-4, budget=3)
+    def loop(model: nn.Module, loader: Any) -> list[float]:
+        threads.append(torch.get_num_threads())
+        return plain(model, loader)
+
+    threads: list[int] = []
+    assert_alike(make_slow, loop, QUICK, rel=1e-4, budget=20)
+    assert threads == [2, 1]
 
 
 def test_twice_is_once() -> None:
