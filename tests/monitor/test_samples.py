@@ -1,6 +1,7 @@
 """Samples as JSON lines, the sampler and its thread, host and processes."""
 
 import collections
+import contextlib
 import dataclasses
 import errno
 import io
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -325,9 +327,11 @@ def test_processes_that_ended_are_forgotten() -> None:
     children = []
     for _ in range(3):
         with subprocess.Popen(["sleep", "60"]) as child:
-            assert child.pid in {process.pid for process in processes.sample()[0]}
-            assert remembers(processes, child.pid)
+            seen = {process.pid for process in processes.sample()[0]}
+            kept = remembers(processes, child.pid)
             child.kill()
+        assert child.pid in seen
+        assert kept
         children.append(child.pid)
     processes.sample()
     assert not [pid for pid in children if remembers(processes, pid)]
@@ -416,21 +420,29 @@ def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System
         return len(asked)
 
     system.private_memory(costly)
-    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as root:
-        assert root.stdout is not None
-        child = int(root.stdout.readline())
-        processes = host.Processes(root.pid)
+    with family() as (root, child):
+        processes = host.Processes(root)
         for _ in range(2):
             found, _ = processes.sample()
-        assert asked == [root.pid]
-        assert {one.pid: one.uss_bytes for one in found} == {root.pid: 1, child: None}
+        assert asked == [root]
+        assert {one.pid: one.uss_bytes for one in found} == {root: 1, child: None}
         for _ in range(3):
             clock.now += 100.0
             found, _ = processes.sample()
-        os.killpg(root.pid, signal.SIGKILL)
-    assert asked == [root.pid, child, root.pid, child]
-    assert {one.pid: one.uss_bytes for one in found} == {root.pid: 3, child: 4}
+    assert asked == [root, child, root, child]
+    assert {one.pid: one.uss_bytes for one in found} == {root: 3, child: 4}
+
+
+@contextlib.contextmanager
+def family() -> Iterator[tuple[int, int]]:
+    """A process and its child, until the block ends."""
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as root:
+        assert root.stdout is not None
+        try:
+            yield root.pid, int(root.stdout.readline())
+        finally:
+            os.killpg(root.pid, signal.SIGKILL)
 
 
 def test_the_kernels_own_threads_are_left_out() -> None:
