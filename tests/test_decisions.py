@@ -89,3 +89,32 @@ def test_a_loader_that_gains_nothing_is_rejected(clock):
     assert row.status == "rejected"
     assert row.trials[0].gain.ratio < 1.01
     assert run.plan.decisions == {}
+
+
+def fused_alone():
+    return {name: False for name in NO_TECHNIQUES if name != "fused_optimizer"}
+
+
+def test_short_steps_are_timed_in_turns_whose_first_step_warms_up(clock):
+    """The first step after a change takes long, as where memory and caches are those of another way of stepping."""
+    model, loader, opt = make_job()
+    earlier = [set()]
+
+    def seconds(samples, active):
+        has_changed = active != earlier[0]
+        earlier[0] = active
+        return 0.4 if has_changed else 0.01 if active else 0.02
+
+    step = TimedStep(clock, seconds).watch(model, opt)
+    row = rows_of(flatout.optimize(model, loader, opt, step, techniques=fused_alone(), budget=100))["fused_optimizer"]
+    assert row.status == "kept"
+    assert row.gain.ratio == pytest.approx(2, rel=0.05)
+
+
+def test_a_hopeless_candidate_is_timed_once(clock):
+    model, loader, opt = make_job()
+    step = TimedStep(clock, lambda samples, active: 4.0 if active else 1.0).watch(model, opt)
+    row = rows_of(flatout.optimize(model, loader, opt, step, techniques=fused_alone(), budget=1000))["fused_optimizer"]
+    assert row.status == "rejected"
+    assert "not-faster" in reasons(row)
+    assert [trial.pairs for trial in row.trials] == [1]
