@@ -175,6 +175,32 @@ def test_what_is_slower_together_is_taken_back(clock):
     assert summary.after.total_ms == summary.before.total_ms
 
 
+def test_a_loader_that_is_slower_together_is_taken_back_too(clock):
+    """Beside the fused optimizer samples take long to load, and steps on samples in memory take five seconds."""
+    reads, is_cached = [0], [False]  # samples since the latest step; whether all were read in one go
+
+    def seconds(samples, active):
+        is_cached[0] |= reads[0] >= 64
+        in_memory, reads[0] = is_cached[0] and not reads[0], 0
+        return 5.0 if active and in_memory else fused_pays(samples, active)
+
+    def load_seconds():
+        reads[0] += 1
+        return 1.0 if step.active else 0.1
+
+    step = TimedStep(clock, seconds)
+    run = tuned(DataLoader(TimedSamples(clock, load_seconds), batch_size=8), step)
+    rows = {row.technique: row for row in run.report.rows}
+    for name in ("fused_optimizer", "in_memory"):
+        assert rows[name].gain.ratio > 1.5
+        assert rows[name].status == "rejected"
+        assert "slower-together" in reasons(rows[name])
+    assert run.plan.decisions == {}
+    reads[0] = 0
+    assert len(list(run.loader)) == 8
+    assert reads[0] == 64  # by the user's own loader
+
+
 @pytest.mark.parametrize(("budget", "fits"), [(900, False), (2000, True)])
 def test_a_race_that_does_not_fit_is_not_made_up(clock, budget, fits):
     """A race takes twelve stretches of four steps of a second, and has a twentieth of the budget."""
