@@ -105,6 +105,7 @@ def test_time_between_steps_counts_but_is_a_stall_only_where_the_loader_was_wait
     counter = fed(10, [(1.0, None, 0.0, 8), (1.0, 2.0, 0.0, 8)])
     assert counter.stall_fraction == 0
     assert counter.samples_per_second == pytest.approx(4)
+    assert counter.step_seconds == 1
 
 
 def test_an_end_before_its_beginning_counts_as_nothing() -> None:

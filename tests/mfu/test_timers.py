@@ -54,6 +54,9 @@ def test_waits_and_pauses_belong_to_the_step_that_begins_next(gpu: SimulatedGpu)
     step(gpu, timer)
     assert core.total().seconds == pytest.approx(3.5)
     assert core.total().stall_fraction == pytest.approx(0.5 / 3.5)
+    gpu.now += 1.0  # of the loop's own code
+    step(gpu, timer)
+    assert core.total().stall_fraction == pytest.approx(0.5 / 5.5)  # a wait counts once
 
 
 def test_what_is_recorded_into_a_graph_is_no_step(gpu: SimulatedGpu) -> None:
