@@ -69,8 +69,11 @@ def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
 def test_compute_loss_says_what_inference_computes(loader: DataLoader, clock: Clock) -> None:
     class Encoder(nn.Linear):
         def encode(self, x: torch.Tensor) -> torch.Tensor:
-            clock.advance(0.01)
             return self(x) * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            clock.advance(0.01 if torch.is_autocast_enabled("cpu") else 0.02)
+            return super().forward(x)
 
     calls = []
 
@@ -78,9 +81,9 @@ def test_compute_loss_says_what_inference_computes(loader: DataLoader, clock: Cl
         calls.append(len(batch[0]))
         return {"code": model.encode(batch[0])}
 
-    run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=1)
+    run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=20)
     assert set(calls) == {16}
-    assert run.report.row("precision").status in ("kept", "rejected")
+    assert run.report.row("precision").status == "kept"
 
 
 def test_what_cannot_be_tuned_is_refused(loader: DataLoader) -> None:
