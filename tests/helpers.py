@@ -126,10 +126,10 @@ class Operators(TorchDispatchMode):
 
 
 def in_child(work) -> int:
-    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after 20 s."""
+    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after two minutes."""
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(120)
         status = 1
         try:
             work()

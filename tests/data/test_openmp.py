@@ -90,5 +90,5 @@ def test_the_order_of_an_epoch_wakes_no_thread():
         assert len(os.listdir("/proc/self/task")) == before + 2
         print("asleep")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=600, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "asleep\n"), done.stderr

@@ -86,7 +86,7 @@ def test_processes_never_claim_the_same_row():
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(600)
     assert torch.equal(won[0] + won[1], torch.ones(50_000, dtype=torch.uint8))
 
 
@@ -217,7 +217,7 @@ def test_a_process_started_anew_shares_the_rows_both_ways(method, monkeypatch):
     before = descriptors()
     process = mp.get_context(method).Process(target=fill_the_rest, args=(both, Counted()))
     process.start()
-    process.join(120)
+    process.join(600)
     assert process.exitcode == 0
     for cached in both:
         made = cached.dataset.made.tolist()

@@ -401,9 +401,9 @@ class Meeting(nn.Module):
         self.barrier, self.inner = barrier, nn.Linear(4, 4)
 
     def forward(self, x):
-        self.barrier.wait(20)
+        self.barrier.wait(600)
         y = self.inner(x)
-        self.barrier.wait(20)
+        self.barrier.wait(600)
         return y
 
 

@@ -237,13 +237,13 @@ def test_one_thread_counts_at_a_time() -> None:
 
     def slow(x: torch.Tensor) -> FlopCount:
         under_way.set()
-        may_end.wait(60)
+        may_end.wait(600)
         return count(1)
 
     work = CountedWork(slow)
     thread = threading.Thread(target=work, args=(torch.ones(1),))
     thread.start()
-    under_way.wait(60)
+    under_way.wait(600)
     other = CountedWork(lambda x: count(2))
     assert other(torch.ones(1)).flops is None
     may_end.set()

@@ -517,7 +517,7 @@ def test_a_wrapped_model_travels_to_a_spawned_process() -> None:
     answer = context.Queue()
     process = context.Process(target=weight_of, args=(model, answer))
     process.start()
-    assert answer.get(timeout=120) == ("Sequential", next(model.parameters()).sum().item())
+    assert answer.get(timeout=600) == ("Sequential", next(model.parameters()).sum().item())
     process.join()
 
 
