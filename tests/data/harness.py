@@ -207,8 +207,12 @@ def started_by(default: str, chosen: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def impatient_trials() -> Iterator[None]:
-    """Let trials give up hanging workers after half a second, and torch give up ending them after a tenth."""
+    """Let trials give up hanging workers after half a second, and torch give up ending them after a tenth.
+
+    The machine has two cores, so that as many workers hang.
+    """
     with (
+        _resources(2, PLENTY, PLENTY),
         mock.patch("flatout.data.trials._PATIENCE", (0.5, 1)),
         mock.patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1),
     ):
