@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.golden import files
 from tests.golden.simulation import JOBS, run
@@ -15,9 +18,10 @@ from tests.golden.trainings import result, trainings
 
 def report(name: str) -> dict[str, Any]:
     """Return report and plan of a simulated job, except figures of the machine and of native clocks."""
-    recorded = run(
-        JOBS[name], lambda tuned: {"report": json.loads(tuned.report.to_json()), "plan": tuned.plan.decisions}
-    )
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):  # of peaks
+        recorded = run(
+            JOBS[name], lambda tuned: {"report": json.loads(tuned.report.to_json()), "plan": tuned.plan.decisions}
+        )
     recorded["report"].pop("environment")
     for pace in filter(None, (recorded["report"]["before"], recorded["report"]["after"])):
         pace.pop("phases")
