@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from torch import nn
@@ -16,8 +15,6 @@ from tests.process_state import malloc
 from tests.reasons import reasons
 from tests.techniques.harness import applied, job_of, refusal
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = pytest.mark.skipif(
     refusal("malloc", job_of(nn.Linear(1, 1))) is not None, reason="needs glibc's malloc, as it comes"
 )
@@ -29,15 +26,12 @@ def optimized() -> flatout.Run:
 
 
 def in_another_process(script: str) -> None:
-    """What glibc does depends on what its heap has been through; thresholds that were set once it moves no more."""
-    setup = """
-        from torch import nn
-        from tests.techniques.harness import applied, job_of
+    """Run a script in a heap of its own, which has been through little.
 
-        def keeping():
-            return applied("malloc", True, job_of(nn.Linear(1, 1)))
-        """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(setup) + textwrap.dedent(script)], check=True, cwd=ROOT)
+    Thresholds that were set once glibc moves no more, and one more object may be in the way of a block. So the scripts
+    import no more than what sets malloc.
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
 def test_it_is_set_and_put_back():
@@ -53,6 +47,7 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
         import resource
         from pathlib import Path
         import torch
+        from flatout import _malloc
 
         def step() -> None:
             [torch.ones(2**22) for _ in range(5)]  # 16 MiB each, 4,096 pages
@@ -67,9 +62,10 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
             return int(Path("/proc/self/statm").read_text().split()[1])
 
         assert faults() > 4_000
-        with keeping():
-            assert faults() < 100
-            kept = resident()
+        _malloc.keep(True)
+        assert faults() < 100
+        kept = resident()
+        _malloc.keep(False)
         assert resident() < kept - 16_000
         """)
 
@@ -77,6 +73,7 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
 def test_the_threshold_is_the_one_that_glibc_came_to():
     in_another_process("""
         import ctypes
+        from flatout import _malloc
 
         class Statistics(ctypes.Structure):  # struct mallinfo
             _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
@@ -97,8 +94,9 @@ def test_the_threshold_is_the_one_that_glibc_came_to():
         came_to = 2**24
         libc.free(libc.malloc(came_to))  # mapped: its free raises the threshold to its size
         assert not is_mapped(came_to - 2**16)
-        with keeping():
-            assert not is_mapped(2 * came_to - 2**16)
+        _malloc.keep(True)
+        assert not is_mapped(2 * came_to - 2**16)
+        _malloc.keep(False)
         assert not is_mapped(came_to - 2**16)
         assert is_mapped(int(1.16 * came_to))
         """)
