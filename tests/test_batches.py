@@ -83,12 +83,15 @@ def plain_loop(model, batches, opt, compute_loss):
     return losses
 
 
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("budget", [0, 1])  # trials repeat batches
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_may_pop_from_its_batch(kind):
+def test_a_loss_may_pop_from_its_batch(kind, budget):
     make, compute_loss = KINDS[kind]
     expected = plain_loop(*make_job(make), compute_loss)
     model, batches, opt = make_job(make)
-    run = tried(model, batches, opt, compute_loss=compute_loss)
+    how = {"techniques": QUICK | {"fused_optimizer": False}, "budget": budget}
+    run = flatout.optimize(model, batches, opt, compute_loss=compute_loss, **how)
     assert [run.step(batch).item() for batch in run.loader] == expected
     assert [run.step(batch).item() for batch in run.loader]  # another epoch of the same batches
 

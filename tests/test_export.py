@@ -61,6 +61,7 @@ assert "flatout" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_it_is_loaded_without_flatout_at_any_batch_size(trained, tmp_path):
     kept = {name: value.clone() for name, value in trained.model.state_dict().items()}
     trained.export(tmp_path / "model.pt2")

@@ -410,6 +410,20 @@ def test_determinism_is_kept_where_its_cost_cannot_be_measured() -> None:
     assert row.trials[0].failure == "RuntimeError: not without"
 
 
+@pytest.mark.parametrize("job", ["everything pays", "own loop"])
+def test_inside_reproducible_no_timing_decides_what_changes_numerics(job: str) -> None:
+    before = settings()
+    with flatout.reproducible(3):
+        report = simulation.run(simulation.JOBS[job], lambda run: run.report)
+    assert settings() == before
+    assert report.row("determinism").status == "kept"
+    rows = [report.row(t.name) for t in REGISTRY if isinstance(t, Measured) and not t.exact]
+    assert {row.status for row in rows} <= {"not tried", "not applicable"}
+    assert not any(row.trials for row in rows)
+    assert "deterministic" in reasons(report.row("precision"))
+    assert sum("flatout.reproducible" in note for note in report.summary.notes) == 1
+
+
 def test_own_loops_repeat_bit_for_bit() -> None:
     def run() -> list[float]:
         with flatout.reproducible(3):
@@ -419,19 +433,6 @@ def test_own_loops_repeat_bit_for_bit() -> None:
             return train(model, loader, opt, epochs=2)
 
     assert run() == run()
-
-
-def test_inside_reproducible_no_timing_decides_what_changes_numerics() -> None:
-    before = settings()
-    with flatout.reproducible(3):
-        report = simulation.run(simulation.JOBS["everything pays"], lambda run: run.report)
-    assert settings() == before
-    assert report.row("determinism").status == "kept"
-    rows = [report.row(t.name) for t in REGISTRY if isinstance(t, Measured) and not t.exact]
-    assert {row.status for row in rows} <= {"not tried", "not applicable"}
-    assert not any(row.trials for row in rows)
-    assert "deterministic" in reasons(report.row("precision"))
-    assert len(report.summary.notes) == 1
 
 
 def test_the_end_of_a_block_is_the_end_of_its_settings_whatever_becomes_of_a_run() -> None:

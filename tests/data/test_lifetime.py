@@ -272,6 +272,7 @@ def test_same_loader_in_a_fork():
     del iterator
 
 
+@pytest.mark.slow
 def test_interpreter_exit_in_mid_epoch():
     # One process pays for importing torch; each ending is a fork of it that ends as an interpreter does.
     program = """

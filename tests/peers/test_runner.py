@@ -68,6 +68,7 @@ def test_tests_that_the_checkout_lacks_are_left_out(sources: Path) -> None:
     assert not SUITE.found(sources / "empty")
 
 
+@pytest.mark.slow
 def test_failures_are_those_that_torchs_classes_pass(result: Result) -> None:
     assert result.version == "2.14.0a0"
     assert result.passed == ["test_three.py::test_flatouts_classes_are_in_place"]
@@ -75,16 +76,19 @@ def test_failures_are_those_that_torchs_classes_pass(result: Result) -> None:
     assert len(result.failed) == 5
 
 
+@pytest.mark.slow
 def test_failures_without_a_reason_and_reasons_without_a_failure_are_reported(result: Result) -> None:
     assert result.unexplained == ["test_three.py::test_torchs_clipping_is_in_place"]
     assert [difference.test for difference in result.stale] == ["*_flatouts_classes_*", "*_was_renamed"]
 
 
+@pytest.mark.slow
 def test_the_table_counts_and_explains(result: Result) -> None:
     assert "| three | 2.14.0a0 | 1 | 5 | 2 |" in table([result])
     assert "| three | 4 | flatout's classes are flatout's |" in table([result])
 
 
+@pytest.mark.slow
 def test_a_suite_that_cannot_run_is_an_error(sources: Path) -> None:
     with pytest.raises(RuntimeError, match="three"):
         run(replace(SUITE, select="no_test_has_this_name"), sources)

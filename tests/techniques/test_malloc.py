@@ -70,6 +70,7 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
         """)
 
 
+@pytest.mark.slow
 def test_the_threshold_is_the_one_that_glibc_came_to():
     in_another_process("""
         import ctypes

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.native.fuzz.runner import fuzz
 from tests.native.fuzz.signatures import Signature, host_functions, operators, undeclared
 
@@ -19,6 +21,7 @@ SEED = os.environ.get("FLATOUT_FUZZ_SEED", "0")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_no_call_crashes() -> None:
     # A process of its own: children are forked, and this one has run parallel regions.
     command = [sys.executable, "-m", "tests.native.fuzz", "--seed", SEED, "--cases", str(CASES)]
