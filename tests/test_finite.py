@@ -296,6 +296,8 @@ def diagnosis_of(converts: Converts) -> str:
         lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
         lambda x: x.to(torch.complex64),
         lambda x: x.to(torch.float8_e5m2),
+        lambda x: x.to(torch.float8_e5m2fnuz),  # has no infinity, but a NaN, and torch has no isfinite for it
+        lambda x: x.to(torch.float8_e4m3fnuz),
         lambda x: x.to(torch.float16),
     ],
 )

@@ -1,5 +1,7 @@
 """Objects of the user's whose truth value raises, and whose length does or is 0: everything asks for None instead."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -167,18 +169,27 @@ def test_collate_of_a_seeded_loader_takes_samples_without_a_truth_value():
     assert SeededCollate(lambda batch: batch)(sample) is sample
 
 
-@pytest.mark.parametrize("sized", [False, True])
-def test_persistent_workers_of_an_iterable_dataset_serve_two_epochs(sized):
-    class Sized(Stream):
-        def __len__(self):
-            return 0
+class Servants(IterableDataset):
+    """Samples that are the number of the process that serves them."""
 
-    class Plain(IterableDataset):
-        def __iter__(self):
-            return iter(range(8))
+    def __iter__(self):
+        return (os.getpid() for _ in range(8))
 
-    loader = DataLoader(Sized(Samples()) if sized else Plain(), batch_size=4, num_workers=1, persistent_workers=True)
+
+class EmptyByLength(Servants):
+    def __len__(self):
+        return 0
+
+
+class WithoutLength(Unsized, Servants):
+    pass
+
+
+@pytest.mark.parametrize("dataset", [Servants, EmptyByLength, WithoutLength])
+def test_the_same_persistent_workers_of_an_iterable_dataset_serve_two_epochs(dataset):
+    loader = DataLoader(dataset(), batch_size=4, num_workers=1, persistent_workers=True)
     prefetcher = Prefetcher(loader, "cpu")
-    epochs = [list(iter(prefetcher)) for _ in range(2)]
-    assert len(epochs[0]) == len(epochs[1]) == (12 if sized else 2)
+    served = torch.stack([batch for _ in range(2) for batch in prefetcher])
+    assert served.shape == (2 * 2, 4)
+    assert len(served.unique()) == 1
     prefetcher.close()
