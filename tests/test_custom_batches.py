@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.data import batch_size_of, map_tensors, objects_of, split, tensors_of, tensors_within, to_device
 from tests.helpers import bits, trained_state
-from tests.jobs import QUICK, Net, make_data, trial_step
+from tests.jobs import NO_TECHNIQUES, QUICK, Net, make_data, trial_step
 from tests.reasons import reasons
 
 
@@ -81,6 +83,7 @@ class Opaque:
         return Opaque(self.x.to(device), self.y.to(device))
 
 
+IN_PARTS = NO_TECHNIQUES | {"batch_size": {"micro_batch": 5}}
 KINDS: list[Callable[[Tensor, Tensor], Any]] = [Batch, Counted, Slotted, Opaque]
 
 
@@ -106,6 +109,17 @@ def job(kind: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     return model, Loader(kind), torch.optim.SGD(model.parameters(), 0.1)
 
 
+def plain_losses(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for batch in loader:
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_and_evaluates_as_a_plain_loop(kind: Any) -> None:
     model, loader, optimizer = job(kind)
@@ -114,18 +128,77 @@ def test_a_run_trains_and_evaluates_as_a_plain_loop(kind: Any) -> None:
     assert trained_state(model, optimizer) == before
     losses = [float(run.step(batch)) for batch in run.loader]
 
-    twin, plain, twin_optimizer = job(kind)
-    expected = []
-    for batch in plain:
-        twin_optimizer.zero_grad()
-        value = loss(twin, batch)
-        value.backward()
-        twin_optimizer.step()
-        expected.append(value.item())
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses == pytest.approx(plain_losses(*job(kind)), rel=1e-5)
     assert run.evaluate(loader)["loss"] > 0
     assert run.stats.total.samples == 16 * len(losses)
     assert run.plan.fingerprint["batch"] == kind.__qualname__
+
+
+@dataclass
+class Fields:
+    """Moves by itself, and can be split by its fields."""
+
+    x: Tensor
+    y: Tensor
+
+    def to(self, device: Any) -> Fields:
+        return Fields(self.x.to(device), self.y.to(device))
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Entries(UserDict[str, Tensor]):
+    """Stand-in for the tokenizers' ``BatchEncoding``."""
+
+    def __init__(self, x: Any = None, y: Any = None) -> None:
+        super().__init__({"x": x, "y": y})
+
+    x = property(lambda self: self["x"])
+    y = property(lambda self: self["y"])
+
+
+@pytest.mark.parametrize("kind", [Fields, Named, Entries])
+def test_parts_of_a_batch_are_of_its_class_and_weigh_what_loss_weight_says(kind: Any) -> None:
+    def made(x: Tensor, y: Tensor) -> Any:
+        return kind(x, y.where(x[:, 0] > 0, -100))  # targets that do not count, unevenly spread
+
+    def weight(part: Any) -> Tensor:
+        weighed.append((type(part), len(part.x)))
+        return (part.y != -100).sum()
+
+    weighed: list[tuple[type, int]] = []
+    model, _, optimizer = job(kind)
+    model.body[1] = nn.Identity()  # a BatchNorm sees parts
+    batches = [made(x, y) for x, y in DataLoader(make_data(), batch_size=16)]
+    run = flatout.optimize(
+        model, batches, optimizer, compute_loss=loss, loss_weight=weight, techniques=IN_PARTS, budget=0
+    )
+    weighed.clear()
+    losses = [float(run.step(batch)) for batch in run.loader]
+    assert weighed == [(kind, 4)] * 4 * len(batches)
+
+    twin, _, twin_optimizer = job(kind)
+    twin.body[1] = nn.Identity()
+    assert losses == pytest.approx(plain_losses(twin, batches, twin_optimizer), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_that_cannot_be_split_is_computed_whole_and_never_weighed(kind: Any) -> None:
+    def weight(part: Any) -> int:
+        raise AssertionError("weighed")
+
+    model, loader, optimizer = job(kind)
+    settings = {"compute_loss": loss, "loss_weight": weight, "budget": 0}
+    with pytest.raises(ValueError, match=r"batch_size.*'micro_batch': 5"):
+        flatout.optimize(model, loader, optimizer, techniques=IN_PARTS, **settings)
+    run = flatout.optimize(model, loader, optimizer, techniques=trial_step(), **settings)
+    losses = [float(run.step(batch)) for batch in run.loader]
+    assert losses == pytest.approx(plain_losses(*job(kind)), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Batch, Counted, Slotted])

@@ -10,6 +10,7 @@ import torch
 import flatout.amp as fa
 import flatout.optim as fo
 from flatout.optim.update import update
+from tests.recovery import harness
 
 SIZES = [(1,), (3,), (0,), (5, 7), (129, 33), (16384,), (16385,)]
 SCALE = 1536.0  # no power of 2: products are rounded
@@ -280,3 +281,27 @@ def test_a_step_without_gradients_is_taken_as_by_torchs_fused_optimizers(scaler,
             scaler_.step(optimizer)
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler_.update()
+
+
+# ---- steps of a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.05}, {"accumulate": 2, "max_grad_norm": 0.05}], ids=str)
+@pytest.mark.parametrize("name", ["fused adamw", "fused sgd", "adamw", "sgd"])
+def test_a_scaled_step_of_a_run_is_lazy_with_an_optimizer_of_ours_and_unscales_for_others(name, settings):
+    """A scale is a power of 2, so products with it are exact in float64."""
+    accumulate = settings.get("accumulate", 1)
+    scaled_run, plain_run = (
+        harness.make(optimizer=name, is_scaled=is_scaled, **settings) for is_scaled in (True, False)
+    )
+    scale = scaled_run.scaler.get_scale()
+    for batch in harness.batches_of(*[16] * accumulate):
+        scaled_run.step(batch), plain_run.step(batch)
+    assert not scaled_run.scaler.last_step_skipped
+    assert_equal(scaled_run.model.parameters(), plain_run.model.parameters())
+    ours, plain = ([p.grad for p in run.model.parameters()] for run in (scaled_run, plain_run))
+    if "fused" in name:  # without a scaler, gradients are the sum over batches
+        assert scale > 1
+        assert_equal(ours, [g * (scale / accumulate) for g in plain])
+    else:
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-9)

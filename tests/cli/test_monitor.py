@@ -265,6 +265,24 @@ def test_workers_are_indented_below_their_parent_and_names_cannot_reach_the_term
     assert re.search(r"^  └ \[bold\]sh +3 ", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_a_format_character_in_a_name_is_shown_by_number(
+    json_lines: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """U+202E reverses the text after it in a terminal, so that a name looks like another."""
+    system = System(monkeypatch, tmp_path)
+    system.psutil("Process", name=lambda process: "python\u202esj")
+    system.nvml(boards=(replace(H100, name="H100\u202e08"),))
+    assert main(["monitor", "--once", "--pid", str(os.getpid()), *(["--json", "-"] if json_lines else [])]) == 0
+    out = capsys.readouterr().out
+    assert "\u202e" not in out
+    assert r"H100\u202e08" in out
+    assert r"python\u202esj" in out
+    if json_lines:
+        sample = json.loads(out)
+        assert (sample["gpus"][0]["name"], sample["processes"][0]["name"]) == ("H100\u202e08", "python\u202esj")
+
+
 def columns(shown: str) -> int:
     """How many columns the table of processes has, which is the last thing shown."""
     (heading,) = (line for line in shown.splitlines() if re.search(r"\bPID\b", line, re.IGNORECASE))
