@@ -89,9 +89,16 @@ def frozen_objects() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def restored_after_a_module() -> Iterator[None]:
+    """Put back what fixtures of a module change of the process, for example with a run that they share."""
+    with put_back():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def restored_random_states() -> Iterator[None]:
-    """No test's draws, nor the threads and backend flags that suited it, reach the next one."""
+def restored_after_a_test() -> Iterator[None]:
+    """Put back random states, threads and backend flags, so that no test meets those of another."""
     with put_back():
         yield
 
