@@ -251,6 +251,7 @@ def test_an_optimizer_is_needed_for_what_its_step_does() -> None:
             flatout.optimize(Net(), batches(), techniques={"compile": False, name: True}, budget=0)
 
 
+@pytest.mark.slow
 def test_what_is_so_already_is_not_refused() -> None:
     tuned(techniques=QUICK | {"workers": 0})
     tuned(DataLoader(make_data(), batch_size=16), techniques={"compile": False, "in_memory": True, "workers": 0})

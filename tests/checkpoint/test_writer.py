@@ -139,6 +139,7 @@ def test_views_of_the_same_memory_stay_apart():
     assert found[0] is found[2]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_finishes_what_it_writes(tmp_path):
     script = (
         "import sys, torch; from flatout.checkpoint import Writer\n"

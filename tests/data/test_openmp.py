@@ -62,6 +62,7 @@ def test_a_thread_that_has_never_asked_has_torchs_number_behind():
     assert seen == [1, 3]
 
 
+@pytest.mark.slow
 def test_the_order_of_an_epoch_wakes_no_thread():
     program = """
         import os, torch

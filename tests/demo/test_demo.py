@@ -12,6 +12,7 @@ from flatout.demo import JOBS, run_demo
 from flatout.report import Report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_both_trainings_reach_the_same_quality(name: str) -> None:
     sink = io.StringIO()

@@ -156,6 +156,7 @@ assert any("contiguous" in str(warning.message) for warning in told), told
 """
 
 
+@pytest.mark.slow
 def test_what_torch_logs_of_older_memory_is_not_the_users() -> None:
     done = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.mark.slow
 def test_step_phases_and_techniques_are_ranges(tool: Path, tmp_path: Path) -> None:
     heard = tmp_path / "heard.txt"
     environment = os.environ | {"NVTX_INJECTION64_PATH": str(tool), "NVTX_RECORDER": str(heard)}

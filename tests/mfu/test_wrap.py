@@ -511,6 +511,7 @@ def weight_of(model: nn.Module, answer: Any) -> None:
     answer.put((type(model).__name__, next(model.parameters()).sum().item()))
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_travels_to_a_spawned_process() -> None:
     model = MfuCounter(1.0, device="cpu").wrap(mlp())
     context = multiprocessing.get_context("spawn")

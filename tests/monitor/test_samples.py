@@ -145,6 +145,7 @@ def test_a_warning_that_is_an_error_ends_neither_the_sampling_nor_the_other_writ
     assert told == [UserWarning]
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_while_sampling_ends_quietly() -> None:
     code = """
         import threading

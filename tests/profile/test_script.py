@@ -406,6 +406,7 @@ def test_an_end_in_a_thread_is_quiet(tmp_path: Path) -> None:
     assert "Traceback" not in alone(path).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_forked_children_end_as_themselves_and_take_nothing_along(tmp_path: Path) -> None:
     path = write(

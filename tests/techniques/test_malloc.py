@@ -42,6 +42,7 @@ def test_it_is_set_and_put_back():
     assert not malloc()
 
 
+@pytest.mark.slow
 def test_pages_of_freed_tensors_are_not_asked_for_again():
     in_another_process("""
         import resource
