@@ -64,6 +64,7 @@ def hugging_face_loop(model: nn.Module, loader: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("techniques", [EXACT, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_hugging_face_models(transformers: Any, kind: str, techniques: dict[str, Any], tmp_path: Any) -> None:
