@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,9 +19,9 @@ from coverage import CoverageData
 
 from tests.mutation.mutants import SOURCES, Mutant, Place, find, make
 
-MUTANTS = Path(__file__).with_name("mutants.json")
-_TESTS = 60  # the most specific ones that cover a mutant: those that cover the fewest lines
-_CPU_SECONDS, _SECONDS = 120, 900  # limits of the tests of one mutant, which may loop or wait for ever
+MUTANTS = Path(__file__).with_name("mutants.jsonl")
+_TESTS = 60  # per mutant: the tests that cover it and the fewest other lines
+_CPU_SECONDS, _SECONDS = 120, 900  # limits per mutant, which may loop or wait forever
 
 
 class Covering:
@@ -39,7 +38,7 @@ class Covering:
         )
 
     def tests(self, place: Place) -> list[str]:
-        """Return node ids, the most specific first; for a line that runs at import, of tests that use its file."""
+        """Return node ids, the most specific first. A line that runs at import has the tests that use its file."""
         by_line = self._tests.get(place.file.resolve(), {})
         contexts = {context for line in place.lines for context in by_line.get(line, ())} - {""}
         contexts = contexts or {context for each in by_line.values() for context in each} - {""}
@@ -49,60 +48,68 @@ class Covering:
         return sorted(breadth, key=lambda test: (breadth[test], test))[:_TESTS]
 
 
-def killed(mutant: Mutant, place: Place, tests: list[str]) -> bool:
-    """Return whether one of the tests fails with the mutant in the sources."""
+def outcome(mutant: Mutant, place: Place, tests: list[str]) -> str:
+    """Return "killed", "survived" or "timed out": the result of the tests with the mutant in the sources."""
     original = place.file.read_bytes()
-    pytest_run = None
+    place.file.write_text(place.replaced(mutant.after), encoding="utf-8")
     try:
-        place.file.write_text(place.replaced(mutant.after), encoding="utf-8")
-        pytest_run = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS)),
-        )
-        status = pytest_run.wait(_SECONDS)
-    except subprocess.TimeoutExpired:
-        return True
+        status = pytest_status(tests)
     finally:
         place.file.write_bytes(original)
-        if pytest_run is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(pytest_run.pid, signal.SIGKILL)  # processes that its tests have left, too
-    if status == pytest.ExitCode.USAGE_ERROR:  # the mutant breaks imports of conftest, or a test is gone
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "--collect-only", *tests], check=True)
-    return status != pytest.ExitCode.OK
+    if status is None:
+        return "timed out"
+    return "survived" if status == pytest.ExitCode.OK else "killed"
+
+
+def pytest_status(tests: list[str]) -> int | None:
+    """Return the exit status of pytest; None after too much time."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS)),
+    )
+    try:
+        status = process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ends processes that tests have started, too
+    return None if status in (-signal.SIGXCPU, -signal.SIGKILL) else status
 
 
 def run(output: Path, coverage: str, part: int, parts: int) -> None:
-    """Append one line of JSON per mutant to ``output``; mutants that it has already are skipped."""
+    """Append one line of JSON per mutant to ``output``, and skip the mutants that ``output`` has."""
     if subprocess.run(["git", "diff", "--quiet", "--", SOURCES]).returncode:
-        raise SystemExit(f"{SOURCES} has changes that are not committed: mutants are written into it")
+        raise SystemExit(f"{SOURCES} must have no uncommitted change, because mutants are written there")
     covering = Covering(coverage)
-    done = {json.loads(line)["id"] for line in output.read_text().splitlines()} if output.exists() else set()
-    mutants = [Mutant(**fields) for fields in json.loads(MUTANTS.read_text(encoding="utf-8"))]
-    for number, mutant in enumerate(mutants):
+    mutants = [Mutant(**json.loads(line)) for line in MUTANTS.read_text(encoding="utf-8").splitlines()]
+    places = [find(mutant) for mutant in mutants]
+    tests = [covering.tests(place) if place else [] for place in places]
+    if not output.exists():
+        every = sorted({test for each in tests for test in each})
+        if subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *every]).returncode:
+            raise SystemExit("tests must pass without a mutant")
+        output.touch()
+    done = {json.loads(line)["mutant"] for line in output.read_text().splitlines()}
+    for number, (mutant, place) in enumerate(zip(mutants, places, strict=True)):
         if number % parts != part or number in done:
             continue
-        began = time.monotonic()
-        place = find(mutant)
-        tests = covering.tests(place) if place else []
         if place is None:
             result = "no place"
-        elif not tests:
-            result = "not covered"
         else:
-            result = "killed" if killed(mutant, place, tests) else "survived"
-        line = {"id": number, "result": result, "tests": len(tests), "seconds": round(time.monotonic() - began, 1)}
+            result = outcome(mutant, place, tests[number]) if tests[number] else "not covered"
+        line = json.dumps({"mutant": number, "result": result})
         with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(line + "\n")
         print(line, mutant.file, mutant.function, "|", mutant.before, "->", mutant.after, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    maker = commands.add_parser("make", help="draw new mutants from src into mutants.json")
+    maker = commands.add_parser("make", help="draw new mutants from src into mutants.jsonl")
     maker.add_argument("--seed", type=int, default=0)
     runner = commands.add_parser("run", help="write each mutant into src in turn and run the tests that cover it")
     runner.add_argument("output", type=Path, help="file of results, one line of JSON per mutant")
@@ -111,9 +118,10 @@ def main() -> None:
     runner.add_argument("--parts", type=int, default=1, help="checkouts that share the work")
     options = parser.parse_args()
     if options.command == "make":
-        drawn = [asdict(mutant) for mutant in make(options.seed)]
-        MUTANTS.write_text(json.dumps(drawn, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(Counter(mutant["subject"] for mutant in drawn))
+        drawn = make(options.seed)
+        lines = [json.dumps(asdict(mutant), ensure_ascii=False) + "\n" for mutant in drawn]
+        MUTANTS.write_text("".join(lines), encoding="utf-8")
+        print(Counter(mutant.subject for mutant in drawn))
     else:
         run(options.output, options.coverage, options.part, options.parts)
 

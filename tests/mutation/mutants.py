@@ -1,4 +1,4 @@
-"""Mutants of flatout's sources: small changes of one expression or statement, found again by content after a move."""
+"""Small changes of flatout's sources. The text of an expression or statement locates each, also in another file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path("src/flatout")
-# Sources and number of mutants of each subject, from the sources of version 0.1
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "optim": (60, ("optim/*.py", "_gradients.py")),
     "amp": (30, ("amp/*.py",)),
@@ -19,6 +18,7 @@ SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "equivalence": (40, ("measure/equivalence.py", "measure/judge.py", "measure/trial.py", "measure/statistics.py")),
     "stepper": (50, ("job.py", "micro_batches/*.py", "recovery/*.py", "replay/*.py")),
 }
+"""Number of mutants and files of each subject, as these lay in version 0.1."""
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -49,11 +49,11 @@ class Mutant:
 
     Attributes:
         subject: key of ``SUBJECTS``.
-        file: where ``before`` stood when the mutant was made, relative to ``SOURCES``.
+        file: path relative to ``SOURCES`` when the mutant was drawn.
         function: name of the innermost function that holds ``before``; empty at module level.
         before: the expression or statement, as ``ast.unparse`` writes it.
         nth: position among the equal ones in that function, from 0.
-        after: what replaces ``before``.
+        after: replacement of ``before``.
     """
 
     subject: str
@@ -66,7 +66,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a mutant's expression or statement in a file."""
+    """Expression or statement in a file."""
 
     file: Path
     node: ast.AST
@@ -84,7 +84,7 @@ class Place:
 
 
 def make(seed: int) -> list[Mutant]:
-    """Return ``SUBJECTS``' number of mutants, at most one of a statement, drawn with ``seed``."""
+    """Draw the mutants of all ``SUBJECTS``, at most one per statement."""
     chosen = []
     for subject, (count, patterns) in SUBJECTS.items():
         random_source = random.Random(f"{subject} {seed}")
@@ -107,7 +107,7 @@ def make(seed: int) -> list[Mutant]:
 
 
 def find(mutant: Mutant) -> Place | None:
-    """Return where the mutant applies today: in its file, else in the one file that has its function and text."""
+    """Return the mutant's place in its file, else in the only other file that has its function and text."""
     home = SOURCES / mutant.file
     if home.exists() and (place := _find_in(home, mutant)):
         return place
@@ -148,11 +148,11 @@ def _changes(node: ast.AST, function: str) -> Iterator[str]:
         return  # a docstring, a yield
     if isinstance(node, (ast.Expr, ast.Raise)):
         yield "pass"
-        if isinstance(node, ast.Raise):
-            return  # what remains is a message
+    if isinstance(node, ast.Raise):
+        return  # the rest is a message
     targets = getattr(node, "targets", [getattr(node, "target", None)])
     if function != "__init__" and all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
-        yield "pass"  # in __init__ any use of the attribute would fail
+        yield "pass"  # not in __init__, where every use of the attribute would fail
     if any(getattr(target, "id", "").startswith("__") for target in targets):
         return  # __all__, __slots__
     if isinstance(node, ast.expr) and not isinstance(node, ast.Compare):
@@ -189,8 +189,8 @@ def _constant(node: ast.AST) -> bool:
 def _drop(node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and node.keywords:
         node.keywords = node.keywords[:-1]
-    elif isinstance(node, ast.BoolOp) and len(node.values) > 1:
-        node.values = node.values[:-1] if len(node.values) > 2 else [node.values[0], node.values[0]]
+    elif isinstance(node, ast.BoolOp):
+        node.values = node.values[:-1]
     else:
         return False
     return True
