@@ -5,15 +5,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import flatout
 from flatout.techniques import REGISTRY, Measured
 
 NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
 """All that optimize could choose, forbidden."""
-
-
-def trial_step():
-    """Return techniques that change nothing, and yet have steps taken and taken back, as before every trial."""
-    return NO_TECHNIQUES | {"cpu_threads": torch.get_num_threads()}
 
 
 QUICK = {"compile": False, "precision": False, "workers": False}
@@ -61,12 +57,24 @@ def make_job(optimizer=torch.optim.Adam, **changes):
     return model, loader, opt
 
 
-def train(model, loader, opt, epochs=1):
+def tried(model, loader, *given, **settings):
+    """Return a run after trial steps that were taken and reverted. Nothing is measured."""
+    techniques = NO_TECHNIQUES | {"cpu_threads": torch.get_num_threads()}  # the number that is set already
+    return flatout.optimize(model, loader, *given, techniques=techniques, budget=0, **settings)
+
+
+def loss_of(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x), y)
+
+
+def train(model, loader, opt, epochs=1, compute_loss=loss_of):
+    """Train in a plain PyTorch loop; return the losses."""
     losses = []
     for _ in range(epochs):
-        for x, y in loader:
+        for batch in loader:
             opt.zero_grad()
-            loss = functional.cross_entropy(model(x), y)
+            loss = compute_loss(model, batch)
             loss.backward()
             opt.step()
             losses.append(loss.item())

@@ -11,7 +11,7 @@ from torch.nn import functional
 import flatout
 from flatout.data.batch import with_own_containers
 from tests.helpers import bits
-from tests.jobs import QUICK, trial_step
+from tests.jobs import QUICK, train, tried
 
 
 @dataclass
@@ -67,28 +67,12 @@ def make_job(make):
     return model, [make(x, y) for x, y in batches], torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def tried(model, batches, opt, **how):
-    """Return a run after a trial step; nothing is measured."""
-    return flatout.optimize(model, batches, opt, techniques=trial_step(), budget=0, **how)
-
-
-def plain_loop(model, batches, opt, compute_loss):
-    losses = []
-    for batch in batches:
-        opt.zero_grad()
-        loss = compute_loss(model, batch)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("budget", [0, 1])  # trials repeat batches
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_may_pop_from_its_batch(kind, budget):
     make, compute_loss = KINDS[kind]
-    expected = plain_loop(*make_job(make), compute_loss)
+    expected = train(*make_job(make), compute_loss=compute_loss)
     model, batches, opt = make_job(make)
     how = {"techniques": QUICK | {"fused_optimizer": False}, "budget": budget}
     run = flatout.optimize(model, batches, opt, compute_loss=compute_loss, **how)
@@ -127,7 +111,7 @@ class Doubles(nn.Linear):
 
 @pytest.mark.parametrize("compute_loss", [doubles, doubles_unseen, None])
 def test_a_loss_may_write_to_its_batch(compute_loss):
-    expected = plain_loop(*make_job(lambda x, y: (x, y)), compute_loss or doubles)
+    expected = train(*make_job(lambda x, y: (x, y)), compute_loss=compute_loss or doubles)
     model, batches, opt = make_job(lambda x, y: (x, y))
     arguments = {"compute_loss": compute_loss}
     if compute_loss is None:

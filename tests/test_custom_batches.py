@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.data import batch_size_of, map_tensors, objects_of, split, tensors_of, tensors_within, to_device
 from tests.helpers import bits, trained_state
-from tests.jobs import NO_TECHNIQUES, QUICK, Net, make_data, trial_step
+from tests.jobs import NO_TECHNIQUES, QUICK, Net, make_data, train, tried
 from tests.reasons import reasons
 
 
@@ -109,26 +109,15 @@ def job(kind: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     return model, Loader(kind), torch.optim.SGD(model.parameters(), 0.1)
 
 
-def plain_losses(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for batch in loader:
-        optimizer.zero_grad()
-        value = loss(model, batch)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_and_evaluates_as_a_plain_loop(kind: Any) -> None:
     model, loader, optimizer = job(kind)
     before = trained_state(model, optimizer)
-    run = flatout.optimize(model, loader, optimizer, compute_loss=loss, techniques=trial_step(), budget=0)
+    run = tried(model, loader, optimizer, compute_loss=loss)
     assert trained_state(model, optimizer) == before
     losses = [float(run.step(batch)) for batch in run.loader]
 
-    assert losses == pytest.approx(plain_losses(*job(kind)), rel=1e-5)
+    assert losses == pytest.approx(train(*job(kind), compute_loss=loss), rel=1e-5)
     assert run.evaluate(loader)["loss"] > 0
     assert run.stats.total.samples == 16 * len(losses)
     assert run.plan.fingerprint["batch"] == kind.__qualname__
@@ -182,7 +171,7 @@ def test_parts_of_a_batch_are_of_its_class_and_weigh_what_loss_weight_says(kind:
 
     twin, _, twin_optimizer = job(kind)
     twin.body[1] = nn.Identity()
-    assert losses == pytest.approx(plain_losses(twin, batches, twin_optimizer), rel=1e-5)
+    assert losses == pytest.approx(train(twin, batches, twin_optimizer, compute_loss=loss), rel=1e-5)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -193,12 +182,12 @@ def test_an_object_that_cannot_be_split_is_computed_whole_and_never_weighed(kind
         raise AssertionError("weighed")
 
     model, loader, optimizer = job(kind)
-    settings = {"compute_loss": loss, "loss_weight": weight, "budget": 0}
+    how = {"compute_loss": loss, "loss_weight": weight}
     with pytest.raises(ValueError, match=r"batch_size.*'micro_batch': 5"):
-        flatout.optimize(model, loader, optimizer, techniques=IN_PARTS, **settings)
-    run = flatout.optimize(model, loader, optimizer, techniques=trial_step(), **settings)
+        flatout.optimize(model, loader, optimizer, techniques=IN_PARTS, budget=0, **how)
+    run = tried(model, loader, optimizer, **how)
     losses = [float(run.step(batch)) for batch in run.loader]
-    assert losses == pytest.approx(plain_losses(*job(kind)), rel=1e-5)
+    assert losses == pytest.approx(train(*job(kind), compute_loss=loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Batch, Counted, Slotted])
@@ -210,7 +199,7 @@ def test_a_loss_that_writes_to_its_batch_leaves_the_users_alone(kind: Any) -> No
     def scaling(model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch.x.mul_(2)), batch.y)
 
-    flatout.optimize(model, batches, optimizer, compute_loss=scaling, techniques=trial_step(), budget=0)
+    tried(model, batches, optimizer, compute_loss=scaling)
     assert [bits(batch.x) for batch in batches] == kept
 
 

@@ -250,7 +250,7 @@ def test_bad_steps_with_finite_ones_between_them_are_not_counted_together(device
 class Converts(nn.Module):
     """Yields a tensor of another layout or dtype, in which one element becomes infinite when told."""
 
-    is_spoiled = is_over = False
+    is_spoiled = False
 
     def __init__(self, converted: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -276,10 +276,10 @@ def diagnosis_of(converts: Converts) -> str:
     """Return the error of a step whose loss is infinite, and whose modules' outputs are finite but for this one's."""
     model, batch = Beside(converts), (torch.ones(4, 8), torch.zeros(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loss = lambda output, y: output.sum() + (math.inf if converts.is_over else 0.0)  # noqa: E731
-    converts.is_over = False
+    excess = 0.0
+    loss = lambda output, y: output.sum() + excess  # noqa: E731
     run = flatout.optimize(model, [batch], optimizer, loss, techniques=NO_TECHNIQUES, budget=0)
-    run.stop_after_bad, converts.is_over = 1, True
+    run.stop_after_bad, excess = 1, math.inf
     with pytest.warns(RuntimeWarning), pytest.raises(FloatingPointError) as stopped:
         run.step(batch)
     return str(stopped.value)

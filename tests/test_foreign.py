@@ -11,12 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatout
 from flatout.measure.state import State
 from tests.helpers import Operators, bits, snapshot
-from tests.jobs import NO_TECHNIQUES, QUICK, trial_step
+from tests.jobs import NO_TECHNIQUES, QUICK, train, tried
 
 
 def make_job():
@@ -26,11 +25,6 @@ def make_job():
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     return model, batches, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def tried(model, batches, opt, *loss_fn, **how):
-    """Return a run after a step on each batch that was taken back; nothing is measured."""
-    return flatout.optimize(model, batches, opt, *loss_fn, techniques=trial_step(), budget=0, **how)
 
 
 def make_critic():
@@ -115,13 +109,7 @@ def test_measured_trials_of_a_second_optimizer_leave_no_trace_and_training_is_th
     model, batches, opt = make_job()
     critic, optimizer = make_critic()
     torch.manual_seed(1)
-    expected = []
-    for batch in batches:
-        opt.zero_grad()
-        loss = gan_loss(model, batch, critic, optimizer)
-        loss.backward()
-        opt.step()
-        expected.append(loss.item())
+    expected = train(model, batches, opt, compute_loss=by_closure(critic, optimizer))
     model, batches, opt = make_job()
     critic, optimizer = make_critic()
     before = snapshot(critic, optimizer)
@@ -302,19 +290,6 @@ def test_a_scaler_and_a_scheduler_in_the_loss_leave_no_trace():
     assert (scaler.state_dict(), scheduler.state_dict(), snapshot(critic, optimizer)) == before
 
 
-class Copies(TorchDispatchMode):
-    """Inside, the shapes of all tensors that are copied are noted in ``shapes``."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::clone", "aten::_to_copy"):
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
     teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     bias = torch.zeros(3, requires_grad=True)
@@ -322,9 +297,9 @@ def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
     def compute_loss(model, batch):
         return functional.mse_loss(model(batch[0]), teacher(batch[0]) + bias)
 
-    with Copies() as copies:
+    with Operators() as seen:
         State.capture([], code=[compute_loss])
-    assert not copies.shapes
+    assert not {"aten::clone", "aten::_to_copy"} & {*seen.names}
     model, batches, opt = make_job()
     before = snapshot(teacher)
     tried(model, batches, opt, compute_loss=compute_loss)

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 import flatout
 from tests.helpers import bits
-from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job, trial_step
+from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job, tried
 from tests.reasons import reasons
 
 
@@ -57,14 +57,7 @@ def test_epochs_of_a_loader_that_is_not_rewound_keep_their_own_orders():
     torch.manual_seed(0)
     model = Net()
     loader = Subclassed(make_data(), batch_size=16, shuffle=True)
-    run = flatout.optimize(
-        model,
-        loader,
-        torch.optim.SGD(model.parameters(), 0.1),
-        functional.cross_entropy,
-        techniques=trial_step(),
-        budget=0,
-    )
+    run = tried(model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy)
     epochs = [[bits(y) for _, y in run.loader] for _ in range(2)]
     assert epochs[0] != epochs[1]
 

@@ -6,9 +6,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-import flatout
 from flatout.data import InMemoryLoader, Prefetcher
-from tests.jobs import Net, make_data, trial_step
+from tests.jobs import Net, make_data, tried
 
 
 @pytest.mark.parametrize("kind", ["in memory", "prefetcher", "both"])
@@ -23,7 +22,7 @@ def test_a_loader_of_flatouts_is_left_where_it_was(kind: str) -> None:
     }[kind]()
     before = Prefetcher(own, "cpu").state_dict()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run = flatout.optimize(model, own, optimizer, functional.cross_entropy, techniques=trial_step(), budget=0)
+    run = tried(model, own, optimizer, functional.cross_entropy)
     run.undo()
     after = Prefetcher(own, "cpu").state_dict()
     assert after["position"] is before["position"] is None

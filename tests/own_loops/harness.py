@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
 from tests.helpers import trained_state
-from tests.jobs import QUICK, Net, make_data
+from tests.jobs import QUICK, Net, make_data, train
 
 Loop = Callable[[nn.Module, Any], list[float]]
 EXACT = QUICK | {"in_memory": True}
 BF16 = QUICK | {"in_memory": True, "precision": "bf16"}
 
 
-def make() -> tuple[nn.Module, DataLoader[Any]]:
+def make(kind: type[nn.Module] = Net) -> tuple[nn.Module, DataLoader[Any]]:
     torch.manual_seed(0)
-    return Net(), DataLoader(make_data(), batch_size=16, shuffle=True)
+    return kind(), DataLoader(make_data(), batch_size=16, shuffle=True)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -30,15 +29,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain(model: nn.Module, loader: Any) -> list[float]:
-    optimizer, losses = sgd(model), []
     assert len(loader) == 6
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    losses = train(model, loader, sgd(model), epochs=2)
     assert len(losses) == 12
     return losses
 

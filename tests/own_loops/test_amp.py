@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -9,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 import flatout
-from tests.jobs import Net, make_data
+from tests.jobs import Net
 from tests.own_loops.harness import BF16, EXACT, Loop, assert_alike, make, plain, sgd
 
 
@@ -178,10 +178,7 @@ def test_a_forward_with_an_autocast_of_its_own() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
 
-    def make_own() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        return Own(), DataLoader(make_data(), batch_size=16, shuffle=True)
-
+    make_own = functools.partial(make, Own)
     assert_alike(make_own, plain, EXACT, rel=1e-4)
     with pytest.raises(ValueError, match="precision"):
         assert_alike(make_own, plain, BF16, rel=1e-4)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import flatout
 from tests.clock import Clock
 from tests.helpers import bits, snapshot
-from tests.jobs import NO_TECHNIQUES, QUICK, Net
+from tests.jobs import NO_TECHNIQUES, QUICK, Net, loss_of
 from tests.own_loops.harness import BF16, EXACT, Loop, assert_alike, make, plain, sgd
 
 
@@ -237,13 +237,10 @@ def test_what_trials_decide_trains_alike(clock: Clock) -> None:
 
 
 def test_trials_of_an_own_loop_compare_what_compute_loss_returns(clock: Clock) -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
     model, loader = make()
     model.body.register_forward_hook(lambda *_: clock.advance(0.01 if torch.is_autocast_enabled("cpu") else 0.02))
     techniques = NO_TECHNIQUES | {"precision": None}
-    run = flatout.optimize(model, loader, compute_loss=loss, techniques=techniques, budget=20)
+    run = flatout.optimize(model, loader, compute_loss=loss_of, techniques=techniques, budget=20)
     row = run.report.row("precision")
     assert row.status == "kept"
     assert 0 < row.trials[0].output_difference < 0.1  # of the loss, which is the one output

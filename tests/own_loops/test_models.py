@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from tests.helpers import bits
-from tests.jobs import QUICK, Net, make_data
-from tests.own_loops.harness import BF16, EXACT, assert_alike, make, sgd
+from tests.jobs import QUICK, Net, make_data, train
+from tests.own_loops.harness import BF16, EXACT, assert_alike, make, plain, sgd
+
+EACH_PRECISION = pytest.mark.parametrize(("techniques", "rel"), [(EXACT, 1e-4), (BF16, 0.05)], ids=["fp32", "bf16"])
 
 
 class Tied(nn.Module):
@@ -31,30 +34,24 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens))))
 
 
-@pytest.mark.parametrize("techniques", [EXACT, BF16], ids=["fp32", "bf16"])
-def test_tied_weights_stay_tied(techniques: dict[str, Any]) -> None:
+@EACH_PRECISION
+def test_tied_weights_stay_tied(techniques: dict[str, Any], rel: float) -> None:
     def make_tied() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         tokens = torch.randint(0, 20, (64,))
         return Tied(), DataLoader(TensorDataset(tokens, tokens.roll(1)), batch_size=16)
 
     def loop(model: nn.Module, loader: Any) -> list[float]:
-        optimizer, losses = sgd(model), []
-        for tokens, target in loader:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(tokens), target)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train(model, loader, sgd(model))
         assert model.head.weight is model.embed.weight
         assert len(list(model.parameters())) == 3
         return losses
 
-    assert_alike(make_tied, loop, techniques, rel=1e-4 if techniques is EXACT else 0.05)
+    assert_alike(make_tied, loop, techniques, rel=rel)
 
 
-@pytest.mark.parametrize("techniques", [EXACT, BF16], ids=["fp32", "bf16"])
-def test_frozen_parameters_stay_frozen(techniques: dict[str, Any]) -> None:
+@EACH_PRECISION
+def test_frozen_parameters_stay_frozen(techniques: dict[str, Any], rel: float) -> None:
     def make_frozen() -> tuple[nn.Module, Any]:
         model, loader = make()
         model.body[0].requires_grad_(False)
@@ -67,45 +64,32 @@ def test_frozen_parameters_stay_frozen(techniques: dict[str, Any]) -> None:
         assert not model.body[1].training
         frozen = bits(model.body[0].weight), bits(model.body[1].running_mean)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        losses = []
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train(model, loader, optimizer)
         assert (bits(model.body[0].weight), bits(model.body[1].running_mean)) == frozen
         assert model.body[0].weight.grad is None
         return losses
 
-    assert_alike(make_frozen, loop, techniques, rel=1e-4 if techniques is EXACT else 0.05)
+    assert_alike(make_frozen, loop, techniques, rel=rel)
 
 
-@pytest.mark.parametrize("techniques", [EXACT, BF16], ids=["fp32", "bf16"])
-def test_models_that_return_dicts(techniques: dict[str, Any]) -> None:
+@EACH_PRECISION
+def test_models_that_return_dicts(techniques: dict[str, Any], rel: float) -> None:
     class Several(Net):
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
             logits = super().forward(x)
             return {"logits": logits, "aux": [logits.square().mean()], "count": len(x), "none": None}
 
-    def make_several() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        return Several(), DataLoader(make_data(), batch_size=16, shuffle=True)
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        output = model(x)
+        assert output["count"] == len(x)
+        assert output["none"] is None
+        return functional.cross_entropy(output["logits"], y) + 0.1 * output["aux"][0]
 
     def loop(model: nn.Module, loader: Any) -> list[float]:
-        optimizer, losses = sgd(model), []
-        for x, y in loader:
-            optimizer.zero_grad()
-            output = model(x)
-            assert output["count"] == len(x)
-            assert output["none"] is None
-            loss = functional.cross_entropy(output["logits"], y) + 0.1 * output["aux"][0]
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        return train(model, loader, sgd(model), compute_loss=loss)
 
-    assert_alike(make_several, loop, techniques, rel=1e-4 if techniques is EXACT else 0.05)
+    assert_alike(functools.partial(make, Several), loop, techniques, rel=rel)
 
 
 def test_two_networks_that_train_each_other() -> None:
@@ -151,17 +135,12 @@ def test_schedulers_made_before_and_after(when: str) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         if tune and when == "before":
             model, loader = flatout.optimize(model, loader, techniques=EXACT, budget=0)
-        losses = []
+        losses: list[float] = []
         torch.manual_seed(7)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch's, of a scheduler that does not see the steps
             for _ in range(2):
-                for x, y in loader:
-                    optimizer.zero_grad()
-                    loss = functional.cross_entropy(model(x), y)
-                    loss.backward()
-                    optimizer.step()
-                    losses.append(loss.item())
+                losses += train(model, loader, optimizer)
                 scheduler.step()
         return losses, optimizer.param_groups[0]["lr"]
 
@@ -180,19 +159,9 @@ def test_a_model_that_comes_compiled(way: str) -> None:
         model.compile(backend="eager")
         return model, loader
 
-    def loop(model: nn.Module, loader: Any) -> list[float]:
-        optimizer, losses = sgd(model), []
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    assert_alike(make_compiled, loop, EXACT, rel=1e-4)
+    assert_alike(make_compiled, plain, EXACT, rel=1e-4)
     if way == "in place":
-        assert_alike(make_compiled, loop, BF16, rel=0.05)
+        assert_alike(make_compiled, plain, BF16, rel=0.05)
         return
     with pytest.raises(ValueError, match="precision"):
-        assert_alike(make_compiled, loop, BF16, rel=0.05)
+        assert_alike(make_compiled, plain, BF16, rel=0.05)

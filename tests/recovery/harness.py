@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flatout
 from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES
-from tests.techniques.harness import graphed, recorder_of
 from tests.trap import Trap, out_of_memory
 
 FUSED = NO_TECHNIQUES | {"fused_optimizer": True}
@@ -141,12 +140,3 @@ class MemoryEnds(TorchDispatchMode):
             if self.calls in self.failing:
                 raise out_of_memory()
         return func(*args, **(kwargs or {}))
-
-
-def recorded(run):
-    """Record the run's steps as on a GPU, where alone the technique applies; return the recorder."""
-    recorder = recorder_of(run)
-    candidate = graphed(run, recorder)
-    candidate.__enter__()
-    candidate.end_warmup()
-    return recorder

@@ -16,10 +16,10 @@ from tests.recovery.harness import (
     batches_of,
     make,
     net,
-    recorded,
     train,
     trap_of,
 )
+from tests.techniques.harness import graphed, recorder_of
 from tests.trap import Trap, out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -54,7 +54,7 @@ def test_a_later_part_is_halved_and_those_before_it_stay(where):
     # The whole, then the first and the second of three parts pass; the third does not.
     run = make()
     trap = trap_of(run)
-    trap.arm(where, 4, spared=0)
+    trap.arm(where, 4)
     failures = itertools.chain([True, False, True], itertools.repeat(False))
     trap.passes = lambda at, samples: _fail(trap) if at == where and samples > 4 and next(failures) else None
     twin = make()
@@ -170,7 +170,10 @@ def test_gradients_that_no_update_uses_up_grow_once():
 
 def test_a_recorded_step_goes_the_same_way():
     run, twin = make(optimizer="fused adamw"), make(optimizer="fused adamw")
-    recorder = recorded(run)
+    recorder = recorder_of(run)
+    candidate = graphed(run, recorder)
+    candidate.__enter__()
+    candidate.end_warmup()
     batches = batches_of(*[16] * 6, 8, 16)
     for batch in batches[:5]:
         run.step(batch)
