@@ -55,7 +55,7 @@ class Gpu:
         return SimpleNamespace(name=self.name, total_memory=80 * GIB, major=major, minor=minor, uuid="8932f937")
 
 
-class Board:
+class DoctorNvml:
     """Some of nvidia-ml-py, with what it answers of one GPU. An answer of None is "not supported".
 
     Attributes:
@@ -128,7 +128,7 @@ class Machine:
     torch_cuda: str | None = "13.0"
     torch_code: tuple[str, ...] = ("sm_75", "sm_80", "sm_90")
     built_with_kernels: bool = True
-    nvml: Board | None = None
+    nvml: DoctorNvml | None = None
     cudnn: int | Exception | None = 92400
     commands: tuple[str, ...] = ("g++", "nsys", "ncu")
     modules: tuple[str, ...] = ("psutil", "pynvml", "triton")
@@ -151,7 +151,7 @@ WITHOUT_GPU = Machine(files={DRIVER: None}, gpus=(), torch_cuda=None, built_with
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def told(value: Any) -> Any:
+def raise_or_return(value: Any) -> Any:
     """What a field says, or its exception."""
     if isinstance(value, Exception):
         raise value
@@ -159,7 +159,7 @@ def told(value: Any) -> Any:
 
 
 def put_files(root: Path, files: Mapping[str, str | None]) -> None:
-    for path, text in {**FILES, **files}.items():
+    for path, text in files.items():
         if text is not None:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
@@ -175,7 +175,7 @@ def move_paths(patch: pytest.MonkeyPatch, module: ModuleType, root: Path) -> Non
 @contextlib.contextmanager
 def on(fake: Machine, root: Path) -> Iterator[None]:
     """Inside the block this process is on that machine, whose files lie in ``root``."""
-    put_files(root, fake.files)
+    put_files(root, {**FILES, **fake.files})
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, fake.environment, clear=True):
         for module in (doctor, machine):
             move_paths(patch, module, root)
@@ -187,22 +187,22 @@ def on(fake: Machine, root: Path) -> Iterator[None]:
         put(sys, "gettrace", lambda: print if fake.traced else None)
         put(os, "cpu_count", lambda: fake.cpus[0])
         put(os, "sched_getaffinity", lambda pid: set(range(fake.cpus[1])))
-        put(os, "getloadavg", lambda: (told(fake.load), 9.0, 9.0))
+        put(os, "getloadavg", lambda: (raise_or_return(fake.load), 9.0, 9.0))
         put(os, "statvfs", lambda path: free_space(fake.shared_memory))
         put(resource, "getrlimit", lambda which: fake.open_files)
         put(torch, "get_num_threads", lambda: fake.threads)
         put(torch.version, "cuda", fake.torch_cuda)
         put(torch.version, "hip", None)
-        put(torch.backends.cudnn, "version", lambda: told(fake.cudnn))
+        put(torch.backends.cudnn, "version", lambda: raise_or_return(fake.cudnn))
         put(torch.backends.cudnn, "is_available", lambda: fake.cudnn is not None)
         put(torch.cuda, "is_available", lambda: fake.gpus != ())
-        put(torch.cuda, "init", lambda: told(RuntimeError(fake.no_gpu)))
-        put(torch.cuda, "device_count", lambda: len(told(fake.gpus)))
-        put(torch.cuda, "get_device_properties", lambda index: told(fake.gpus)[index].properties())
-        put(torch.cuda, "get_device_capability", lambda: told(fake.gpus)[0].capability)
+        put(torch.cuda, "init", lambda: raise_or_return(RuntimeError(fake.no_gpu)))
+        put(torch.cuda, "device_count", lambda: len(raise_or_return(fake.gpus)))
+        put(torch.cuda, "get_device_properties", lambda index: raise_or_return(fake.gpus)[index].properties())
+        put(torch.cuda, "get_device_capability", lambda: raise_or_return(fake.gpus)[0].capability)
         put(torch.cuda, "get_arch_list", lambda: list(fake.torch_code))
         put(_native, "BUILT_WITH_CUDA", fake.built_with_kernels)
-        put(_native, "has_cuda_kernels", lambda index: told(fake.gpus)[index].runs_kernels)
+        put(_native, "has_cuda_kernels", lambda index: raise_or_return(fake.gpus)[index].runs_kernels)
         yield
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout._backends import SDP_KERNELS
+from tests.process_state import attention
 
 
 def special_file(folder, kind):
@@ -51,12 +51,6 @@ def bits(tensor):
     return copied.view(torch.uint8).numpy().tobytes()
 
 
-def attention_flags():
-    """Which attention kernels are enabled, and the order in which they are asked."""
-    enabled = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDP_KERNELS]
-    return enabled, torch._C._get_sdp_priority_order()
-
-
 def _picture(value):
     return (str(value.dtype), tuple(value.shape), bits(value)) if isinstance(value, torch.Tensor) else value
 
@@ -88,7 +82,7 @@ def snapshot(model, optimizer=None):
             torch.get_float32_matmul_precision(),
             torch.backends.cuda.matmul.fp32_precision,
             torch.backends.mkldnn.matmul.fp32_precision,
-            attention_flags(),
+            attention(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_grad_enabled(),
         ),

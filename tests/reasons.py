@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 # code: what the sentence contains, as a regular expression
@@ -181,10 +182,7 @@ ADVICE: dict[str, str] = {
     "would-wait": "On a GPU these would make Python wait",
 }
 
-
-def advice(sentence: str) -> set[str]:
-    """Return the codes of a sentence of a profile's advice."""
-    return reasons(sentence, ADVICE)
+advice = partial(reasons, patterns=ADVICE)
 
 
 # code: why an optimizer cannot be fused, as a regular expression
@@ -196,6 +194,8 @@ FUSING: dict[str, str] = {
     "step-is-wrapped": "not by an LR scheduler",
     "unknown-tensors": r"\ba \w+ of torch\.float32",
 }
+
+fusing = partial(reasons, patterns=FUSING)
 
 
 # code: why the monitor lacks a figure, as a regular expression
@@ -226,10 +226,7 @@ MISSING: dict[str, str] = {
     "whole-mig": "where MIG is on, name a MIG device",
 }
 
-
-def missing(text: str) -> set[str]:
-    """Return the codes of a sentence of the monitor."""
-    return reasons(text, MISSING)
+missing = partial(reasons, patterns=MISSING)
 
 
 # code: what a finding of the doctor says, as a regular expression of its name, what was found and what to do
@@ -277,8 +274,7 @@ FINDINGS: dict[str, str] = {
 
 def finding_code(finding: Any) -> str:
     """Return the one code of a finding of the doctor."""
-    text = f"{finding.name} {finding.found} {finding.fix}"
-    (code,) = (code for code, pattern in FINDINGS.items() if re.search(pattern, text, re.DOTALL))
+    (code,) = reasons(f"{finding.name} {finding.found} {finding.fix}", FINDINGS)
     return code
 
 
@@ -293,7 +289,4 @@ BOUNDS: dict[str, str] = {
     "size-did-not-fit": "did not fit",
 }
 
-
-def bounds(text: str) -> set[str]:
-    """Return the codes of the reason for a batch size."""
-    return reasons(text, BOUNDS)
+bounds = partial(reasons, patterns=BOUNDS)

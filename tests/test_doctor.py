@@ -16,7 +16,7 @@ from flatout import doctor
 from flatout.cli import main
 from flatout.cli.doctor import show
 from flatout.doctor import Finding
-from tests.fake_machine import DRIVER, GIB, HEADER, UNLIMITED, WITHOUT_GPU, Board, Gpu, Machine, on
+from tests.fake_machine import DRIVER, GIB, HEADER, UNLIMITED, WITHOUT_GPU, DoctorNvml, Gpu, Machine, on
 from tests.reasons import finding_code
 from tests.renderings.rendered import drawn
 from tests.renderings.samples import FINDINGS
@@ -25,18 +25,14 @@ Examine = Callable[[Machine], tuple[Finding, ...]]
 
 
 @pytest.fixture
-def examine(tmp_path: Path) -> Examine:
+def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
     """What the doctor finds on a fake machine, with torch's own flags as they suit a GPU."""
     torch.set_float32_matmul_precision("high")
 
     def look(machine: Machine) -> tuple[Finding, ...]:
-        look.machines += 1
-        root = tmp_path / f"machine {look.machines}"
-        root.mkdir()
-        with on(machine, root):
+        with on(machine, tmp_path_factory.mktemp("machine")):
             return doctor.examine()
 
-    look.machines = 0  # type: ignore[attr-defined]
     return look
 
 
@@ -60,7 +56,7 @@ def test_this_machine_is_examined_and_nothing_is_changed() -> None:
 
 
 def test_nothing_is_wrong_with_a_good_machine(examine: Examine) -> None:
-    findings = examine(replace(Machine(), nvml=Board()))
+    findings = examine(nvml())
     assert wrong(findings) == []
     assert {finding.name for finding in findings} == {
         *("flatout", "torch", "extras", "torch.compile", "profilers"),
@@ -86,8 +82,8 @@ def gpu(**changes: object) -> Machine:
     return replace(GOOD, gpus=(replace(Gpu(), **changes),))  # type: ignore[arg-type]
 
 
-def board(**answers: int | None) -> Machine:
-    return replace(GOOD, nvml=Board(**answers))
+def nvml(**answers: int | None) -> Machine:
+    return replace(GOOD, nvml=DoctorNvml(**answers))
 
 
 WRONG = {
@@ -142,7 +138,7 @@ WRONG = {
     ),
     "a GPU that no table knows": (gpu(name="NVIDIA A40", capability=(8, 6)), [("peak-unknown", "note")], []),
     "a GPU that fails": (
-        replace(gpu(fails="CUDA error: devices unavailable\nCUDA kernel errors might be")),
+        gpu(fails="CUDA error: devices unavailable\nCUDA kernel errors might be"),
         [("gpu-unusable", "broken")],
         ["nvidia-smi"],
     ),
@@ -151,10 +147,10 @@ WRONG = {
         [("torch-lacks-architecture", "broken")],
         ["sm_90"],
     ),
-    "a narrow slot": (board(CurrPcieLinkWidth=8), [("pcie-lanes", "slow")], []),
-    "a driver that comes and goes": (board(PersistenceMode=0), [("persistence-off", "note")], ["nvidia-smi -pm 1"]),
-    "memory errors": (board(TotalEccErrors=2), [("memory-errors", "broken")], ["nvidia-smi --gpu-reset"]),
-    "heat": (board(TotalEccErrors=None, CurrentClocksEventReasons=0x40), [("clocks-held-down", "slow")], []),
+    "a narrow slot": (nvml(CurrPcieLinkWidth=8), [("pcie-lanes", "slow")], []),
+    "a driver that comes and goes": (nvml(PersistenceMode=0), [("persistence-off", "note")], ["nvidia-smi -pm 1"]),
+    "memory errors": (nvml(TotalEccErrors=2), [("memory-errors", "broken")], ["nvidia-smi --gpu-reset"]),
+    "heat": (nvml(TotalEccErrors=None, CurrentClocksEventReasons=0x40), [("clocks-held-down", "slow")], []),
     "another cuDNN than torch's own": (
         replace(GOOD, cudnn=RuntimeError("PyTorch was compiled against (9, 24, 0)\nmore")),
         [("cudnn-mismatch", "broken")],
@@ -314,7 +310,7 @@ def test_architectures(examine: Examine, built_for: list[str], capability: tuple
 
 def test_everything_asked_of_nvml_is_in_the_real_module(examine: Examine) -> None:
     real = pytest.importorskip("pynvml")
-    fake = Board()
+    fake = DoctorNvml()
     examine(replace(GOOD, nvml=fake))
     assert len(fake.asked) == 3 + len(fake.answers)
     assert not [name for name in fake.asked if not hasattr(real, name)]

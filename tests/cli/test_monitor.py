@@ -44,6 +44,13 @@ def drawn(samples: list[Sample], width: int, **options: object) -> str:
     return in_terminal(View(samples), width, **options)
 
 
+def taken() -> Sample:
+    sampler = Sampler()
+    sample = sampler.take()
+    sampler.close()
+    return sample
+
+
 def test_once_shows_gpu_host_and_process_without_control_codes(fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--once", "--pid", str(os.getpid())]) == 0
     out = capsys.readouterr().out
@@ -234,7 +241,7 @@ def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, asci
     sampler = Sampler()
     samples = [sampler.take() for _ in range(3)]
     sampler.close()
-    out = in_terminal(View(samples), width, ascii_only)
+    out = drawn(samples, width, ascii_only=ascii_only)
     assert max(map(len, out.splitlines())) <= width
     for said in ("57.0 GiB of 79.6 GiB", "648 of 700 W", "31 W", "1755 of 1980 MHz", "power limit", "93 %"):
         assert out.count(said) >= 1
@@ -243,9 +250,7 @@ def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, asci
 
 def test_many_gpus_in_a_low_terminal_are_a_line_each(fake) -> None:
     fake.boards = (A100,) * 8
-    sampler = Sampler()
-    sample = sampler.take()
-    sampler.close()
+    sample = taken()
     low = drawn([sample], 100, force_terminal=True, height=40)
     tall = drawn([sample], 100, force_terminal=True, height=200)
     assert low.count("cuda:") == tall.count("cuda:") == 8
@@ -254,9 +259,7 @@ def test_many_gpus_in_a_low_terminal_are_a_line_each(fake) -> None:
 
 def test_workers_are_indented_below_their_parent_and_names_cannot_reach_the_terminal(fake) -> None:
     pytest.importorskip("psutil")
-    sampler = Sampler()
-    sample = sampler.take()
-    sampler.close()
+    sample = taken()
     root = sample.processes[0]
     child = replace(root, pid=2, parent_pid=root.pid, name="pt_data\x1b[31m_worker", cpu_percent=250.0)
     grandchild = replace(root, pid=3, parent_pid=2, name="[bold]sh")
@@ -291,9 +294,7 @@ def columns(shown: str) -> int:
 
 def test_private_memory_has_a_column_where_it_is_known_and_there_is_room(fake) -> None:
     pytest.importorskip("psutil")
-    sampler = Sampler()
-    sample = sampler.take()
-    sampler.close()
+    sample = taken()
     process = replace(sample.processes[0], uss_bytes=3 * 2**20)
     with_it = drawn([replace(sample, processes=(process,))], 80)
     assert "3.00 MiB" in with_it

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from flatout.measure.state import State
-from tests.helpers import attention_flags, bits
+from tests.helpers import bits
+from tests.process_state import attention
 
 FLAGS: dict[str, Callable[[], object]] = {
     "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
@@ -63,7 +64,7 @@ def flags() -> dict[str, Any]:
             torch.backends.cuda.matmul.fp32_precision,
             torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         ),
-        "attention": attention_flags(),
+        "attention": attention(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

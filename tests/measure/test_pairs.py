@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from tests.clock import TimedStep
-from tests.helpers import attention_flags, snapshot
+from tests.helpers import snapshot
+from tests.process_state import attention
 from tests.reasons import reasons
 
 ONLY_THESE = dict.fromkeys(
@@ -75,7 +76,7 @@ def attends_by_products():
 
 
 def test_what_pays_together_alone_is_kept_as_two(tuned):
-    before = attention_flags()
+    before = attention()
     run, rows = tuned(bf16=SLOWER, math=SLOWER, both=FASTER)
     assert run.plan.decisions == {"precision": "bf16", "sdpa_backend": "math"}
     both, math = rows["precision"], rows["sdpa_backend"]
@@ -91,7 +92,7 @@ def test_what_pays_together_alone_is_kept_as_two(tuned):
     assert attends_by_products()
     run.undo()
     assert snapshot(run.model, run.optimizer) == tuned.before
-    assert attention_flags() == before
+    assert attention() == before
 
 
 def test_a_plan_of_a_pair_is_applied_again(tuned):

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import pytest
 
 from flatout.data import machine
 from flatout.monitor import host, nvml
-from tests.fake_machine import move_paths
+from tests.clock import Clock
+from tests.fake_machine import move_paths, put_files
 from tests.monitor.fake_dcgm import FakeDcgm
 from tests.monitor.fake_nvml import FakeNvml
 
@@ -60,20 +61,17 @@ class System:
         """Let only these be usable."""
         self._patch.setattr(os, "sched_getaffinity", lambda pid: set(cpus))
 
-    def files(self, **files: str) -> None:
-        """Let the files of the system be these alone, and those of earlier calls; of names "/" is "__"."""
+    def files(self, files: Mapping[str, str]) -> None:
+        """Write files, by their paths below "/". The monitor reads no files but those of all calls."""
         if not self._moved:
             move_paths(self._patch, machine, self._root)
             self._moved = True
-        for name, text in files.items():
-            path = self._root / name.replace("__", "/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        put_files(self._root, files)
 
     def clock(self) -> Clock:
         """Let time stand still, until the test moves it."""
-        clock = Clock()
-        self._patch.setattr(time, "monotonic", lambda: clock.now)
+        clock = Clock(tick=0.0)
+        self._patch.setattr(time, "monotonic", clock)
         return clock
 
     def private_memory(self, look: Callable[[int], int]) -> None:
@@ -86,12 +84,6 @@ class System:
         with self._patch.context() as child:
             child.setattr(os, "getpid", lambda: -1)
             yield
-
-
-class Clock:
-    """Seconds that pass when ``now`` is set."""
-
-    now = 10.0
 
 
 def gpus(*, dcgm: bool = False) -> nvml.Gpus:

@@ -338,19 +338,19 @@ def test_processes_that_ended_are_forgotten() -> None:
     assert not [pid for pid in children if remembers(processes, pid)]
 
 
-VERSION_2 = {"proc__self__cgroup": "0::/\n", "sys__fs__cgroup__cpu.max": "50000 100000"}
+VERSION_2 = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000"}
 
 
 def test_a_containers_limits_are_what_counts(system: System) -> None:
     pytest.importorskip("psutil")
     clock = system.clock()
     system.cpus(0, 1)
-    memory = {"sys__fs__cgroup__memory.max": str(2**20), "sys__fs__cgroup__memory.current": str(2**19)}
-    system.files(**VERSION_2, **memory, **{"sys__fs__cgroup__cpu.stat": "usage_usec 1000000"})
+    memory = {"sys/fs/cgroup/memory.max": str(2**20), "sys/fs/cgroup/memory.current": str(2**19)}
+    system.files({**VERSION_2, **memory, "sys/fs/cgroup/cpu.stat": "usage_usec 1000000"})
     looker = host.Host()
     looker.sample()
-    clock.now += 2.0
-    system.files(**{"sys__fs__cgroup__cpu.stat": "usage_usec 1600000"})
+    clock.advance(2.0)
+    system.files({"sys/fs/cgroup/cpu.stat": "usage_usec 1600000"})
     found = looker.sample()
     assert found.ram_total_bytes == 2**20
     assert found.ram_available_bytes == found.ram_used_bytes == 2**19
@@ -358,28 +358,28 @@ def test_a_containers_limits_are_what_counts(system: System) -> None:
     assert found.cores == 1
 
 
-@pytest.mark.parametrize("accounts", ["cpu__a", "cpuacct__a"])
+@pytest.mark.parametrize("accounts", ["cpu/a", "cpuacct/a"])
 def test_cpu_time_of_the_first_version_of_control_groups(system: System, accounts: str) -> None:
     pytest.importorskip("psutil")
     clock = system.clock()
     system.cpus(0, 1)
     system.files(
-        proc__self__cgroup="2:cpuacct:/a\n1:cpu:/a\n",
-        **{
-            "sys__fs__cgroup__cpu__a__cpu.cfs_quota_us": "50000",
-            "sys__fs__cgroup__cpu__a__cpu.cfs_period_us": "100000",
-            "sys__fs__cgroup__cpuacct__cpuacct.usage": "9\n",
-            "sys__fs__cgroup__cpuacct__a__tasks": "",
-        },
+        {
+            "proc/self/cgroup": "2:cpuacct:/a\n1:cpu:/a\n",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "50000",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/cpuacct/cpuacct.usage": "9\n",
+            "sys/fs/cgroup/cpuacct/a/tasks": "",
+        }
     )
-    usage = f"sys__fs__cgroup__{accounts}__cpuacct.usage"
+    usage = f"sys/fs/cgroup/{accounts}/cpuacct.usage"
     looker = host.Host()
     for nanoseconds in (1_500_000_000, 2_100_000_000):
-        system.files(**{usage: f"{nanoseconds}\n"})
+        system.files({usage: f"{nanoseconds}\n"})
         found = looker.sample()
-        clock.now += 2.0
+        clock.advance(2.0)
     assert found.cpu_percent == pytest.approx(60.0)
-    system.files(**{usage: ""})
+    system.files({usage: ""})
     assert missing(looker.sample().missing["cpu_percent"]) == {"container-silent"}
 
 
@@ -393,11 +393,11 @@ def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(sys
     )
     system.psutil(cpu_times=lambda percpu: next(looks))
     system.cpus(1)
-    system.files()  # no container's limits
+    system.files({})  # no container's limits
     clock = system.clock()
     looker = host.Host()
     assert looker.sample().cpu_percent is None
-    clock.now += 4.0
+    clock.advance(4.0)
     found = looker.sample()
     assert found.per_cpu_percent == (25.0,)
     assert found.cpu_percent == 25.0
@@ -417,7 +417,7 @@ def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System
 
     def costly(pid: int) -> int:
         asked.append(pid)
-        clock.now += 1.0
+        clock.advance(1.0)
         return len(asked)
 
     system.private_memory(costly)
@@ -428,7 +428,7 @@ def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System
         assert asked == [root]
         assert {one.pid: one.uss_bytes for one in found} == {root: 1, child: None}
         for _ in range(3):
-            clock.now += 100.0
+            clock.advance(100.0)
             found, _ = processes.sample()
     assert asked == [root, child, root, child]
     assert {one.pid: one.uss_bytes for one in found} == {root: 3, child: 4}

@@ -12,7 +12,7 @@ import torch
 import flatout.optim as fo
 from tests.optim.harness import Calls
 from tests.optim.helpers import assert_same, parameters, set_grads
-from tests.reasons import FUSING, reasons
+from tests.reasons import fusing
 
 ALL = [("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9, "dampening": 0.1})]
 
@@ -112,6 +112,6 @@ def test_why_not():
         ("no-kernels", torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="meta"))])),
     ]
     for code, optimizer in cases:
-        assert reasons(fo.why_not_fusable(optimizer), FUSING) == {code}
+        assert fusing(fo.why_not_fusable(optimizer)) == {code}
         kind = type(optimizer)
         assert type(fo.fuse(optimizer)) is kind

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from flatout.profile import nsight
-from tests.fake_machine import move_paths
+from tests.fake_machine import move_paths, put_files
 
 
 class Program:
@@ -33,10 +33,7 @@ class Program:
     def may_sample(self, level: str | None) -> None:
         """Let ``perf_event_paranoid`` be this; None where the system has no such file."""
         move_paths(self._patch, nsight, self._root)
-        if level is not None:
-            file = self._root / "proc/sys/kernel/perf_event_paranoid"
-            file.parent.mkdir(parents=True)
-            file.write_text(f"{level}\n")
+        put_files(self._root, {"proc/sys/kernel/perf_event_paranoid": None if level is None else f"{level}\n"})
 
 
 @pytest.fixture

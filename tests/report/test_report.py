@@ -279,19 +279,14 @@ def test_ticks_are_few_and_hold_zero(low: float, high: float) -> None:
     gain = Gain(1 + (low + high) / 2, 1 + low, 1 + high)
     row = Row("x", 1, "X", "kept", "", "on", gain, (Trial("on", 4.0, 3.0, gain, 9),))
     drawn = chart(root_of(Report(Summary((row,), {}))), "speed")
-    ticks = {e.attrib["class"]: float(e.attrib["x1"]) for e in drawn.iter() if e.tag.endswith("}line")}
-    count = sum(e.tag.endswith("}line") for e in drawn.iter())
-    assert 2 <= count <= 8
-    assert ticks.keys() == {"zero", "tick"}
-    assert sum(e.attrib.get("class") == "axis" for e in drawn.iter()) == count
-    ends = [float(x) for x in re.findall(r"[MH]([\d.]+)", whisker(drawn))]
-    places = [float(e.attrib["x1"]) for e in drawn.iter() if e.tag.endswith("}line")]
+    ticks = [e.attrib for e in drawn.iter() if e.tag.endswith("}line")]
+    assert 2 <= len(ticks) <= 8
+    assert {tick["class"] for tick in ticks} == {"zero", "tick"}
+    assert sum(e.attrib.get("class") == "axis" for e in drawn.iter()) == len(ticks)
+    (whisker,) = (e.attrib["d"] for e in drawn.iter() if e.attrib.get("class") == "whisker")
+    ends = [float(x) for x in re.findall(r"[MH]([\d.]+)", whisker)]
+    places = [float(tick["x1"]) for tick in ticks]
     assert min(ends) - 0.1 <= min(places) <= max(places) <= max(ends) + 0.1
-
-
-def whisker(drawn: ET.Element) -> str:
-    (path,) = (e.attrib["d"] for e in drawn.iter() if e.attrib.get("class") == "whisker")
-    return path
 
 
 def test_every_status_has_a_look() -> None:
