@@ -1,4 +1,4 @@
-"""A clock that only the job under test advances: decisions about time repeat exactly and wait for nothing."""
+"""Simulated clock, and jobs that advance it: decisions about time repeat exactly, and no test waits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 TICK = 2e-4
-"""Seconds between two readings of the clock, so that loops that wait for a moment end."""
+"""Seconds that each reading advances a clock, so that a loop ends that reads the clock until a deadline."""
 
 
 class Clock:
-    """Replacement of ``time.perf_counter`` that only the job advances, and each reading by a tick."""
+    """Replacement of ``time.perf_counter``: each reading advances the clock by a tick, and ``advance`` by more."""
 
     def __init__(self, tick: float = TICK) -> None:
         self.now = 0.0
@@ -34,41 +34,41 @@ class Clock:
         self.now += seconds
 
     def core_seconds(self) -> float:
-        """Return the time of all ticks: that of the work between two readings, without what was advanced."""
+        """Return the sum of all ticks, which stands for the work between readings. Sleep adds nothing."""
         return self._ticked
 
     def slow_down(self, model: nn.Module, seconds: float = 1.0) -> None:
-        """Have each forward of a model take so long."""
+        """Advance the clock at each forward of the model."""
         model.register_forward_hook(lambda *_: self.advance(seconds))
 
 
 @contextlib.contextmanager
-def simulated(clock: Clock) -> Iterator[None]:
-    """Put the clock in the place of ``time.perf_counter``. Measuring the peak of the device takes no time either."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with mock.patch.object(time, "perf_counter", clock), mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def simulated_time(tick: float = 0.0) -> Iterator[Clock]:
-    """Replace ``time.perf_counter`` and ``time.sleep`` in this process, and in processes that are forked meanwhile."""
+def simulated_time(tick: float = TICK) -> Iterator[Clock]:
+    """Replace ``time.perf_counter`` and ``time.sleep`` by a new clock, here and in processes forked in the block."""
     clock = Clock(tick)
     with mock.patch.object(time, "perf_counter", clock), mock.patch.object(time, "sleep", clock.advance):
         yield clock
+
+
+@contextlib.contextmanager
+def simulated_tuning() -> Iterator[Clock]:
+    """Simulate time for ``flatout.optimize``: two threads on every machine, one product per size to measure a peak."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with simulated_time() as clock, mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0):
+            yield clock
+    finally:
+        torch.set_num_threads(threads)
 
 
 class TimedStep:
     """Loss function that advances the clock by the time of a whole step.
 
     Args:
-        clock: is advanced by each call.
-        seconds: of a step, or a function ``(samples, active) -> seconds``; ``active`` as in the property.
-        loss_fn: computes the loss.
+        clock: the clock that each call advances.
+        seconds: seconds of a step, or a function of the number of samples and the property ``active``.
+        loss_fn: the function that computes the loss.
     """
 
     def __init__(
@@ -86,20 +86,20 @@ class TimedStep:
         self._autocast = False
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TimedStep:
-        """Look at a model and its optimizer for techniques that are turned on. The model has submodules.
+        """Look for active techniques in a model, which has submodules, and in its optimizer.
 
-        flatout turns autocast on inside the call of the model alone, so the first submodule is where it is seen.
+        The first submodule shows autocast, because flatout enables autocast only inside the call of the model.
         """
         self._model, self._optimizer = model, optimizer
-        next(model.children()).register_forward_pre_hook(self._begins)
+        next(model.children()).register_forward_pre_hook(self._note_autocast)
         return self
 
-    def _begins(self, *_: object) -> None:
+    def _note_autocast(self, *_: object) -> None:
         self._autocast = torch.is_autocast_enabled("cpu")
 
     @property
     def active(self) -> set[str]:
-        """Names of the techniques that are on, of those that change how long a step takes."""
+        """Names of the active techniques, from those that change the time of a step."""
         weights = [] if self._model is None else [p for p in self._model.parameters() if p.dim() == 4]
         found = {
             "precision": self._autocast,
@@ -111,24 +111,24 @@ class TimedStep:
         return {name for name, is_active in found.items() if is_active}
 
     def seconds(self, samples: int) -> float:
-        """Return the time of a step of so many samples with what is on now."""
+        """Return the time of a step of ``samples`` samples with the techniques that are active now."""
         return self._seconds(samples, self.active) if callable(self._seconds) else self._seconds
 
-    def passes(self, samples: int) -> None:
-        """Advance the clock by a step."""
+    def advance_clock(self, samples: int) -> None:
+        """Advance the clock by the time of a step."""
         self._clock.advance(self.seconds(samples))
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        self.passes(len(target))
+        self.advance_clock(len(target))
         return self._loss_fn(output, target)
 
 
 class TimedSamples(Dataset[tuple[Tensor, int]]):
-    """64 samples of eight numbers and one of three classes, each of which takes time to load.
+    """Dataset of 64 samples, each of eight numbers and one of three classes, that take time to load.
 
     Args:
-        clock: is advanced by each sample.
-        seconds: of a sample, or a function without arguments that returns them.
+        clock: the clock that each sample advances.
+        seconds: seconds of a sample, or a function without arguments that returns the seconds.
     """
 
     def __init__(self, clock: Clock, seconds: float | Callable[[], float]) -> None:

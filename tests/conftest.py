@@ -25,7 +25,7 @@ import torch
 from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tests.clock import Clock, simulated
+from tests.clock import Clock, simulated_tuning
 from tests.process_state import put_back
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -119,17 +119,16 @@ def ended_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def simulated_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Peaks that simulated clocks measured, which no other test may read."""
+    """Cache of the peaks measured on simulated clocks, which tests on the real clock must not read."""
     return tmp_path_factory.mktemp("simulated")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Clock]:
-    """Simulated clock in the place of ``time.perf_counter``: tests advance it, often by ``TimedStep``."""
+    """Simulated clock for a test of ``optimize``, which ``TimedStep`` or the test advances."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(simulated_cache))
-    monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # no test looks at a peak that takes ticks
-    clock = Clock()
-    with simulated(clock):
+    monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # tests on this clock check no peak
+    with simulated_tuning() as clock:
         yield clock
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,8 +33,8 @@ from flatout.data.normalize import _is_native
 from flatout.data.prefetcher import _Ahead
 from flatout.data.transfer import NativeCopier
 from flatout.data.trials import Try
-from flatout.techniques.transforms import Transforms
 from tests.clock import Clock, simulated_time
+from tests.helpers import native_threads
 
 PLENTY = 2**50
 """Bytes of memory that bound nothing."""
@@ -262,21 +261,17 @@ def rings_of(loader: InMemoryLoader) -> list[_host.Ring]:
     return list(loader._rings.values())
 
 
-def threads() -> list[str]:
-    """Return the names of flatout's threads in this process."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            names.append((task / "comm").read_text().strip())
-    return [name for name in names if name.startswith("flatout")]
-
-
 def eventually(holds: Callable[[], Any]) -> bool:
     """Return whether ``holds()`` comes true: threads get their name, and processes end, in their own time."""
     deadline = time.monotonic() + 60
     while not holds() and time.monotonic() < deadline:
         threading.Event().wait(0.001)
     return bool(holds())
+
+
+def threads_end() -> bool:
+    """Return whether flatout's threads end, which takes a moment after ``close`` returns."""
+    return eventually(lambda: not native_threads())
 
 
 def examined(source: Any, everything: bool = False, **options: int) -> tuple[MovableWork, ...]:
@@ -290,12 +285,6 @@ def examined(source: Any, everything: bool = False, **options: int) -> tuple[Mov
     least = mock.patch.object(movable, "WORTH_NAMING", 0.0 if everything else movable.WORTH_NAMING)
     with simulated_time(TICK), least:
         return movable_transforms(source, **options)
-
-
-def advice_on(loader: DataLoader[Any]) -> list[str]:
-    """Return what the report says of a loader's transforms, without the trials of a whole ``optimize``."""
-    job: Any = SimpleNamespace(loader=loader, source=loader)
-    return list(Transforms().findings(job, math.inf))
 
 
 def kernels_there(there: bool) -> Any:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
-from tests.data.harness import CopyingPrefetcher, eventually, rings_of, threads
-from tests.helpers import in_child
+from tests.data.harness import CopyingPrefetcher, eventually, rings_of, threads_end
+from tests.helpers import in_child, native_threads
 
 LOADER = DataLoader(TensorDataset(torch.arange(500_000).reshape(200, 2500), torch.arange(200)), 8, shuffle=True)
 """Batches of 160 KB: threads gather them, where smaller ones are left to whoever waits."""
@@ -57,7 +57,7 @@ def test_a_thousand_breaks_leave_nothing_behind(kind):
     for number in range(1000):
         break_after(loader, number % 5)
     gc.collect()
-    assert eventually(lambda: not threads())
+    assert threads_end()
     assert descriptors() == before
 
 
@@ -79,7 +79,7 @@ def leaves_nothing(attempt, times: int) -> bool:
     before = descriptors()
     for _ in range(times):
         attempt()
-    return eventually(lambda: not threads()) and eventually(lambda: has_ended(before))
+    return threads_end() and eventually(lambda: has_ended(before))
 
 
 @pytest.mark.slow
@@ -147,9 +147,9 @@ def test_threads_come_with_the_second_batch():
     next(iterator)
     assert os.listdir("/proc/self/task") == before
     next(iterator)
-    assert eventually(lambda: len(threads()) == 3)
+    assert eventually(lambda: len(native_threads()) == 3)
     del iterator
-    assert eventually(lambda: not threads())
+    assert threads_end()
 
 
 def test_small_batches_wake_no_thread():
@@ -165,16 +165,16 @@ def test_small_batches_wake_no_thread():
 def test_threads_come_at_once_for_a_batch_that_takes_longer_than_their_start():
     iterator = iter(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(4, 2**20)), 1), threads=3))
     next(iterator)
-    assert eventually(lambda: len(threads()) == 3)
+    assert eventually(lambda: len(native_threads()) == 3)
     del iterator
-    assert eventually(lambda: not threads())
+    assert threads_end()
 
 
 def test_end_of_an_epoch_ends_the_threads():
     iterator = iter(InMemoryLoader(LOADER))
     for _ in iterator:
         pass
-    assert eventually(lambda: not threads())
+    assert threads_end()
 
 
 def test_close_ends_iterators_and_the_loader_goes_on():
@@ -184,7 +184,7 @@ def test_close_ends_iterators_and_the_loader_goes_on():
         next(iterator)
     loader.close()
     loader.close()
-    assert eventually(lambda: not threads())
+    assert threads_end()
     assert list(first) == []
     assert len(list(loader)) == len(LOADER)
 
@@ -353,4 +353,4 @@ def test_closed_by_another_thread(kind):
         thread.join()
     assert errors == []
     loader.close()
-    assert eventually(lambda: not threads())
+    assert threads_end()

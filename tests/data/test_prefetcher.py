@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from flatout.data import InMemoryLoader, Prefetcher, is_rewindable
 from flatout.data.transfer import NativeCopier
 from tests.clock import simulated_time
-from tests.data.harness import CopyingPrefetcher, SlowSamples, eventually, threads
+from tests.data.harness import CopyingPrefetcher, SlowSamples, eventually, threads_end
+from tests.helpers import native_threads
 
 KINDS = [Prefetcher, CopyingPrefetcher]
 
@@ -36,7 +37,7 @@ def test_same_batches_for_many_epochs(kind, depth, wrap):
             assert type(our) is list
             assert all(map(torch.equal, our, their))
     assert prefetcher.batches == 21
-    assert eventually(lambda: threads() == [])
+    assert threads_end()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "gaps", "broadcast", "empty", "0-dim"])
@@ -229,12 +230,12 @@ def test_breaks_and_close_leave_no_thread(kind):
             if number == 1:
                 break
     gc.collect()
-    assert eventually(lambda: threads() == [])
+    assert threads_end()
     held = iter(prefetcher)
     next(held), next(held)
-    assert eventually(threads)
+    assert eventually(native_threads)
     prefetcher.close()
-    assert eventually(lambda: threads() == [])
+    assert threads_end()
     assert list(held) == []
     assert len(list(prefetcher)) == 7
 
@@ -317,7 +318,7 @@ def test_stall_is_counted():
 
 def test_steps_that_wait_for_a_slow_loader_stall():
     """A batch takes 0.4 s and its step 0.08 s: the starved step of the tuner's tests."""
-    with simulated_time() as clock:
+    with simulated_time(tick=0.0) as clock:
         prefetcher = Prefetcher(DataLoader(SlowSamples(0.4, 50), batch_size=None), "cpu")
         for number, _ in enumerate(prefetcher):
             if number == 0:
@@ -380,7 +381,7 @@ def test_an_exception_in_the_transform_arrives_whole_when_its_batch_is_due(kind,
     assert caught.value.__cause__.args == ("inner",)
     assert [entry.name for entry in caught.traceback][-1] == "transform"
     assert [int(batch) for batch in iterator] == [-3, -4]
-    assert eventually(lambda: threads() == [])
+    assert threads_end()
 
 
 class Understated(IterableDataset):

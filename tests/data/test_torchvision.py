@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.data import NotCacheable, Prefetcher, cache_in_memory
 from tests.clock import simulated_time
-from tests.data.harness import TICK, advice_on, examined
+from tests.data.harness import TICK, examined
 from tests.reasons import reasons
+from tests.techniques.harness import findings, job_of
 
 try:  # a torchvision that was built for another torch raises RuntimeError
     from PIL import Image
@@ -194,9 +196,9 @@ def test_optimize_trains_on_it(folder, in_memory):
 
 
 def test_the_report_names_each_transform_and_gives_its_advice_once(folder):
-    loader = loader_of(folder, PLAIN)
+    job = job_of(Small(), loader=loader_of(folder, PLAIN))
     with simulated_time(TICK):
-        *found, advice = advice_on(loader)
+        *found, advice = findings("transforms", job, math.inf)
     places = [f"dataset.transform.transforms[{i}]: torchvision.transforms." for i in (2, 3)]
     assert sorted(finding.partition(" (")[0] for finding in found) == [places[0] + "ToTensor", places[1] + "Normalize"]
     assert "flatout.data.Normalize" in advice

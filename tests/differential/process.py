@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flatout.measure.state import State
-from tests.helpers import bits
+from tests.helpers import bits, native_threads
 from tests.process_state import attention
 
 FLAGS: dict[str, Callable[[], object]] = {
@@ -83,7 +83,7 @@ def surroundings() -> dict[str, Any]:
         "threads": sorted(
             t.name for t in threading.enumerate() if not t.name.startswith(("ThreadPoolExecutor", "tqdm"))
         ),
-        "native threads": _native_threads(),
+        "native threads": len(native_threads()),
         "children": _children(),
         "collector": (gc.isenabled(), gc.get_freeze_count() > 0, gc.get_threshold(), list(gc.callbacks)),
         "autocast": (
@@ -115,11 +115,3 @@ def surroundings() -> dict[str, Any]:
 def _children() -> set[str]:
     multiprocessing.active_children()  # joins processes that have ended
     return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
-def _native_threads() -> int:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            names.append((task / "comm").read_text())
-    return sum(name.startswith("flatout") for name in names)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
-from tests.clock import Clock, TimedStep, simulated
+from tests.clock import Clock, TimedStep, simulated_tuning
 
 SAMPLES = 96
 BATCH_SIZE = 16
@@ -143,8 +143,7 @@ def _loader(job: Simulated, clock: Clock) -> DataLoader[Any]:
 
 def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
     """Tune the job on a simulated clock, and return what ``use`` makes of the tuned run."""
-    clock = Clock()
-    with simulated(clock):
+    with simulated_tuning() as clock:
         torch.manual_seed(0)
         model = Small(job.model)
         step = SimulatedStep(job, clock)
@@ -152,7 +151,7 @@ def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
         arguments["techniques"] = REAL_TIME | arguments.get("techniques", {})
         if job.form == "inference":
             model.eval()
-            model.register_forward_hook(lambda _, __, output: step.passes(len(output)))
+            model.register_forward_hook(lambda _, __, output: step.advance_clock(len(output)))
         elif job.form == "step":
             arguments["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.01)
         step.watch(model, arguments.get("optimizer"))

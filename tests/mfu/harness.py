@@ -7,27 +7,23 @@ import ctypes
 import math
 import multiprocessing
 import os
-import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 
 from flatout._host import StepCounter
 from flatout.mfu import MfuCounter, peaks
 from flatout.mfu.wrapped import Calls, UnderWay
-from tests.clock import Clock, simulated_time
+from tests.clock import Clock
 
 CLOCK = Path(__file__).parents[1] / "native" / "steady_clock.cpp"
-
-Result = TypeVar("Result")
 
 
 def core_of(counter: MfuCounter) -> StepCounter:
@@ -55,8 +51,8 @@ class StepTaker:
         return self._calls._take(self._thread, UnderWay(None))
 
 
-class SimulatedClock:
-    """The steady clock of a process that ``process_in_simulated_time`` has started."""
+class SteadyClock:
+    """``std::chrono::steady_clock`` of a process that ``process_with_steady_clock`` started."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -78,24 +74,26 @@ class SimulatedClock:
             yield
 
 
-def call_simulated(work: Callable[[SimulatedClock], Result]) -> Result:
-    """Call ``work`` in the process in which this is run."""
-    return work(SimulatedClock())
+CallWithSteadyClock: TypeAlias = Callable[[Callable[[SteadyClock], Any]], Any]
+
+
+def _call(work: Callable[[SteadyClock], Any]) -> Any:
+    return work(SteadyClock())
 
 
 @contextlib.contextmanager
-def process_in_simulated_time(folder: Path) -> Iterator[Callable[[Callable[[SimulatedClock], Any]], Any]]:
-    """Start a process in which steady clocks stand still, and yield what runs a module's function in it."""
+def process_with_steady_clock(folder: Path) -> Iterator[CallWithSteadyClock]:
+    """Start a process whose steady clock stands still, and yield a function that calls module-level work there."""
     library = folder / "steady_clock.so"
-    subprocess.run([shutil.which("g++") or "c++", "-shared", "-fPIC", "-o", library, CLOCK], check=True)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, CLOCK], check=True)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         with mock.patch.dict(os.environ, {"LD_PRELOAD": str(library)}):
-            pool.submit(os.getpid).result(timeout=60)
-        yield lambda work: pool.submit(call_simulated, work).result(timeout=300)
+            pool.submit(os.getpid).result(timeout=60)  # starts the process
+        yield lambda work: pool.submit(_call, work).result(timeout=300)
 
 
 @contextlib.contextmanager
-def warnings_told_again() -> Iterator[None]:
+def forgotten_warnings() -> Iterator[None]:
     """Forget which unknown peaks this process has warned of: each is warned of once."""
     with mock.patch.object(peaks, "_warned", set()):
         yield
@@ -125,12 +123,6 @@ class SimulatedProducts:
         slow = self.every_third if self._calls % 3 == 0 else 1.0
         self._clock.advance(slow * 2 * size**3 / self.flops_per_second.get(size, 1e12))
         return a if out is None else out
-
-
-@contextlib.contextmanager
-def simulated_products() -> Iterator[SimulatedProducts]:
-    with simulated_time() as clock, mock.patch.object(torch, "matmul", SimulatedProducts(clock)) as products:
-        yield products
 
 
 class Event:
@@ -170,7 +162,7 @@ class SimulatedGpu:
         self.asked: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
-    def instead_of_torchs(self) -> Iterator[None]:
+    def patched_into_torch(self) -> Iterator[None]:
         with (
             mock.patch("torch.cuda.Event", self._event),
             mock.patch("torch.cuda.current_stream", return_value=None),

@@ -8,12 +8,14 @@ import platform
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from flatout.mfu import clock_peak_flops, measured_peak_flops, peak_flops, peaks
-from tests.mfu.harness import simulated_products, warnings_told_again
+from tests.clock import simulated_time
+from tests.mfu.harness import SimulatedProducts, forgotten_warnings
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
@@ -46,7 +48,7 @@ SHEETS = {
 
 @pytest.fixture(autouse=True)
 def nothing_warned():
-    with warnings_told_again():
+    with forgotten_warnings():
         yield
 
 
@@ -167,8 +169,11 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def products(cache):
     """Products of matrices that take given times."""
-    with simulated_products() as simulated:
-        yield simulated
+    with (
+        simulated_time(tick=0.0) as clock,
+        mock.patch.object(torch, "matmul", SimulatedProducts(clock)) as products,
+    ):
+        yield products
 
 
 def test_the_best_rate_over_sizes_is_the_peak(products):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,11 +21,19 @@ from torch.utils.data import DataLoader, Dataset
 import flatout
 from flatout._host import StepCounter
 from flatout.mfu import MfuCounter, Phases, Reading
-from tests.mfu.harness import SimulatedClock, core_of
+from tests.mfu.harness import CallWithSteadyClock, SteadyClock, core_of, process_with_steady_clock
 
 STEPS = 8
 NAMES = tuple(field.name for field in fields(Phases))
-Simulated = Callable[[Callable[[SimulatedClock], Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def with_steady_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallWithSteadyClock]:
+    """Call a function of this module in a process whose steady clock only the function advances."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    with process_with_steady_clock(tmp_path_factory.mktemp("clock")) as call:
+        yield call
 
 
 def check(total: Reading, **seconds: float) -> None:
@@ -35,7 +44,7 @@ def check(total: Reading, **seconds: float) -> None:
     assert total.stall_fraction == pytest.approx(seconds["loader_wait"] / total.seconds)
 
 
-def three_batches(clock: SimulatedClock) -> tuple[Reading, Reading]:
+def three_batches(clock: SteadyClock) -> tuple[Reading, Reading]:
     counter = MfuCounter(flops_per_step=5.0, peak_flops=10.0, device="cpu")
     for batch in (32, 32, 7):
         clock.advance(0.5)
@@ -45,8 +54,8 @@ def three_batches(clock: SimulatedClock) -> tuple[Reading, Reading]:
     return counter.window, counter.total
 
 
-def test_steps_are_timed_by_the_host_clock(simulated: Simulated) -> None:
-    for reading in simulated(three_batches):
+def test_steps_are_timed_by_the_host_clock(with_steady_clock: CallWithSteadyClock) -> None:
+    for reading in with_steady_clock(three_batches):
         assert (reading.steps, reading.samples) == (3, 71)
         assert reading.step_seconds == pytest.approx(1.0)
         assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # nothing but its wait before the first step
@@ -55,7 +64,7 @@ def test_steps_are_timed_by_the_host_clock(simulated: Simulated) -> None:
         assert reading.mfu == pytest.approx(1.5 / 4.25)
 
 
-def delayed_loop(clock: SimulatedClock) -> Reading:
+def delayed_loop(clock: SteadyClock) -> Reading:
     counter = MfuCounter(device="cpu", phases_every=1)
 
     def loader() -> Iterator[int]:
@@ -75,9 +84,9 @@ def delayed_loop(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_delays_are_found_where_they_were_put(simulated: Simulated) -> None:
+def test_delays_are_found_where_they_were_put(with_steady_clock: CallWithSteadyClock) -> None:
     idle = STEPS * (0.01 + 4 * 0.002) + (STEPS - 1) * 0.003
-    total = simulated(delayed_loop)
+    total = with_steady_clock(delayed_loop)
     check(
         total,
         loader_wait=STEPS * 0.02,
@@ -91,7 +100,7 @@ def test_delays_are_found_where_they_were_put(simulated: Simulated) -> None:
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, clock: SimulatedClock) -> None:
+    def __init__(self, clock: SteadyClock) -> None:
         self._clock = clock
 
     def __len__(self) -> int:
@@ -105,7 +114,7 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
 class SlowModel(nn.Module):
     """Takes its time in its forward and in its backward."""
 
-    def __init__(self, clock: SimulatedClock) -> None:
+    def __init__(self, clock: SteadyClock) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 1)
         self.clock = clock
@@ -119,14 +128,14 @@ class SlowModel(nn.Module):
 
 
 class SlowSgd(torch.optim.SGD):
-    clock: SimulatedClock
+    clock: SteadyClock
 
     def step(self, closure: Any = None) -> None:
         self.clock.advance(0.01)
         super().step()
 
 
-def slow_job(clock: SimulatedClock) -> tuple[SlowModel, SlowSgd, DataLoader[tuple[Tensor, Tensor]]]:
+def slow_job(clock: SteadyClock) -> tuple[SlowModel, SlowSgd, DataLoader[tuple[Tensor, Tensor]]]:
     model = SlowModel(clock)
     optimizer = SlowSgd(model.parameters(), lr=0.1)
     optimizer.clock = clock
@@ -145,7 +154,7 @@ def check_slow_job(total: Reading) -> None:
     assert total.step_seconds == pytest.approx(0.015 + 0.02 + 0.01)
 
 
-def run_of_slow_job(clock: SimulatedClock) -> Reading:
+def run_of_slow_job(clock: SteadyClock) -> Reading:
     model, optimizer, loader = slow_job(clock)
     run = flatout.optimize(model, loader, optimizer, nn.functional.mse_loss, budget=0)
     run.stats.phases_every = 1
@@ -156,11 +165,11 @@ def run_of_slow_job(clock: SimulatedClock) -> Reading:
     return run.stats.total
 
 
-def test_the_phases_of_a_run_are_told_apart(simulated: Simulated) -> None:
-    check_slow_job(simulated(run_of_slow_job))
+def test_the_phases_of_a_run_are_told_apart(with_steady_clock: CallWithSteadyClock) -> None:
+    check_slow_job(with_steady_clock(run_of_slow_job))
 
 
-def loop_of_wrapped_model(clock: SimulatedClock) -> Reading:
+def loop_of_wrapped_model(clock: SteadyClock) -> Reading:
     model, optimizer, loader = slow_job(clock)
     counter = MfuCounter(flops_per_step=1.0, device="cpu", phases_every=1)
     counter.wrap(model)
@@ -173,11 +182,11 @@ def loop_of_wrapped_model(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_the_phases_of_a_wrapped_model_are_told_apart(simulated: Simulated) -> None:
-    check_slow_job(simulated(loop_of_wrapped_model))
+def test_the_phases_of_a_wrapped_model_are_told_apart(with_steady_clock: CallWithSteadyClock) -> None:
+    check_slow_job(with_steady_clock(loop_of_wrapped_model))
 
 
-def every_third_step(clock: SimulatedClock) -> Reading:
+def every_third_step(clock: SteadyClock) -> Reading:
     counter = MfuCounter(device="cpu", phases_every=3)
     for number in range(8):
         with counter.step() as step, step.phase("forward"):
@@ -185,8 +194,8 @@ def every_third_step(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_phases_are_measured_on_every_nth_step_from_the_second_on(simulated: Simulated) -> None:
-    assert simulated(every_third_step).phases.forward == pytest.approx((2 + 16 + 128) / 3)
+def test_phases_are_measured_on_every_nth_step_from_the_second_on(with_steady_clock: CallWithSteadyClock) -> None:
+    assert with_steady_clock(every_third_step).phases.forward == pytest.approx((2 + 16 + 128) / 3)
 
 
 def test_phases_that_are_switched_off_are_not_measured() -> None:
@@ -262,7 +271,7 @@ def test_who_listens_shows_when_a_step_begins() -> None:
     assert counter.steps == 3
 
 
-def evaluated(clock: SimulatedClock) -> list[Reading]:
+def evaluated(clock: SteadyClock) -> list[Reading]:
     counter, readings = MfuCounter(device="cpu", phases_every=1), []
     for pauses in (False, True, False):
         with counter.step() as step, step.phase("forward"):
@@ -274,14 +283,14 @@ def evaluated(clock: SimulatedClock) -> list[Reading]:
     return readings
 
 
-def test_what_is_not_training_is_in_no_phase(simulated: Simulated) -> None:
-    readings = simulated(evaluated)
+def test_what_is_not_training_is_in_no_phase(with_steady_clock: CallWithSteadyClock) -> None:
+    readings = with_steady_clock(evaluated)
     assert [reading.seconds for reading in readings] == pytest.approx([1, 12, 13])
     assert readings[-1].phases.host_idle * 3 == pytest.approx(10)
     assert readings[-1].phases.total * 3 == pytest.approx(13)
 
 
-def failed(clock: SimulatedClock) -> Reading:
+def failed(clock: SteadyClock) -> Reading:
     counter = MfuCounter(device="cpu", phases_every=1)
     for fails in (False, True, False):
         with contextlib.suppress(KeyError), counter.step() as step, step.phase("forward"):
@@ -292,14 +301,14 @@ def failed(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_a_failed_step_takes_its_time_with_it(simulated: Simulated) -> None:
-    total = simulated(failed)
+def test_a_failed_step_takes_its_time_with_it(with_steady_clock: CallWithSteadyClock) -> None:
+    total = with_steady_clock(failed)
     assert total.steps == 2
     assert total.seconds == pytest.approx(2)
     assert total.phases.forward == pytest.approx(1)
 
 
-def left_early(clock: SimulatedClock) -> Reading:
+def left_early(clock: SteadyClock) -> Reading:
     counter = MfuCounter(device="cpu")
     with clock.instead_of_perf_counter():
         for _ in counter.batches(range(5)):
@@ -312,11 +321,11 @@ def left_early(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_leaving_an_epoch_ends_its_time(simulated: Simulated) -> None:
-    assert simulated(left_early).seconds == pytest.approx(2)
+def test_leaving_an_epoch_ends_its_time(with_steady_clock: CallWithSteadyClock) -> None:
+    assert with_steady_clock(left_early).seconds == pytest.approx(2)
 
 
-def overlapping(clock: SimulatedClock) -> Reading:
+def overlapping(clock: SteadyClock) -> Reading:
     """Steps of two threads: from second 0 to 3, and from 1 to 7."""
     counter = MfuCounter(device="cpu", phases_every=1)
     begun, may_end = threading.Event(), threading.Event()
@@ -338,8 +347,8 @@ def overlapping(clock: SimulatedClock) -> Reading:
     return counter.total
 
 
-def test_threads_share_the_time_and_do_not_mix_up_their_phases(simulated: Simulated) -> None:
-    total = simulated(overlapping)
+def test_threads_share_the_time_and_do_not_mix_up_their_phases(with_steady_clock: CallWithSteadyClock) -> None:
+    total = with_steady_clock(overlapping)
     assert (total.steps, total.samples) == (2, 2)
     assert total.seconds == pytest.approx(7)  # a moment in which both train counts once
     assert total.step_seconds == pytest.approx((3 + 6) / 2)

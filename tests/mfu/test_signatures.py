@@ -178,8 +178,8 @@ class Counting:
 
 @pytest.fixture
 def clock() -> Iterator[Clock]:
-    with simulated_time() as simulated:
-        yield simulated
+    with simulated_time(tick=0.0) as clock:
+        yield clock
 
 
 def test_each_signature_is_counted_once(clock: Clock) -> None:

@@ -20,9 +20,9 @@ from tests.mfu.harness import SimulatedGpu
 
 @pytest.fixture
 def gpu() -> Iterator[SimulatedGpu]:
-    simulated = SimulatedGpu()
-    with simulated.instead_of_torchs():
-        yield simulated
+    gpu = SimulatedGpu()
+    with gpu.patched_into_torch():
+        yield gpu
 
 
 def timed() -> tuple[StepCounter, TorchEventTimer]:
@@ -90,7 +90,7 @@ def test_no_time_counts_twice(calls: list[tuple[bool, int, int]]) -> None:
     core, timer = timed()
     tokens: list[int] = []
     finished = 0
-    with gpu.instead_of_torchs():
+    with gpu.patched_into_torch():
         for begins, which, seconds in calls:
             gpu.now += seconds
             if begins or not tokens:
