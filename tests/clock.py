@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 TICK = 2e-4
-"""Seconds that each reading advances a clock, so that a loop ends that reads the clock until a deadline."""
+"""Seconds by which each reading advances a clock. Loops that poll the clock until a deadline therefore end."""
 
 
 class Clock:
-    """Replacement of ``time.perf_counter``: each reading advances the clock by a tick, and ``advance`` by more."""
+    """Replacement of ``time.perf_counter`` that each reading advances by a tick."""
 
     def __init__(self, tick: float = TICK) -> None:
         self.now = 0.0
@@ -52,7 +52,7 @@ def simulated_time(tick: float = TICK) -> Iterator[Clock]:
 
 @contextlib.contextmanager
 def simulated_tuning() -> Iterator[Clock]:
-    """Simulate time for ``flatout.optimize``: two threads on every machine, one product per size to measure a peak."""
+    """Simulate the time of ``flatout.optimize``, with two threads and a peak measurement of one product per size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -125,7 +125,7 @@ def simulated_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Clock]:
-    """Simulated clock for a test of ``optimize``, which ``TimedStep`` or the test advances."""
+    """Simulated clock for tests of ``optimize``. ``TimedStep`` or the test advances the clock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(simulated_cache))
     monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # tests on this clock check no peak
     with simulated_tuning() as clock:

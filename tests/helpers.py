@@ -1,4 +1,4 @@
-"""What several tests share: bit-exact pictures of training state, and forks."""
+"""Helpers of several tests: bit-exact pictures of training state, files, threads and forks."""
 
 import contextlib
 import inspect
@@ -33,7 +33,7 @@ def special_file(folder, kind):
 
 @contextlib.contextmanager
 def room_for_files(size):
-    """Inside the block no file of this process grows beyond ``size`` bytes, as on a disk that is full."""
+    """Limit files of this process to ``size`` bytes inside the block, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -107,7 +107,7 @@ def snapshot(model, optimizer=None):
 
 
 class Operators(TorchDispatchMode):
-    """Inside, the names of all operators but the profiler's ranges are noted in ``names``."""
+    """Record the names of all operators in ``names``, except the profiler's ranges."""
 
     def __init__(self):
         super().__init__()
@@ -123,13 +123,13 @@ def native_threads():
     """Return the names of flatout's threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             names.append((task / "comm").read_text().strip())
     return [name for name in names if name.startswith("flatout")]
 
 
 def in_child(work) -> int:
-    """Fork, run `work` in the child, and return its exit status; a child that hangs is killed after two minutes."""
+    """Run ``work`` in a forked child and return the exit status. SIGALRM kills the child after two minutes."""
     child = os.fork()
     if child == 0:
         signal.alarm(120)

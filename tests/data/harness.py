@@ -1,4 +1,4 @@
-"""Simulated machines and loaders for the tests of the data path: nothing here depends on how fast a machine is."""
+"""Simulated machines and loaders for the tests of the data path, independent of the machine's speed."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from tests.clock import Clock, simulated_time
 from tests.helpers import native_threads
 
 PLENTY = 2**50
-"""Bytes of memory that bound nothing."""
+"""Bytes of memory, more than any test uses."""
 
 TICK = 5e-3
-"""Seconds that work between two readings of the simulated clock takes: a batch that costs nothing takes one tick."""
+"""Seconds between two readings of the simulated clock. Loading a batch takes at least one tick."""
 
 
 @contextlib.contextmanager
 def simulated_machine(cores: int = 2, memory: int = PLENTY, shared_memory: int = PLENTY) -> Iterator[Clock]:
-    """Simulate the time and the resources that the tuner sees; what is not a sleep keeps one core busy."""
+    """Simulate the time and the resources that the tuner sees. All time except sleep keeps one core busy."""
     with (
         simulated_time(TICK) as clock,
         _resources(cores, memory, shared_memory),
@@ -55,7 +55,7 @@ def simulated_machine(cores: int = 2, memory: int = PLENTY, shared_memory: int =
 
 
 def _resources(cores: int, memory: int, shared_memory: int) -> Any:
-    """Patch what the tuner reads of the machine: its public arguments name none of these."""
+    """Patch the resources that the tuner reads from the machine, which no public argument sets."""
     return mock.patch.multiple(
         "flatout.data.tuning",
         usable_cores=lambda: cores,
@@ -65,7 +65,7 @@ def _resources(cores: int, memory: int, shared_memory: int) -> Any:
 
 
 class SlowSamples(Dataset[torch.Tensor]):
-    """Samples that wait for a disk, in simulated time; an attribute makes a dataset that cannot be pickled."""
+    """Samples that sleep as if they waited for a disk. A lambda as the attribute prevents pickling."""
 
     def __init__(self, seconds: float, size: int = 512, attribute: Any = None) -> None:
         self.seconds = seconds
@@ -81,10 +81,10 @@ class SlowSamples(Dataset[torch.Tensor]):
 
 
 class ModelledLoader:
-    """Loader of a model, in place of trials of a real one.
+    """Model of a loader, which replaces the trials of a real loader.
 
-    A batch takes ``seconds`` and keeps ``busy`` of a core busy meanwhile; all workers share ``cores``. A worker's start
-    takes ``start`` seconds, and ``receive`` seconds of the training process go into every batch of a worker. Each
+    A batch takes ``seconds``, in which it needs the fraction ``busy`` of a core. All workers share ``cores``. A worker
+    starts in ``start`` seconds. The training process needs ``receive`` seconds for each batch of a worker. Each
     ``bursts[0]``-th batch takes ``bursts[1]`` times as long as the others.
     """
 
@@ -151,7 +151,7 @@ def tune_modelled(
     dataset: Dataset[Any] | None = None,
     **options: Any,
 ) -> Tuned:
-    """Tune a ``DataLoader`` whose trials are replaced by those of the model, on the model's clock."""
+    """Tune a ``DataLoader``, with the trials and the clock of the model."""
     loader = DataLoader(dataset or TensorDataset(torch.zeros(1000)), 10, **options)
     with (
         mock.patch.object(time, "perf_counter", model.clock),
@@ -162,7 +162,7 @@ def tune_modelled(
 
 
 class MachineFiles:
-    """The files by which a machine tells its cores and memory, written by a test: 8 hardware threads, two to a core."""
+    """Files that describe the cores and memory of a machine: at first 4 cores of two hardware threads each."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -179,7 +179,7 @@ class MachineFiles:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Have ``machine`` read these files: their places are constants of the module."""
+        """Redirect ``machine`` to these files and to this affinity."""
         places = {"_CGROUP": "cgroup", "_CPUS": "cpus", "_PROC": "proc", "SHARED_MEMORY": "shm"}
         with (
             mock.patch.multiple(machine, **{name: self.root / folder for name, folder in places.items()}),
@@ -193,7 +193,7 @@ class MachineFiles:
 
 @contextlib.contextmanager
 def started_by(default: str, chosen: str) -> Iterator[None]:
-    """Simulate a platform with such a default start method, and a user who has chosen one, maybe the same."""
+    """Simulate a platform's default start method and the start method that the user has chosen."""
     methods = [default, *({"spawn", "fork"} - {default})]
     before = multiprocessing.get_start_method(allow_none=True)
     with mock.patch("multiprocessing.get_all_start_methods", return_value=methods):
@@ -206,9 +206,9 @@ def started_by(default: str, chosen: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def impatient_trials() -> Iterator[None]:
-    """Let trials give up hanging workers after half a second, and torch give up ending them after a tenth.
+    """Reduce the timeouts for hanging workers: half a second in trials, a tenth of a second in torch.
 
-    The machine has two cores, so that as many workers hang.
+    The simulated machine has two cores, so that two workers hang.
     """
     with (
         _resources(2, PLENTY, PLENTY),
@@ -219,9 +219,9 @@ def impatient_trials() -> Iterator[None]:
 
 
 class CopyingPrefetcher(Prefetcher):
-    """Prefetcher that takes the way of batches to a GPU, with the host in place of the device.
+    """Prefetcher that runs the code path of a GPU, with the host in place of the device.
 
-    Only a CUDA device leads there through the public constructor, so the parts are put together here.
+    The public constructor takes this path only for a CUDA device, so ``__iter__`` assembles the parts.
     """
 
     copier = NativeCopier
@@ -236,7 +236,7 @@ class CopyingPrefetcher(Prefetcher):
 
 @contextlib.contextmanager
 def memory_left(memory: int = PLENTY, shared_memory: int = PLENTY) -> Iterator[None]:
-    """Simulate so much free memory for caches: their public arguments can only ask for less than there is."""
+    """Simulate the free memory that caches see. Public arguments can only reduce this memory."""
     with (
         mock.patch("flatout.data.cache.available_memory", return_value=memory),
         mock.patch("flatout.data.table.free_shared_memory", return_value=shared_memory),
@@ -245,24 +245,24 @@ def memory_left(memory: int = PLENTY, shared_memory: int = PLENTY) -> Iterator[N
 
 
 def columns_of(cache: CachedDataset | InMemoryLoader) -> list[torch.Tensor]:
-    """Return the memory that a cache, or a loader over it, reads: samples are copies that do not show it."""
+    """Return the tensors in which a cache, or a loader over a cache, stores samples. The samples are copies."""
     if isinstance(cache, CachedDataset):
         return cache._table.columns
     return [part for (part,) in cache._columns()]
 
 
 def begin_row(cached: CachedDataset, row: int) -> None:
-    """Leave a row as a process leaves it that ends while it writes the row."""
+    """Leave a row in the state of a write that its process did not finish."""
     cached._table._states.claim(row)
 
 
 def rings_of(loader: InMemoryLoader) -> list[_host.Ring]:
-    """Return the rings of a loader's batches, which count what batches do not show: allocations and idle slots."""
+    """Return the rings of a loader's batches, which count allocations and idle slots."""
     return list(loader._rings.values())
 
 
 def eventually(holds: Callable[[], Any]) -> bool:
-    """Return whether ``holds()`` comes true: threads get their name, and processes end, in their own time."""
+    """Return whether ``holds()`` becomes true within a minute, as the end of a thread or process takes time."""
     deadline = time.monotonic() + 60
     while not holds() and time.monotonic() < deadline:
         threading.Event().wait(0.001)
@@ -270,17 +270,19 @@ def eventually(holds: Callable[[], Any]) -> bool:
 
 
 def threads_end() -> bool:
-    """Return whether flatout's threads end, which takes a moment after ``close`` returns."""
+    """Return whether flatout's threads end. A thread may outlive ``close`` for a moment."""
     return eventually(lambda: not native_threads())
 
 
 def examined(source: Any, everything: bool = False, **options: int) -> tuple[MovableWork, ...]:
-    """Name what is movable, where each operation takes one tick, and a sample two for each operation and one more.
+    """Return the movable work of a source, in simulated time.
+
+    An operation takes one tick. A sample takes two ticks for each operation and one more.
 
     Args:
         source: as in ``movable_transforms``.
-        everything: name the smallest work too, of samples that take hundreds of operations.
-        options: of ``movable_transforms``.
+        everything: return the smallest work too, for samples of hundreds of operations.
+        options: further arguments of ``movable_transforms``.
     """
     least = mock.patch.object(movable, "WORTH_NAMING", 0.0 if everything else movable.WORTH_NAMING)
     with simulated_time(TICK), least:
@@ -293,6 +295,6 @@ def kernels_there(there: bool) -> Any:
 
 
 def is_normalized_by_kernel(device: torch.device, channels: int) -> bool:
-    """Return whether images on a device with kernels are normalized by one: results are the same bits in any case."""
+    """Return whether a kernel normalizes images on a device with kernels, which the bit-equal results do not show."""
     with kernels_there(True):
         return _is_native(device, channels)

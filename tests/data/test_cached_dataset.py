@@ -145,7 +145,7 @@ def test_what_an_index_means_is_the_datasets_to_say():
     assert cached[25].tolist() == [25, 25]
     cached = CachedDataset(Listed())
     assert cached[-1].tolist() == [19, 19]
-    with pytest.raises(IndexError, match="list index out of range"):  # the list's own errors
+    with pytest.raises(IndexError, match="list index out of range"):  # the error of the list itself
         cached[20]
     with pytest.raises(TypeError, match="list indices must be"):
         cached["a"]
@@ -295,7 +295,7 @@ def raises(_):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_fill_names_the_sample_that_cannot_be_kept(workers):
+def test_fill_names_the_sample_that_cannot_be_cached(workers):
     data = Made(lambda i: i, 100)
     cached = CachedDataset(data)
     data.make = lambda i: raises(i) if i == 70 else i
@@ -445,7 +445,7 @@ def test_other_makes_seen_later_end_the_cache(dataset):
     assert [len(batch[0]) for batch in seen] == ([2] * 5 + [3] + [2] * 94) * 2
 
 
-def test_a_cache_that_one_worker_ends_ends_in_all_processes():
+def test_a_worker_that_gives_up_the_cache_ends_it_in_all_processes():
     data = Made(lambda i: torch.zeros(2 if i != 5 else 3), 100)
     cached = CachedDataset(data)
     assert sum(len(batch) for batch in DataLoader(cached, 1, num_workers=2, collate_fn=default_collate)) == 100

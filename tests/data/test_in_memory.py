@@ -508,7 +508,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_what_is_in_the_way(name):
+def test_refused_with_its_reason(name):
     make_loader, fact = REFUSED[name]
     loader = make_loader()
     assert fact in why_not_in_memory(loader)

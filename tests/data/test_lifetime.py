@@ -95,7 +95,7 @@ def test_breaks_leave_no_worker_behind(wrap):
 
 
 class Interrupted(Dataset):
-    """Presses Ctrl-C while a sample is loaded."""
+    """Dataset that raises SIGINT while it loads a sample."""
 
     def __init__(self) -> None:
         self.main = os.getpid()
@@ -106,7 +106,7 @@ class Interrupted(Dataset):
     def __getitem__(self, index):
         if index == 20:
             os.kill(self.main, signal.SIGINT)
-            time.sleep(0.2)  # while the main thread waits
+            time.sleep(0.2)  # the main thread waits meanwhile
         return index
 
 

@@ -266,7 +266,7 @@ def test_the_users_loader_is_found_behind_all_that_was_made_of_it():
         (DataLoader(Stream(), batch_size=4), "rewound"),
     ],
 )
-def test_why_a_loader_has_the_batch_size_that_it_has(loader, fact):
+def test_loaders_that_cannot_be_resized_are_refused_with_the_reason(loader, fact):
     assert fact in why_not_resized(loader)
     with pytest.raises(ValueError, match=fact):
         with_batch_size(loader, 8)

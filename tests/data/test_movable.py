@@ -118,7 +118,7 @@ def test_little_work_is_left_out():
         time.sleep(seconds)
         return normalized(i)
 
-    seconds = 50 * TICK  # beside three operations of one tick
+    seconds = 50 * TICK  # next to three operations of one tick
     assert len(examined(Made(make))) == 1
     seconds = 150 * TICK
     assert examined(Made(make)) == ()
@@ -476,7 +476,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("facts", REFUSED)
-def test_what_cannot_be_looked_at_is_refused_with_its_name(facts):
+def test_sources_that_cannot_be_examined_are_refused_with_their_name(facts):
     with pytest.raises(NotExamined, match=facts):
         examined(REFUSED[facts])
 

@@ -170,8 +170,8 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("why", ["subclass", "no kernels"])
-def test_torchs_own_operations_serve_elsewhere(why, channels_last, dtype):
-    """Where kernels are missing and for what they do not know; bit-equal too."""
+def test_fallback_to_torch_operations(why, channels_last, dtype):
+    """The fallback is bit-equal, for devices without kernels and for subclasses of Tensor."""
     transform = Normalize(MEAN, STD, dtype=dtype, channels_last=channels_last)
     x = images((3, 7, 5), 3)
     with kernels_there(why != "no kernels"):
@@ -180,7 +180,7 @@ def test_torchs_own_operations_serve_elsewhere(why, channels_last, dtype):
     assert type(result) is (Tagged if why == "subclass" else torch.Tensor)
 
 
-def test_more_channels_than_a_kernel_takes_are_left_to_torch():
+def test_fallback_for_more_channels_than_a_kernel_supports():
     """The kernel's constants are its argument, and there is an end to that."""
     cuda = torch.device("cuda", 0)
     assert [is_normalized_by_kernel(cuda, channels) for channels in (1, 240, 241)] == [True, True, False]

@@ -197,7 +197,7 @@ def test_iteration_goes_on_after_an_exception(kind):
 
 
 class TightCopier(NativeCopier):
-    """Finds no memory for the batch of number 2, twice."""
+    """Copier that runs out of memory for batch 2, twice."""
 
     refused = 0
 
@@ -212,8 +212,8 @@ class TightPrefetcher(CopyingPrefetcher):
     copier = TightCopier
 
 
-def test_out_of_memory_waits_for_the_batchs_turn():
-    """A batch that finds no room ahead of time is neither lost nor reordered."""
+def test_out_of_memory_is_raised_in_the_order_of_the_batches():
+    """A batch whose prefetch runs out of memory keeps its place in the order and is copied again."""
     iterator = iter(TightPrefetcher([torch.tensor(number) for number in range(5)], "cpu", 2))
     assert [int(next(iterator)), int(next(iterator))] == [0, 1]
     with pytest.raises(torch.OutOfMemoryError):
@@ -309,7 +309,7 @@ def test_stall_is_counted():
     assert prefetcher.stall_fraction == 0.0
     with simulated_time(tick=1.0):
         list(prefetcher)
-    # Asked at 1, 3, 5, 7; given at 2, 4, 6, 8.
+    # The loop asks for batches at 1, 3, 5, 7 and receives them at 2, 4, 6, 8.
     assert prefetcher.stall_seconds == 4.0
     assert prefetcher.stall_fraction == pytest.approx(4 / 7)
     prefetcher.reset_stall()
@@ -317,7 +317,7 @@ def test_stall_is_counted():
 
 
 def test_steps_that_wait_for_a_slow_loader_stall():
-    """A batch takes 0.4 s and its step 0.08 s: the starved step of the tuner's tests."""
+    """A batch takes 0.4 s and a step 0.08 s, as in test_tuning.test_workers_feed_a_starved_step."""
     with simulated_time(tick=0.0) as clock:
         prefetcher = Prefetcher(DataLoader(SlowSamples(0.4, 50), batch_size=None), "cpu")
         for number, _ in enumerate(prefetcher):

@@ -175,7 +175,7 @@ def leave_quietly(_):
 
 
 class Started:
-    """A worker_init_fn that notes which process each worker is, and how many there were."""
+    """``worker_init_fn`` that records the pid of each worker and counts its starts."""
 
     def __init__(self) -> None:
         self.pids, self.times = torch.zeros(2, 2, dtype=torch.int64).share_memory_()
@@ -215,7 +215,7 @@ def test_workers_killed_at_any_moment():
         data = torch.arange(100_000).reshape(-1, 10)
         loader = DataLoader(data, 50, num_workers=2, worker_init_fn=started)
         iterator = iter(Prefetcher(loader, "cpu"))
-        for _ in range(2 + attempt):  # the first is of one worker, the second of the other
+        for _ in range(2 + attempt):  # the workers alternate
             next(iterator)
         victim = int(started.pids[attempt % 2])
         os.kill(victim, signal.SIGKILL)

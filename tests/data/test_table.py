@@ -241,6 +241,6 @@ def test_without_memfd(monkeypatch):
     assert int(data.made.sum()) == 0
     copied = pickle.loads(pickle.dumps(cached))
     copied.fill()
-    assert copied.dataset.made.tolist() == [1] * 37  # a copy begins with nothing
+    assert copied.dataset.made.tolist() == [1] * 37  # a copy starts empty
     with memory_left(shared_memory=1000), pytest.raises(NotCacheable, match="/dev/shm"):
         CachedDataset(data)

@@ -140,7 +140,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_could_run_on_the_device_is_named_with_its_place(folder, name, workers):
+def test_movable_transforms_are_named_with_their_place(folder, name, workers):
     steps, expected = PIPELINES[name]
     found = {
         work.what.rpartition(".")[2]: work for work in examined(loader_of(folder, steps, workers), everything=True)

@@ -1,4 +1,4 @@
-"""tune: decisions on modelled loaders, measurements on real loaders in simulated time."""
+"""Tests of ``tune``: decisions for modelled loaders, and measurements of real loaders in simulated time."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def tried(found) -> list[int]:
         (0.1, 1.0, 0.0, 8),  # as fast as can be
     ],
 )
-def test_the_fewest_that_keep_up(seconds, busy, step, workers):
+def test_fewest_workers_that_keep_up(seconds, busy, step, workers):
     found = tune_modelled(ModelledLoader(seconds, busy), step)
     assert found.workers == workers
     assert found.loader.num_workers == workers
 
 
-def test_a_starved_step_is_fed():
+def test_workers_feed_a_starved_step():
     found = tune_modelled(ModelledLoader(0.4, cores=1), 0.08, budget=10.0)
     assert found.stall_without_workers == pytest.approx(5 / 6)
     assert (tried(found), found.workers) == ([0, 6], 6)
@@ -80,29 +80,29 @@ def test_a_starved_step_is_fed():
     assert {"loader-keeps-up"} <= reasons(found.reason)
 
 
-def test_a_step_that_needs_more_than_the_machine_has_is_starved_less():
+def test_workers_on_too_few_cores_reduce_the_stall():
     found = tune_modelled(ModelledLoader(0.4, busy=1.0, cores=2), 0.08, budget=10.0)
     assert found.stall_without_workers == pytest.approx(5 / 6)
     assert found.workers == 2
-    assert found.stall == pytest.approx(7 / 15)  # 0.6 in the long run, less while the queue is not empty yet
+    assert found.stall == pytest.approx(7 / 15)  # less than the 0.6 of a long run, because the queue starts full
     assert {"loader-limited"} <= reasons(found.reason)
 
 
-def test_loading_that_takes_no_time_beside_the_step_is_left_alone():
+def test_negligible_loading_gets_no_workers():
     found = tune_modelled(ModelledLoader(0.004), 0.1)
     assert (tried(found), found.workers) == ([0], 0)
     assert {"loading-negligible"} <= reasons(found.reason)
 
 
 class Scaling(ModelledLoader):
-    """Workers that bring less and less: the square root of their number."""
+    """Loader whose rate grows with the square root of the number of workers."""
 
     def rate(self, workers):
         return math.sqrt(workers) / self.mean
 
 
 @pytest.mark.parametrize(("step", "workers"), [(0.05, 4), (0.04, 7), (0.1, 2)])
-def test_more_are_tried_than_were_guessed(step, workers):
+def test_trials_of_more_workers_than_the_first_guess(step, workers):
     found = tune_modelled(Scaling(0.1), step, budget=10.0)
     assert found.workers == workers
     assert tried(found)[:2] == [0, math.ceil(1.1 * 0.1 / step)]
@@ -121,7 +121,7 @@ def test_never_slower_than_without_and_never_far_from_the_best(seconds, busy, st
     found = tune_modelled(model, step)
 
     def pace(workers):
-        """Of a training loop: a step cannot begin while its batch is received."""
+        """Return the steps per second of a training loop. A step begins after the loop has received the batch."""
         return 1 / (seconds + step) if workers == 0 else 1 / max(1 / model.rate(workers), step + receive)
 
     without = pace(0)
@@ -141,7 +141,7 @@ def test_receiving_a_batch_can_take_longer_than_making_it():
 
 
 class ColdFirst(ModelledLoader):
-    """Files that are in memory once they were read."""
+    """Loader of files that the page cache holds after the first read."""
 
     times_alone = 0
 
@@ -151,13 +151,13 @@ class ColdFirst(ModelledLoader):
         return Try(0, 10.0 if self.times_alone == 1 else 100.0, 0.1)
 
 
-def test_fewer_are_tried_than_were_guessed():
+def test_trials_of_fewer_workers_than_the_first_guess():
     found = tune_modelled(ColdFirst(0.01), 0.02)
     assert tried(found) == [0, 6, 1]
     assert found.workers == 1
 
 
-def test_loading_alone_gets_a_second_chance():
+def test_loading_without_workers_is_measured_again():
     assert tune_modelled(ColdFirst(0.02, 1.0, cores=1), 0.0).workers == 0
     assert tune_modelled(ColdFirst(0.005, 1.0, cores=1), 0.0).workers == 1
 
@@ -173,7 +173,7 @@ def test_cheap_data_is_tuned_within_the_budget(seconds, step, busy, receive):
     model = ModelledLoader(seconds, busy, receive=receive)
     found = tune_modelled(model, step, budget=3.0)
     first = next((each.workers for each in found.tries if each.workers), 0)
-    assert model.clock.now <= max(3.03, 1.0 + 2 * first * model.start)  # many workers take what it takes to start them
+    assert model.clock.now <= max(3.03, 1.0 + 2 * first * model.start)  # starting many workers may take longer
     assert len(found.tries) <= 8
 
 
@@ -182,16 +182,16 @@ def test_a_slow_dataset_is_tried_with_one_number_of_workers():
     assert len(tune_modelled(ModelledLoader(0.1, 1.0), 0.01, budget=0.0).tries) == 2
 
 
-# -- what bounds them ----------------------------------------------------------------------------------------
+# -- bounds on workers ----------------------------------------------------------------------------------------
 
 
-def test_workers_beyond_the_cores_are_taken_back():
+def test_workers_beyond_the_cores_are_removed():
     found = tune_modelled(ModelledLoader(0.2, 1.0), 0.03, num_workers=32)
     assert found.workers == 8
     assert {"more-workers-than-supported", "cores-bound"} <= reasons(found.reason)
 
 
-def test_workers_beyond_the_need_are_taken_back():
+def test_workers_beyond_the_need_are_removed():
     found = tune_modelled(ModelledLoader(0.2), 0.1, num_workers=32)
     assert found.workers == 3
     assert "more-workers-than-needed" in reasons(found.reason)
@@ -199,7 +199,7 @@ def test_workers_beyond_the_need_are_taken_back():
 
 def test_shared_memory_bounds_workers():
     model = ModelledLoader(2.0)
-    found = tune_modelled(model, 0.1, shared_memory=16_000, num_workers=16)  # half of it: 8 batches of 1,000 bytes
+    found = tune_modelled(model, 0.1, shared_memory=16_000, num_workers=16)  # half: 8 batches of 1 kB
     assert found.workers == 3  # two batches ahead each, one in use and one handed over
     assert {"more-workers-than-supported", "shared-memory-bound"} <= reasons(found.reason)
     found = tune_modelled(model, 2.0, shared_memory=7_000)
@@ -220,7 +220,7 @@ class Fat(ModelledLoader):
 
 
 def test_the_memory_of_workers_is_measured():
-    found = tune_modelled(Fat(0.05), 0.02, memory=10 * 2**30)  # half of it: 4 of these
+    found = tune_modelled(Fat(0.05), 0.02, memory=10 * 2**30)  # half of the memory: 4 workers
     assert tried(found) == [0, 3, 4]
 
 
@@ -268,7 +268,7 @@ def test_cores_are_counted_within_the_affinity(files, allowed, cores):
             {"memory.max": "4096", "memory.current": "4096", "memory.stat": "anon 96\ninactive_file 4000"},
             "0::/",
             4000,
-        ),  # files that were read give way
+        ),  # the page cache counts as available
         ({"a/memory.max": "4096", "a/memory.current": "96"}, "0::/a/b", 4000),
         (
             {
@@ -281,13 +281,13 @@ def test_cores_are_counted_within_the_affinity(files, allowed, cores):
         ),
     ],
 )
-def test_memory_is_what_the_container_has_left(files, groups, own, left):
+def test_available_memory_of_a_container(files, groups, own, left):
     files.write("cgroup", groups)
     files.write("proc", {"self/cgroup": own})
     assert machine.available_memory() == left
 
 
-def test_memory_of_a_process_is_what_it_has_for_itself(files):
+def test_memory_of_a_process_excludes_shared_pages(files):
     files.write("proc", {"7/smaps_rollup": "Rss: 900 kB\nPrivate_Clean: 1 kB\nPrivate_Dirty:   2 kB"})
     assert machine.private_memory(7) == 3072
     assert machine.private_memory(8) == 0
@@ -299,22 +299,22 @@ def test_shared_memory_without_a_limit(files):
     assert 0 < machine.free_shared_memory() < math.inf
 
 
-def test_a_thread_wants_a_core_while_it_runs_and_while_others_have_it(files):
+def test_wanted_time_is_running_time_plus_time_in_the_run_queue(files):
     files.write("proc", {"thread-self/schedstat": "1500000000 250000000 99"})
     assert machine.wanted_core_seconds() == 1.75
 
 
-def test_work_counts_where_the_system_has_no_schedule(files):
+def test_wanted_time_without_schedstat(files):
     had = machine.wanted_core_seconds()
-    while machine.wanted_core_seconds() == had:  # ends only if work counts
+    while machine.wanted_core_seconds() == had:  # the loop ends only if work counts
         torch.ones(100).sum()
 
 
 # -- how many batches ahead ----------------------------------------------------------------------------------
 
 
-def test_more_are_made_ahead_where_batch_times_vary():
-    bursty = ModelledLoader(0.004, bursts=(20, 20.0))  # 80 ms once in 20 batches
+def test_varying_batch_times_raise_the_prefetch_factor():
+    bursty = ModelledLoader(0.004, bursts=(20, 20.0))  # every 20th batch takes 80 ms
     found = tune_modelled(bursty, 0.01, budget=5.0)
     assert (found.workers, found.prefetch_factor, found.loader.prefetch_factor) == (1, 8, 8)
     assert found.stall < 0.05
@@ -322,31 +322,31 @@ def test_more_are_made_ahead_where_batch_times_vary():
     assert {"loader-keeps-up", "batch-times-vary"} <= reasons(found.reason)
 
 
-def test_the_fewest_ahead_that_do():
+def test_smallest_sufficient_prefetch_factor():
     for factor, ahead in ((5, 2), (11, 4)):
         found = tune_modelled(ModelledLoader(0.004, bursts=(20, factor)), 0.01, budget=5.0)
         assert (found.workers, found.prefetch_factor) == (1, ahead)
         assert found.stall < 0.05
 
 
-def test_more_ahead_is_not_kept_where_it_does_not_help():
+def test_a_larger_prefetch_factor_is_reverted_without_benefit():
     found = tune_modelled(ModelledLoader(0.05, receive=0.004), 0.02, budget=30.0)
     assert (found.workers, found.prefetch_factor) == (3, 2)
-    assert found.stall == pytest.approx(1 / 6)  # it is receiving that takes this long
+    assert found.stall == pytest.approx(1 / 6)  # receiving a batch takes this long
 
 
-def test_batches_ahead_are_bounded_by_shared_memory():
+def test_shared_memory_bounds_the_prefetch_factor():
     def bursty():
         return ModelledLoader(0.004, bursts=(20, 20.0))
 
-    room = 15_000  # half of it: 5 batches ahead, two beside
+    room = 15_000  # half: 5 batches ahead and two more
     found = tune_modelled(bursty(), 0.01, budget=5.0, shared_memory=room)
     assert (found.workers, found.prefetch_factor) == (1, 4)
     found = tune_modelled(bursty(), 0.01, shared_memory=room, num_workers=1, prefetch_factor=50)
     assert (found.workers, found.prefetch_factor) == (1, 5)
 
 
-def test_the_users_own_depth_is_where_it_begins():
+def test_trials_begin_with_the_users_prefetch_factor():
     found = tune_modelled(ModelledLoader(0.05), 0.06, num_workers=1, prefetch_factor=16)
     assert found.loader.prefetch_factor == 16
     assert "batch-times-vary" not in reasons(found.reason)
@@ -358,20 +358,20 @@ class Unpaced(ModelledLoader):
 
 
 @pytest.mark.parametrize(("seconds", "step", "workers"), [(0.001, 0.1, 0), (0.1, 0.0, 8), (5.0, 0.1, 8)])
-def test_no_pace_where_there_is_none_or_no_time(seconds, step, workers):
+def test_no_paced_trial_without_workers_or_step_time_or_budget(seconds, step, workers):
     found = tune_modelled(Unpaced(seconds, 1.0), step)
     assert found.workers == workers
     assert found.prefetch_factor == (2 if workers else None)
 
 
-# -- how they start and end ----------------------------------------------------------------------------------
+# -- start and end of workers ----------------------------------------------------------------------------------
 
 
-def test_workers_live_on_where_starting_them_shows():
+def test_workers_persist_if_their_start_takes_a_share_of_an_epoch():
     assert tune_modelled(ModelledLoader(0.05, 1.0), 0.01).persistent  # 0.1 s of 100 batches in 1 s
     few = TensorDataset(torch.zeros(100))
     slow = ModelledLoader(1.0)
-    assert not tune_modelled(slow, 0.5, dataset=few).persistent  # most of a start is the first batch
+    assert not tune_modelled(slow, 0.5, dataset=few).persistent  # the first batch takes most of the start
     assert tune_modelled(slow, 0.5, num_workers=1, persistent_workers=True).persistent
 
     class Changing(TensorDataset):
@@ -401,7 +401,7 @@ def test_workers_that_fail_are_none():
     assert "at all" not in found.reason
 
 
-def test_what_cannot_be_pickled_is_forked():
+def test_workers_fork_if_the_dataset_cannot_be_pickled():
     with simulated_machine(), started_by("spawn", "spawn"):
         found = tune(DataLoader(SlowSamples(0.02, 32, attribute=lambda: 0), 4), 0.05)
         assert found.workers == 1
@@ -442,10 +442,10 @@ def test_batches_on_a_device_are_left_to_this_process():
     assert {"batches-on-device"} <= reasons(found.reason)
 
 
-# -- what trials measure -------------------------------------------------------------------------------------
+# -- measurements of trials -------------------------------------------------------------------------------------
 
 
-def test_loading_alone_is_timed_behind_its_start():
+def test_loading_without_workers_is_timed_after_its_start():
     with simulated_machine():
         found = tune(DataLoader(SlowSamples(0.1), 4), 100.0)
     (alone,) = found.tries
@@ -462,7 +462,7 @@ def test_loading_that_never_waits_keeps_a_core_busy():
     assert found.tries[0].batches_per_second == pytest.approx(1 / TICK, rel=0.1)
 
 
-def test_workers_are_timed_behind_their_start_and_at_the_steps_pace():
+def test_workers_are_timed_after_their_start_and_at_the_steps_pace():
     with simulated_machine():
         found = tune(DataLoader(SlowSamples(4 * TICK, 64), 1), 5 * TICK)
     assert (tried(found), found.workers) == ([0, 2, 1], 1)
@@ -470,11 +470,11 @@ def test_workers_are_timed_behind_their_start_and_at_the_steps_pace():
     assert one.batches_per_second == pytest.approx(1 / TICK, rel=0.1)
     assert one.start_seconds == pytest.approx(TICK)
     assert one.worker_bytes > 0
-    assert found.stall == pytest.approx(1 / 8, rel=0.02)  # of 8 ticks a step, 1 between asking and having
+    assert found.stall == pytest.approx(1 / 8, rel=0.02)  # the loop waits 1 of the 8 ticks of a step
 
 
 def test_trials_read_no_sample_twice():
-    """A sample that an earlier trial has read would come from memory."""
+    """A second read of a sample would come from the page cache."""
 
     class Counted(Dataset):
         def __init__(self):
@@ -494,7 +494,7 @@ def test_trials_read_no_sample_twice():
     assert int(data.read.max()) == 1
     read = data.read.nonzero().flatten()
     assert len(read) > 150
-    assert int(read[-1]) - len(read) < 10  # in the sampler's order: what a trial leaves unread was on its way
+    assert int(read[-1]) - len(read) < 10  # the order of the sampler, with gaps of prefetched batches
 
 
 # -- no trace ------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_trials_read_what_the_sampler_names(options):
 
 
 def test_a_real_loader_is_tuned_and_prefetched():
-    """On the machine's own clock: what is asserted holds however busy the machine is."""
+    """Use the real clock. The assertions hold on a busy machine too."""
     loader = DataLoader(TensorDataset(torch.arange(64)), 4)
     found = tune(loader, 1e-3, budget=0.5)
     assert found.tries[0].workers == 0
@@ -640,7 +640,7 @@ def test_an_empty_loader_is_refused():
         tune(DataLoader(torch.zeros(3), batch_size=4, drop_last=True), 0.1)
 
 
-def test_workers_that_prepare_themselves_are_refused():
+def test_a_worker_init_fn_is_refused():
     with pytest.raises(ValueError, match=r"^loader .*worker_init_fn"):
         tune(DataLoader(torch.zeros(3), num_workers=1, worker_init_fn=print), 0.1)
 
@@ -664,7 +664,7 @@ class HangsInWorkers(Dataset):
 
 
 def test_workers_that_hang_are_not_waited_for():
-    """On the machine's own clock, which ends the wait."""
+    """Use the real clock, which ends the wait."""
     with impatient_trials():
         found = tune(DataLoader(HangsInWorkers(), 4), 0.0)
     assert found.workers == 0

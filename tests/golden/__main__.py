@@ -17,8 +17,8 @@ from tests.golden.trainings import result, trainings
 
 
 def report(name: str) -> dict[str, Any]:
-    """Return report and plan of a simulated job, except figures of the machine and of native clocks."""
-    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):  # of peaks
+    """Return the report and plan of a simulated job, without figures that depend on the machine or a real clock."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):
         recorded = run(
             JOBS[name], lambda tuned: {"report": json.loads(tuned.report.to_json()), "plan": tuned.plan.decisions}
         )
@@ -31,7 +31,7 @@ def report(name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
-    parser.add_argument("folder", type=Path, help="is made; two of them are compared by `diff -r`")
+    parser.add_argument("folder", type=Path, help="folder of the record; `diff -r` compares two records")
     parser.add_argument("-k", default="", help="only the jobs whose names match this regular expression")
     options = parser.parse_args()
     (options.folder / "reports").mkdir(parents=True, exist_ok=True)

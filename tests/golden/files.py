@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 """Arguments of ``optimize``, by the optimizer whose state the checkpoint holds."""
 
 SAVED_AFTER = 9
-"""Batches before the checkpoint: an epoch of six, and the half of the next."""
+"""Batches before the checkpoint: one epoch of six and half of the next epoch."""
 
 
 def _run(name: str, **changes: Any) -> flatout.Run:

@@ -21,12 +21,12 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Simulated:
-    """One job, and how long its parts take.
+    """A job and the simulated times of its parts.
 
     Attributes:
         step_ms: milliseconds of a step of ``BATCH_SIZE`` samples without techniques.
-        factors: multiply these while the named technique is active.
-        noise: standard deviation of each step's time, relative.
+        factors: factor of the step time by name of an active technique.
+        noise: relative standard deviation of the step time.
         sample_ms: milliseconds to load one sample in the training process.
         data: ``"tensors"``, ``"samples"`` of a map-style dataset, or a ``"stream"``.
         model: ``"perceptron"`` or ``"convolution"``.
@@ -45,7 +45,7 @@ class Simulated:
 
 
 REAL_TIME = {"compile": False, "torchscript": False, "workers": False}
-"""Techniques that are left out, because compilers and worker processes take time that the clock does not see."""
+"""Disabled techniques: compilers and worker processes take real time, which the simulated clock does not count."""
 
 PAYS = {"precision": 0.6, "fused_optimizer": 0.8, "cpu_threads": 0.7, "channels_last": 0.75}
 COSTS = {name: 1 / factor for name, factor in PAYS.items()}
@@ -77,7 +77,7 @@ JOBS: dict[str, Simulated] = {
 
 
 class SimulatedStep(TimedStep):
-    """Loss function that takes the time of a job's step."""
+    """Loss function that advances the clock by the time of a job's step."""
 
     def __init__(self, job: Simulated, clock: Clock) -> None:
         super().__init__(clock)
@@ -142,7 +142,7 @@ def _loader(job: Simulated, clock: Clock) -> DataLoader[Any]:
 
 
 def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
-    """Tune the job on a simulated clock, and return what ``use`` makes of the tuned run."""
+    """Tune the job on a simulated clock and return ``use(run)`` for the tuned run."""
     with simulated_tuning() as clock:
         torch.manual_seed(0)
         model = Small(job.model)

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "RMSprop": lambda params, lr: torch.optim.RMSprop(params, lr, momentum=0.5),
     "Lion": lambda params, lr: flatout.optim.Lion(params, lr / 10, weight_decay=0.1),
 }
-"""Three that ``optimize`` fuses, one that it leaves, one of flatout's own."""
+"""Three optimizers that ``optimize`` fuses, one that ``optimize`` does not fuse, and one of flatout."""
 
 
 def _by_steps(run: flatout.Run) -> None:
@@ -39,7 +39,7 @@ def _by_fit(run: flatout.Run) -> None:
 
 
 def _resumed(run: flatout.Run) -> None:
-    """Save in the middle of the second epoch, train on, return to the checkpoint, and finish."""
+    """Save in the middle of the second epoch, finish this epoch, load the checkpoint and train to the end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.pt"
         for batch in run.loader:
@@ -73,7 +73,7 @@ FUSABLE = {"SGD", "Adam", "AdamW"}
 
 
 def trainings() -> list[tuple[str, str]]:
-    """Return the pairs of optimizer and way. Only some optimizers can be fused."""
+    """Return the pairs of optimizer and way. Fused ways take only the fusable optimizers."""
     return [
         (optimizer, way)
         for optimizer in OPTIMIZERS

@@ -1,4 +1,4 @@
-"""Simulated time for the tests of step times: a process with a clock of its own, products of matrices, a GPU."""
+"""Simulated time for the tests of step times: a process with a steady clock, matrix products, and a GPU."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ CLOCK = Path(__file__).parents[1] / "native" / "steady_clock.cpp"
 
 
 def core_of(counter: MfuCounter) -> StepCounter:
-    """Return the native core, which takes steps with given times: the public interface takes those of a clock."""
+    """Return the native core, which accepts steps of given times. The public interface reads a clock."""
     return counter._core
 
 
 def calls_of(model: nn.Module) -> Calls:
-    """Return what counts the calls of a wrapped model, and is to end with it."""
+    """Return the call counter of a wrapped model, which ends with the model."""
     return type(model).flatout_calls  # type: ignore[attr-defined]
 
 
 class StepTaker:
-    """Takes the step under way of a wrapped model from this thread, as a reading does from another thread."""
+    """Takes the current step of a wrapped model from this thread, as a reading in another thread does."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls, self._thread = calls_of(model), threading.get_ident()
@@ -47,7 +47,7 @@ class StepTaker:
         return self._calls._take(self._thread, self._step)
 
     def take_another(self) -> bool:
-        """Take a step that has made room for the one under way."""
+        """Try to take a step that is no longer the current one."""
         return self._calls._take(self._thread, UnderWay(None))
 
 
@@ -69,7 +69,7 @@ class SteadyClock:
 
     @contextlib.contextmanager
     def instead_of_perf_counter(self) -> Iterator[None]:
-        """Replace Python's clock as well. Not around ``optimize``: its loops wait for a moment that never comes."""
+        """Replace Python's clock too. ``optimize`` would hang inside: readings of this clock do not advance it."""
         with mock.patch.object(time, "perf_counter", self):
             yield
 
@@ -94,7 +94,7 @@ def process_with_steady_clock(folder: Path) -> Iterator[CallWithSteadyClock]:
 
 @contextlib.contextmanager
 def forgotten_warnings() -> Iterator[None]:
-    """Forget which unknown peaks this process has warned of: each is warned of once."""
+    """Reset the set of peaks that this process has warned of, so that ``peaks`` warns of each peak again."""
     with mock.patch.object(peaks, "_warned", set()):
         yield
 
@@ -103,9 +103,9 @@ class SimulatedProducts:
     """Replacement of ``torch.matmul`` that computes nothing and takes simulated time.
 
     Attributes:
-        flops_per_second: by size of the matrices; 1e12 by default.
-        every_third: how many times as long every third product takes.
-        sizes: of the products, each once, in order.
+        flops_per_second: FLOP/s by size of the matrices, 1e12 by default.
+        every_third: factor of the time of every third product.
+        sizes: distinct sizes of the products, in order of their first product.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -126,7 +126,7 @@ class SimulatedProducts:
 
 
 class Event:
-    """Replacement of ``torch.cuda.Event``: a moment of a simulated GPU, reached when the test says so."""
+    """Replacement of ``torch.cuda.Event`` on a simulated GPU. The test decides when the GPU reaches the event."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
@@ -146,13 +146,13 @@ class Event:
 
 
 class SimulatedGpu:
-    """What ``torch.cuda`` says of its current stream and of events there.
+    """Replacement of the current stream of ``torch.cuda`` and of the events recorded on this stream.
 
     Attributes:
-        now: second at which the work queued so far will be done.
-        reached: second up to which the device has come.
-        recording: whether work is recorded into a graph.
-        asked: called when an event is asked whether it was reached.
+        now: second at which the GPU finishes the queued work.
+        reached: second up to which the GPU has worked.
+        recording: whether a CUDA graph records the work.
+        asked: function that each query of an event calls.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of the step counter on given times. test_phases.py has its wiring to the host's clock."""
+"""Arithmetic of the step counter on given times. test_phases.py tests the counter on the host's clock."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def figures(shown: str) -> list[float]:
     return [float(figure.replace(",", "")) for figure in re.findall(r"[\d,]*\d(?:\.\d+)?", shown)]
 
 
-def test_what_is_known_is_shown_in_one_line() -> None:
+def test_known_figures_are_shown_in_one_line() -> None:
     counter = fed(10, [(0.0123, None, 0.0002, 64, 640, 1e9)] * 2, peak_flops=1e12)
     assert {name: figures(shown) for name, shown in counter.total.told().items()} == {
         "step_seconds": [12.3],  # ms

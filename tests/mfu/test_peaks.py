@@ -151,7 +151,7 @@ class Properties:
 @pytest.mark.parametrize(
     ("name", "sms", "share"), [("NVIDIA H100 80GB HBM3", 132, 1), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, 16 / 132)]
 )
-def test_a_slice_has_its_share(monkeypatch, name, sms, share):
+def test_a_mig_slice_has_a_share_of_the_peak(monkeypatch, name, sms, share):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties(name, sms))
     assert peak_flops("cuda:0", BF16) == peak_flops(0, BF16) == pytest.approx(989.4e12 * share)
     assert clock_peak_flops("cuda", BF16, clock_mhz=1000) == pytest.approx(sms * 4096 * 1e9)
@@ -168,7 +168,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def products(cache):
-    """Products of matrices that take given times."""
+    """Matrix products that take given times."""
     with (
         simulated_time(tick=0.0) as clock,
         mock.patch.object(torch, "matmul", SimulatedProducts(clock)) as products,
@@ -182,13 +182,13 @@ def test_the_best_rate_over_sizes_is_the_peak(products):
     assert products.sizes == [512, 1024, 2048]
 
 
-def test_the_rate_of_a_size_is_that_of_its_median_product(products):
+def test_the_median_product_sets_the_rate_of_a_size(products):
     products.flops_per_second = {512: 1e9, 1024: 1e9, 2048: 1e9}
     products.every_third = 100.0
     assert measured_peak_flops("cpu") == pytest.approx(1e9)
 
 
-def test_a_dtype_that_is_multiplied_in_software_is_not_measured_for_minutes(products):
+def test_slow_products_in_software_end_the_measurement(products):
     products.flops_per_second = {512: 1e8, 1024: 1e12, 2048: 1e12}  # 2.7 s for the smallest product
     assert measured_peak_flops("cpu", FP16) == pytest.approx(1e8)
     assert products.sizes == [512]
@@ -209,7 +209,7 @@ def test_measured_once_per_machine(cache, products):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "b"}', "null"])
-def test_a_cache_that_is_not_ours_is_written_anew(cache, products, text):
+def test_a_corrupt_cache_is_overwritten(cache, products, text):
     cache.parent.mkdir()
     cache.write_text(text)
     assert measured_peak_flops("cpu") == pytest.approx(1e12)
@@ -217,14 +217,14 @@ def test_a_cache_that_is_not_ours_is_written_anew(cache, products, text):
 
 
 @pytest.mark.parametrize("value", ["NaN", "0", "-1", "Infinity"])
-def test_a_rate_that_cannot_be_is_measured_again(cache, products, value):
+def test_an_impossible_rate_in_the_cache_is_measured_again(cache, products, value):
     measured_peak_flops("cpu")
     (key,) = json.loads(cache.read_text())
     cache.write_text(f'{{"{key}": {value}}}')
     assert measured_peak_flops("cpu") == pytest.approx(1e12)
 
 
-def test_without_a_home(products, monkeypatch):
+def test_peak_without_a_home_directory(products, monkeypatch):
     """A user of a container that has neither HOME nor an entry in its list of users."""
 
     def home():
@@ -239,7 +239,7 @@ def test_devices_of_other_kinds_are_not_measured(cache):
     assert measured_peak_flops("meta") is None
 
 
-def test_without_a_place_for_a_cache(cache, products):
+def test_peak_without_a_cache_folder(cache, products):
     cache.parent.write_text("a file where the folder would be")
     assert measured_peak_flops("cpu") == pytest.approx(1e12)
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_multiplied_has_no_peak(cache):
     assert not cache.exists()
 
 
-def test_this_machine_is_measured_without_a_draw_from_its_generator(cache):
+def test_measuring_draws_no_random_numbers(cache):
     state = torch.get_rng_state()
     assert 0 < measured_peak_flops("cpu", FP32) < math.inf
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""Times of steps and of their phases, in simulated time: exactly the seconds that a test has put there."""
+"""Times of steps and phases, measured in simulated time that the tests advance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_steady_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
 
 
 def check(total: Reading, **seconds: float) -> None:
-    """Check each phase's seconds, over all steps together, and that nothing else took time."""
+    """Check the total seconds of each phase. A phase that is not given takes no time."""
     found = {name: mean * STEPS for name, mean in asdict(total.phases).items()}
     assert found == pytest.approx(dict.fromkeys(NAMES, 0.0) | seconds)
     assert total.seconds == pytest.approx(sum(seconds.values()))
@@ -58,7 +58,7 @@ def test_steps_are_timed_by_the_host_clock(with_steady_clock: CallWithSteadyCloc
     for reading in with_steady_clock(three_batches):
         assert (reading.steps, reading.samples) == (3, 71)
         assert reading.step_seconds == pytest.approx(1.0)
-        assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # nothing but its wait before the first step
+        assert reading.seconds == pytest.approx(0.25 + 3 * 1.0 + 2 * 0.5)  # only the wait before the first step
         assert reading.stall_fraction == pytest.approx(3 * 0.25 / 4.25)
         assert reading.flops_per_second == pytest.approx(15 / 4.25)
         assert reading.mfu == pytest.approx(1.5 / 4.25)
@@ -80,11 +80,11 @@ def delayed_loop(clock: SteadyClock) -> Reading:
                     with step.phase(name):
                         clock.advance(seconds)
                     clock.advance(0.002)
-            clock.advance(0.003)  # the last is not training any more
+            clock.advance(0.003)  # the last one follows the training
     return counter.total
 
 
-def test_delays_are_found_where_they_were_put(with_steady_clock: CallWithSteadyClock) -> None:
+def test_each_delay_counts_in_its_phase(with_steady_clock: CallWithSteadyClock) -> None:
     idle = STEPS * (0.01 + 4 * 0.002) + (STEPS - 1) * 0.003
     total = with_steady_clock(delayed_loop)
     check(
@@ -112,7 +112,7 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
 
 
 class SlowModel(nn.Module):
-    """Takes its time in its forward and in its backward."""
+    """Model whose forward and backward advance the clock."""
 
     def __init__(self, clock: SteadyClock) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def run_of_slow_job(clock: SteadyClock) -> Reading:
     return run.stats.total
 
 
-def test_the_phases_of_a_run_are_told_apart(with_steady_clock: CallWithSteadyClock) -> None:
+def test_phases_of_a_run(with_steady_clock: CallWithSteadyClock) -> None:
     check_slow_job(with_steady_clock(run_of_slow_job))
 
 
@@ -182,7 +182,7 @@ def loop_of_wrapped_model(clock: SteadyClock) -> Reading:
     return counter.total
 
 
-def test_the_phases_of_a_wrapped_model_are_told_apart(with_steady_clock: CallWithSteadyClock) -> None:
+def test_phases_of_a_wrapped_model(with_steady_clock: CallWithSteadyClock) -> None:
     check_slow_job(with_steady_clock(loop_of_wrapped_model))
 
 
@@ -283,7 +283,7 @@ def evaluated(clock: SteadyClock) -> list[Reading]:
     return readings
 
 
-def test_what_is_not_training_is_in_no_phase(with_steady_clock: CallWithSteadyClock) -> None:
+def test_a_pause_is_in_no_phase(with_steady_clock: CallWithSteadyClock) -> None:
     readings = with_steady_clock(evaluated)
     assert [reading.seconds for reading in readings] == pytest.approx([1, 12, 13])
     assert readings[-1].phases.host_idle * 3 == pytest.approx(10)
@@ -301,7 +301,7 @@ def failed(clock: SteadyClock) -> Reading:
     return counter.total
 
 
-def test_a_failed_step_takes_its_time_with_it(with_steady_clock: CallWithSteadyClock) -> None:
+def test_time_of_a_failed_step_does_not_count(with_steady_clock: CallWithSteadyClock) -> None:
     total = with_steady_clock(failed)
     assert total.steps == 2
     assert total.seconds == pytest.approx(2)
@@ -326,7 +326,7 @@ def test_leaving_an_epoch_ends_its_time(with_steady_clock: CallWithSteadyClock) 
 
 
 def overlapping(clock: SteadyClock) -> Reading:
-    """Steps of two threads: from second 0 to 3, and from 1 to 7."""
+    """Return the reading of two threads' steps, from second 0 to 3 and from second 1 to 7."""
     counter = MfuCounter(device="cpu", phases_every=1)
     begun, may_end = threading.Event(), threading.Event()
 
@@ -350,7 +350,7 @@ def overlapping(clock: SteadyClock) -> Reading:
 def test_threads_share_the_time_and_do_not_mix_up_their_phases(with_steady_clock: CallWithSteadyClock) -> None:
     total = with_steady_clock(overlapping)
     assert (total.steps, total.samples) == (2, 2)
-    assert total.seconds == pytest.approx(7)  # a moment in which both train counts once
+    assert total.seconds == pytest.approx(7)  # overlapping time counts once
     assert total.step_seconds == pytest.approx((3 + 6) / 2)
     sums = {name: 2 * mean for name, mean in asdict(total.phases).items()}
     assert sums == pytest.approx(dict.fromkeys(NAMES, 0.0) | {"forward": 3, "backward": 4})
@@ -361,7 +361,7 @@ def test_phases_are_means_over_the_steps_that_have_them(measured: list[list[floa
     counter = MfuCounter(device="cpu", window=window)
     for seconds in measured:
         core_of(counter).add(1.0, phases=seconds)
-    core_of(counter).add(1.0)  # not measured: does not dilute
+    core_of(counter).add(1.0)  # a step without phases leaves the means unchanged
     for reading, covered in ((counter.window, [*measured, None][-window:]), (counter.total, measured)):
         covered = [seconds for seconds in covered if seconds is not None]
         assert (reading.phases is None) == (not covered)

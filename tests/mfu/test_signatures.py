@@ -164,7 +164,7 @@ def count(total: int) -> FlopCount:
 
 
 class Counting:
-    """Counts FLOPs, a second each time."""
+    """FLOP counter that takes a second for each call."""
 
     def __init__(self, clock: Clock) -> None:
         self.counted: list[tuple[int, ...]] = []
@@ -206,7 +206,7 @@ def test_counting_takes_two_per_cent_of_the_time_at_most(clock: Clock) -> None:
     assert 7 <= len(counting.counted) <= 9
 
 
-def test_what_fails_is_tried_once() -> None:
+def test_a_failed_count_is_not_repeated() -> None:
     tried = []
 
     def fail(x: torch.Tensor) -> FlopCount:

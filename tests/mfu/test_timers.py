@@ -1,4 +1,4 @@
-"""The timer over torch's events, for GPUs that the core has no code for, on a simulated GPU."""
+"""Timer over torch's events on a simulated GPU. The timer serves GPUs that the native core does not support."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def timed() -> tuple[StepCounter, TorchEventTimer]:
 
 
 def step(gpu: SimulatedGpu, timer: TorchEventTimer) -> None:
-    """A step of a second."""
+    """Take a step of one second."""
     token = timer.begin()
     gpu.now += 1.0
     timer.touch(token)
@@ -44,7 +44,7 @@ def test_waits_and_pauses_belong_to_the_step_that_begins_next(gpu: SimulatedGpu)
     gpu.now = 1.0
     timer.touch(first)
     timer.waited(3.0)
-    timer.pause()  # an evaluation; a wrapped model's step is finished only when the next one begins
+    timer.pause()  # an evaluation, before a wrapped model finishes its last step
     gpu.now = 9.0
     timer.finish(first, 1, 0, None, None)
     step(gpu, timer)
@@ -54,12 +54,12 @@ def test_waits_and_pauses_belong_to_the_step_that_begins_next(gpu: SimulatedGpu)
     step(gpu, timer)
     assert core.total().seconds == pytest.approx(3.5)
     assert core.total().stall_fraction == pytest.approx(0.5 / 3.5)
-    gpu.now += 1.0  # of the loop's own code
+    gpu.now += 1.0  # code of the loop
     step(gpu, timer)
     assert core.total().stall_fraction == pytest.approx(0.5 / 5.5)  # a wait counts once
 
 
-def test_what_is_recorded_into_a_graph_is_no_step(gpu: SimulatedGpu) -> None:
+def test_work_recorded_into_a_graph_is_no_step(gpu: SimulatedGpu) -> None:
     core, timer = timed()
     step(gpu, timer)
     gpu.recording = True
@@ -73,7 +73,7 @@ def test_what_is_recorded_into_a_graph_is_no_step(gpu: SimulatedGpu) -> None:
     assert (core.total().steps, core.total().seconds) == (2, pytest.approx(2.0))
 
 
-def test_nothing_is_asked_before_it_is_reached(gpu: SimulatedGpu) -> None:
+def test_a_step_counts_after_the_gpu_has_finished_it(gpu: SimulatedGpu) -> None:
     core, timer = timed()
     gpu.reached = 1.5
     step(gpu, timer)
@@ -104,28 +104,28 @@ def test_no_time_counts_twice(calls: list[tuple[bool, int, int]]) -> None:
         assert core.total().seconds <= gpu.now
 
 
-def test_time_goes_on_from_the_last_end_and_a_wait_beside_a_step_takes_none(gpu: SimulatedGpu) -> None:
+def test_overlapping_steps_and_a_wait_during_a_step_count_once(gpu: SimulatedGpu) -> None:
     core, timer = timed()
     short, long = timer.begin(), timer.begin()
     gpu.now = 1.0
     timer.touch(short)
     timer.pause()
-    timer.waited(2.0)  # another thread's
+    timer.waited(2.0)  # in another thread
     gpu.now = 3.0
     timer.touch(long)
-    timer.finish(long, 1, 0, None, None)  # ends last, is told of first
+    timer.finish(long, 1, 0, None, None)  # ends last, is finished first
     timer.finish(short, 1, 0, None, None)
     step(gpu, timer)
     assert core.total().seconds == pytest.approx(4.0)
 
 
-def test_a_step_that_is_handed_over_in_the_midst_of_a_poll_counts_once(gpu: SimulatedGpu) -> None:
+def test_a_step_finished_during_a_poll_counts_once(gpu: SimulatedGpu) -> None:
     core, timer = timed()
     first, second = timer.begin(), timer.begin()
     late = [second]
 
     def collect() -> None:
-        """A wrapped model is collected while an event is asked."""
+        """Finish a step during the query of an event, as the collection of a wrapped model does."""
         if late:
             timer.finish(late.pop(), 10, 0, None, None)
 
@@ -137,9 +137,9 @@ def test_a_step_that_is_handed_over_in_the_midst_of_a_poll_counts_once(gpu: Simu
     assert (core.total().steps, core.total().samples, core.total().seconds) == (2, 11, pytest.approx(1.0))
 
 
-def test_a_counter_takes_its_steps_from_a_timer_of_python(gpu: SimulatedGpu) -> None:
+def test_a_counter_takes_steps_from_a_python_timer(gpu: SimulatedGpu) -> None:
     core = StepCounter(10)
-    core.use_timer(TorchEventTimer(core, torch.device("cuda", 0)))  # which nobody else holds
+    core.use_timer(TorchEventTimer(core, torch.device("cuda", 0)))  # the counter holds the only reference
     gc.collect()
     with core.step(3, 4, 5.0):
         pass

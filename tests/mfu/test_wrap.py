@@ -551,7 +551,7 @@ def test_a_wrapped_part_of_a_compiled_whole_is_left_alone() -> None:
 
 
 def test_a_step_that_another_thread_has_taken_is_not_taken_twice() -> None:
-    """Reading a counter settles the last step of another thread, which may finish it at that moment."""
+    """Reading a counter finishes the last step of another thread, which may finish the same step concurrently."""
     counter, model = MfuCounter(1.0, device="cpu"), mlp()
     counter.wrap(model)
     model(torch.ones(3, 8))

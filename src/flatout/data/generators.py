@@ -66,7 +66,7 @@ class RandomState:
         run_all(partial(each.write, each.state) for each in self._tracked)
 
     def advance(self, later: RandomState) -> None:
-        """Set unused generators to their states in ``later``. An unused generator still has the state read here.
+        """Set each generator that still has the state read here to its state in ``later``.
 
         Args:
             later: a ``reread`` of this object.
