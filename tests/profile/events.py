@@ -11,12 +11,12 @@ STREAM, COPY_STREAM = 7, 20
 
 
 def marked(trace: Trace) -> set[str]:
-    """The parts of the steps in which ``time.sleep`` is called, for no time: where a call is depends on no clock."""
+    """Return the phases that contain a marker, which is a call of ``time.sleep(0)``."""
     return {trace.phase_of(event) for event in trace.within(trace.host) if event.name == "<built-in function sleep>"}
 
 
 class Recording:
-    """Writes events down as torch's profiler would; times are microseconds."""
+    """Records events in the format of torch's profiler. Times are in microseconds."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ class Recording:
         call: str = "cudaLaunchKernel",
         takes: float = 2,
     ) -> None:
-        """A launch on the host at ``launched``, and the work on the device from ``start`` to ``end``."""
+        """Add a launch on the host at ``launched``, and the work on the device from ``start`` to ``end``."""
         self._correlation += 1
         kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
         self.host(call, launched, launched + takes, "cuda_runtime", thread, correlation=self._correlation)
@@ -53,6 +53,13 @@ class Recording:
 
     def wait(self, start: float, end: float, call: str = "cudaStreamSynchronize") -> None:
         self.host(call, start, end, "cuda_runtime")
+
+    def memory(self, at: float, args: dict[str, int]) -> None:
+        self.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at, "args": args})
+
+    def arrow(self, end: str, at: float, thread: int = MAIN) -> None:
+        """Add one end of the arrow from a forward operator ("s") to its backward ("f")."""
+        self.events.append({"ph": end, "cat": "fwdbwd", "id": 1, "pid": 1, "tid": thread, "ts": at, "name": "fwdbwd"})
 
     def _add(
         self, name: str, start: float, end: float, kind: str, process: int, thread: int, args: dict[str, Any]

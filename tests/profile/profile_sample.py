@@ -1,4 +1,4 @@
-"""A made-up profile of a training that waits for its GPU, with hostile text."""
+"""Made-up profile of a sync-bound training, with hostile text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def sync_bound() -> Profile:
         r.kernel(at + 180, at + 300, at + 600, name="void gemm<float>(float*)", thread=AUTOGRAD)
         r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
         r.wait(at + 300, at + 605)
-        told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048}
-        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at + 200, "args": told})
+        r.memory(at + 200, {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048})
     return summarise(
         Trace(r.events),
         samples=32,

@@ -1,4 +1,4 @@
-"""What a GPU's trace says, on traces made by hand: no GPU is needed to get these right."""
+"""Summaries of GPU traces, which are made by hand and need no GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_idle_wait_for_data_is_the_loaders() -> None:
     ]
 
 
-def test_what_follows_a_wait_for_the_device_is_the_waits_doing() -> None:
+def test_a_gap_after_a_sync_is_caused_by_the_sync() -> None:
     r = step()
     r.phase("forward", 0, 100)
     r.kernel(0, 0, 500)
@@ -138,7 +138,7 @@ def test_a_copy_to_pageable_memory_waits_and_one_to_pinned_memory_does_not(name:
     assert found(r) == [(500, 605, *expected)]
 
 
-def test_what_follows_a_blocking_copy_to_the_device_is_the_copys() -> None:
+def test_a_gap_after_a_blocking_copy_is_caused_by_the_copy() -> None:
     r = step()
     r.phase("h2d", 0, 300)
     r.kernel(10, 0, 290, name="Memcpy HtoD (Pinned -> Device)", call="cudaMemcpyAsync")
@@ -183,20 +183,19 @@ def test_a_trace_that_lacks_things_gives_less() -> None:
     r.host("cudaLaunchKernel", 30, 35, "cuda_runtime")
     r.kernel(600, 610, 700)
     del r.events[-2]  # its launch is not there
-    for told in ({}, {"Device Type": 1, "Device Id": 0}):
-        r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 5, "args": told})
-    r.events.append({"ph": "s", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": 20, "name": "fwdbwd"})
+    for args in ({}, {"Device Type": 1, "Device Id": 0}):
+        r.memory(5, args)
+    r.arrow("s", 20)
     profile = summarise(Trace(r.events))
     assert profile.device_phases["forward"] == pytest.approx(480e-6)
     assert profile.memory is None
     assert profile.device_busy == pytest.approx(0.57)
 
 
-def test_a_gpu_whose_kernels_were_not_recorded_is_no_cpu() -> None:
+def test_a_gpu_trace_without_kernels_is_not_taken_for_a_cpu_trace() -> None:
     r = step()
     r.host("aten::mm", 10, 20)
-    told = {"Device Type": 1, "Device Id": 0, "Total Allocated": 512}
-    r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 15, "args": told})
+    r.memory(15, {"Device Type": 1, "Device Id": 0, "Total Allocated": 512})
     profile = summarise(Trace(r.events))
     assert advice(profile.advice[0]) == {"no-kernels"}
     assert not any("would-wait" in advice(line) for line in (*profile.advice, str(profile)))
@@ -295,10 +294,8 @@ def test_an_operator_has_its_own_host_time_its_kernels_and_its_line() -> None:
     r.host("aten::conv2d", 10, 110)
     r.host("aten::cudnn_convolution", 20, 90)
     r.kernel(30, 40, 540, name="conv_kernel")
-    r.events += [
-        {"ph": "s", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": 20, "name": "fwdbwd"},
-        {"ph": "f", "cat": "fwdbwd", "id": 1, "pid": 1, "tid": AUTOGRAD, "ts": 300, "name": "fwdbwd"},
-    ]
+    r.arrow("s", 20)
+    r.arrow("f", 300, AUTOGRAD)
     r.host("autograd::engine::evaluate_function: ConvolutionBackward0", 299, 420, thread=AUTOGRAD)
     r.host("ConvolutionBackward0", 300, 410, thread=AUTOGRAD)
     r.host("aten::convolution_backward", 310, 400, thread=AUTOGRAD)
@@ -329,7 +326,7 @@ def test_only_the_copying_itself_is_a_copy() -> None:
     assert parts(r) == [(30, 185, "h2d")]
 
 
-def test_what_prepares_an_update_belongs_to_it() -> None:
+def test_preparations_of_an_update_belong_to_the_update() -> None:
     r = step()
     r.function("torch/amp/grad_scaler.py(302): unscale_", 10, 20)
     r.function("torch/nn/utils/clip_grad.py(39): _no_grad_wrapper", 30, 40)
@@ -342,7 +339,7 @@ def test_what_prepares_an_update_belongs_to_it() -> None:
     assert spans == [(10, 20), (30, 40), (50, 80), (90, 100), (110, 120)]
 
 
-def test_a_part_that_is_marked_is_not_inferred_too() -> None:
+def test_a_marked_phase_is_not_inferred_again() -> None:
     r = step()
     r.phase("loader_wait", 0, 50)
     r.phase("update", 700, 800)
@@ -352,7 +349,7 @@ def test_a_part_that_is_marked_is_not_inferred_too() -> None:
     assert parts(r) == [(0, 50, "loader_wait"), (700, 800, "update")]
 
 
-def test_without_marks_what_is_trained_is_told_from_what_is_evaluated() -> None:
+def test_training_is_distinguished_from_evaluation_without_marks() -> None:
     r = step()
     load = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     r.host(load, 0, 50, "user_annotation")
@@ -360,10 +357,8 @@ def test_without_marks_what_is_trained_is_told_from_what_is_evaluated() -> None:
     r.host("aten::addmm", 70, 150)
     r.host("aten::mse_loss", 180, 190)
     r.function("torch/autograd/graph.py(1059): _engine_run_backward", 200, 400)
-    r.events += [
-        {"ph": phase, "cat": "fwdbwd", "id": 1, "pid": 1, "tid": 1, "ts": at, "name": "fwdbwd"}
-        for phase, at in (("s", 70), ("f", 300))
-    ]
+    r.arrow("s", 70)
+    r.arrow("f", 300)
     r.function("nn.Module: Net_0", 250, 290)  # a checkpoint's second forward
     r.host("Optimizer.step#AdamW.step", 400, 500, "user_annotation")
     r.host(load, 510, 600, "user_annotation")  # feeds an evaluation
@@ -385,8 +380,7 @@ def test_the_gpus_memory_comes_before_the_hosts_and_keeps_its_peak() -> None:
     r.phase("backward", 500, 600)
     for at in range(1, 999):
         for device, index, allocated in ((0, -1, 10**9), (1, 0, 5000 if at == 555 else at)):
-            told = {"Device Type": device, "Device Id": index, "Total Allocated": allocated}
-            r.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": at, "args": told})
+            r.memory(at, {"Device Type": device, "Device Id": index, "Total Allocated": allocated})
     seen = memory.memory(Trace(r.events))
     assert seen is not None
     assert (seen.device, seen.peak, seen.peak_phase) == ("cuda:0", 5000, "backward")
@@ -401,14 +395,14 @@ def test_a_trace_without_steps_is_refused() -> None:
         Trace(r.events)
 
 
-def test_advice_begins_with_what_costs_most_and_is_silent_about_what_costs_nothing() -> None:
+def test_advice_begins_with_the_largest_cost_and_omits_free_phases() -> None:
     r = step()
     r.phase("loader_wait", 0, 100)
     r.phase("forward", 100, 150)
     assert list(map(advice, summarise(Trace(r.events)).advice)) == [{"own-code"}, {"data-wait"}]
 
 
-def test_advice_names_the_line_that_takes_most_of_it() -> None:
+def test_advice_names_the_slowest_line() -> None:
     r = step()
     r.function("train.py(1): <module>", 0, 1000)
     r.phase("loader_wait", 0, 400)
@@ -420,10 +414,10 @@ def test_advice_names_the_line_that_takes_most_of_it() -> None:
     assert (advice(own_code), advice(data_wait)) == ({"own-code"}, {"data-wait"})
     assert "train.py:30 (log)" in own_code
     assert "data.py:7 (__getitem__)" in data_wait
-    assert "num_workers=" in data_wait  # samples are made on the training's own thread
+    assert "num_workers=" in data_wait  # the training's thread makes the samples
 
 
-def test_data_that_others_make_has_no_line() -> None:
+def test_advice_names_no_line_for_samples_of_workers() -> None:
     r = step()
     r.function("train.py(1): <module>", 0, 1000)
     r.phase("loader_wait", 0, 400)
@@ -434,7 +428,7 @@ def test_data_that_others_make_has_no_line() -> None:
     assert "flatout.data.tune" in data_wait
 
 
-def test_a_summary_with_a_gpu_says_who_let_it_idle(tmp_path: Path) -> None:
+def test_a_summary_names_the_cause_of_gpu_idle_time(tmp_path: Path) -> None:
     profile = sync_bound()
     assert profile.device_busy == pytest.approx(0.525)
     assert profile.gaps[0].cause == "sync"
@@ -458,7 +452,7 @@ def test_a_summary_with_a_gpu_says_who_let_it_idle(tmp_path: Path) -> None:
         ("LBFGS", "aten::dot", [{"update"}, {"operator"}]),
     ],
 )
-def test_an_update_is_not_told_to_be_what_it_is_or_cannot_be(
+def test_advice_suggests_fusing_only_for_optimizers_that_can_be_fused(
     optimizer: str, operator: str, expected: list[set[str]]
 ) -> None:
     r = step()
@@ -469,7 +463,7 @@ def test_an_update_is_not_told_to_be_what_it_is_or_cannot_be(
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_a_terminal_shows_it_all(width: int, ascii_only: bool) -> None:
+def test_a_terminal_shows_every_figure(width: int, ascii_only: bool) -> None:
     profile = sync_bound()
     text = in_terminal(profile, width, ascii_only)
     assert max(map(len, text.splitlines())) <= width
@@ -482,7 +476,7 @@ def test_a_terminal_shows_it_all(width: int, ascii_only: bool) -> None:
         assert clean(cell) in wide
 
 
-def test_a_page_shows_it_all(tmp_path: Path) -> None:
+def test_a_page_shows_every_figure(tmp_path: Path) -> None:
     profile = sync_bound()
     profile.to_html(tmp_path / "profile.html")
     page = (tmp_path / "profile.html").read_text(encoding="utf-8")
@@ -501,10 +495,10 @@ def test_a_page_shows_it_all(tmp_path: Path) -> None:
     assert BOUNDARY not in said
 
 
-@pytest.mark.parametrize("told", [partial(in_terminal, width=120), Profile._repr_html_])
-def test_what_stands_around_the_tables_is_shown_everywhere(told: Callable[[Profile], str]) -> None:
+@pytest.mark.parametrize("render", [partial(in_terminal, width=120), Profile._repr_html_])
+def test_environment_and_advice_are_shown_everywhere(render: Callable[[Profile], str]) -> None:
     profile = sync_bound()
-    said = " ".join(told(profile).split())
+    said = " ".join(render(profile).split())
     for key, value in profile.environment.items():
         assert f"{key} {value}" in said
     for sentence in profile.advice:
