@@ -1,4 +1,4 @@
-"""What every test shares: random states that are put back, quick new processes, and GPU tests that skip aloud."""
+"""Shared by all tests: restored process state, quick start of processes, and GPU tests that skip with a reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if sys.dont_write_bytecode:
-    # Every process that a test starts would compile torch's modules anew, which takes three times as long as torch's
-    # import does. Nothing is written beside the modules.
+    # Without bytecode files each process that a test starts compiles torch's modules again, which takes three times as
+    # long as importing torch. The files lie in a folder outside the installed modules.
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / "build" / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -31,21 +31,21 @@ from tests.process_state import put_back
 GPU_TESTS = Path(__file__).parent / "gpu"
 FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
 
-# A shared machine makes single examples slow at random; what takes too long shows in the suite's own time.
+# On a shared machine single examples are slow at random, so no example has a deadline.
 settings.register_profile("flatout", deadline=None)
 settings.load_profile("flatout")
 
-# There is one server for all tests, started by the first that needs it: what any of its processes imports.
+# All tests share one forkserver. It preloads the modules that its processes import.
 multiprocessing.set_forkserver_preload(
     ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.checkpoint.training"]
 )
 
 
 def _missing_for_gpu_tests() -> str:
-    """What keeps GPU tests from running here; empty when nothing does."""
+    """Return the reason to skip GPU tests, empty if they can run."""
     if not torch.cuda.is_available():
         return "needs a CUDA GPU: `make gpu-check` on a machine that has one"
-    importlib.import_module("flatout")  # which loads its operators
+    importlib.import_module("flatout")  # loads flatout's operators
     if not torch._C._dispatch_has_kernel_for_dispatch_key("flatout::scale_", "CUDA"):
         return "needs flatout's CUDA kernels: built without nvcc"
     return ""
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
-@pytest.hookimpl(tryfirst=True)  # before a file's own skipif
+@pytest.hookimpl(tryfirst=True)  # runs before a test file's skipif
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if FAIL_WITHOUT_GPU and _needs_gpu(item) and (missing := _missing_for_gpu_tests()):
         pytest.fail(f"FLATOUT_FAIL_WITHOUT_GPU=1: {missing}", pytrace=False)
@@ -76,7 +76,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Peaks measured by tests, on a machine busy with tests, are nobody else's."""
+    """Use an empty cache folder, because peaks measured beside other tests are wrong for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -84,32 +84,31 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_objects() -> None:
-    """Each ``gc.collect()`` of a test is spared the million objects that were there before its module."""
+    """Exclude the million objects that exist before a module from each ``gc.collect()`` of its tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def restored_after_a_module() -> Iterator[None]:
-    """Put back what fixtures of a module change of the process, for example with a run that they share."""
+    """Restore the process state that fixtures of a module change, for example with a shared run."""
     with put_back():
         yield
 
 
 @pytest.fixture(autouse=True)
 def restored_after_a_test() -> Iterator[None]:
-    """Put back random states, threads and backend flags, so that no test meets those of another."""
+    """Restore random states, threads and backend flags, so that no test affects another."""
     with put_back():
         yield
 
 
 @pytest.fixture(autouse=True)
 def ended_workers() -> Iterator[None]:
-    """Workers end with their test.
+    """Shut down a test's loader workers at the end of the test.
 
-    Where a loader's iterator is part of a cycle, as the frames of a caught exception make one, Python's collector
-    closes torch's queues before the iterator tells its workers to end: some later test would wait for each of them,
-    for five seconds.
+    The frames of a caught exception can put a loader's iterator into a reference cycle. Python's collector then closes
+    torch's queues before the iterator stops its workers. A later test would wait five seconds for each worker.
     """
     yield
     if multiprocessing.active_children():
@@ -134,5 +133,5 @@ def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Cl
 
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What trials leave behind does not depend on how long they take."""
+    """Shorten trials, for tests of state that does not depend on the length of a trial."""
     monkeypatch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.2)

@@ -1,4 +1,4 @@
-"""A machine given as data, for what asks files, the system, torch and NVML how the machine is."""
+"""Fake machine, given as data: its files, system calls, torch and NVML."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FILES = {
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
     HEADER: "",
 }
-"""What lies where the doctor reads, on a machine that nothing is wrong with."""
+"""Files that the doctor reads, on a machine without defects."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as torch tells it; ``fails`` is what torch raises when it is asked for it."""
+    """GPU as torch reports it. If ``fails`` is set, torch raises it as the message of an error."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
@@ -56,11 +56,12 @@ class Gpu:
 
 
 class DoctorNvml:
-    """Some of nvidia-ml-py, with what it answers of one GPU. An answer of None is "not supported".
+    """Fake of nvidia-ml-py for one GPU. An answer of None raises "not supported".
 
     Attributes:
-        open: how often it was begun, less how often it was ended.
-        asked: the names that were asked for.
+        answers: name of each query, without ``nvmlDeviceGet``, to its answer.
+        open: number of ``nvmlInit`` calls minus number of ``nvmlShutdown`` calls.
+        asked: names that the doctor used of the module.
     """
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
@@ -82,7 +83,7 @@ class DoctorNvml:
         return "handle"
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("nvmlDeviceGet"):  # what the import looks at
+        if not name.startswith("nvmlDeviceGet"):  # names that the import system looks up
             raise AttributeError(name)
         self.asked.add(name)
         answer = self.answers[name.removeprefix("nvmlDeviceGet")]
@@ -97,28 +98,28 @@ class DoctorNvml:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine and its install look like; as it comes, nothing is wrong with it.
+    """Machine and its installed software. The defaults describe a machine without defects.
 
-    Where a field holds an exception, asking raises it.
+    If a field holds an exception, reading the field on the fake machine raises the exception.
 
     Attributes:
-        files: path below the root to content, beside ``FILES``; None takes a file away.
+        files: path below the root to content, added to ``FILES``. None removes a file.
         environment: all environment variables.
-        gpus: the GPUs that torch can use.
-        no_gpu: what ``torch.cuda.init`` raises where torch can use none.
-        torch_cuda: the CUDA that torch was built for.
-        torch_code: the architectures that torch was built for.
-        built_with_kernels: whether flatout has its CUDA kernels.
-        nvml: what ``import pynvml`` gives; None where there is none.
-        cudnn: the version's number, None without cuDNN.
-        commands: what a shell would find.
-        modules: what Python could import.
-        cpus: how many logical CPUs there are, and how many of them this process may use.
-        threads: torch's threads.
-        load: the average of the last minute.
-        shared_memory: bytes free in /dev/shm, None where there is none.
-        open_files: the limit, and how far it may be raised.
-        traced: whether a debugger is on.
+        gpus: GPUs that torch can use.
+        no_gpu: message of the error that ``torch.cuda.init`` raises if torch can use no GPU.
+        torch_cuda: CUDA version of torch's build, None for a CPU build.
+        torch_code: architectures of torch's build.
+        built_with_kernels: whether flatout was built with its CUDA kernels.
+        nvml: module that ``import pynvml`` returns, None if pynvml is not installed.
+        cudnn: version number, None without cuDNN.
+        commands: programs on the PATH.
+        modules: modules that Python can import.
+        cpus: number of logical CPUs, and number of CPUs that this process may use.
+        threads: number of torch's threads.
+        load: load average of the last minute.
+        shared_memory: free bytes in /dev/shm, None without /dev/shm.
+        open_files: soft and hard limit of open files.
+        traced: whether a debugger is attached.
     """
 
     files: Mapping[str, str | None] = field(default_factory=dict)
@@ -140,19 +141,19 @@ class Machine:
     traced: bool = False
 
     def with_files(self, **files: str | None) -> Machine:
-        """The same with files by the last part of their paths, which one of ``FILES`` has."""
+        """Return a copy with other contents of some ``FILES``, given by their file names."""
         paths = {Path(path).name: path for path in FILES}
         return replace(self, files={**self.files, **{paths[name]: text for name, text in files.items()}})
 
 
 WITHOUT_GPU = Machine(files={DRIVER: None}, gpus=(), torch_cuda=None, built_with_kernels=False, cudnn=None)
-"""A machine without a GPU, with builds for it."""
+"""Machine without a GPU. torch and flatout are CPU builds."""
 
 UNLIMITED = resource.RLIM_INFINITY
 
 
 def raise_or_return(value: Any) -> Any:
-    """What a field says, or its exception."""
+    """Return the value of a field, or raise it if it is an exception."""
     if isinstance(value, Exception):
         raise value
     return value
@@ -166,7 +167,7 @@ def put_files(root: Path, files: Mapping[str, str | None]) -> None:
 
 
 def move_paths(patch: pytest.MonkeyPatch, module: ModuleType, root: Path) -> None:
-    """Let the module read below ``root`` whatever it names by an absolute path."""
+    """Move each absolute path that is a global of the module below ``root``."""
     for name, value in list(vars(module).items()):
         if isinstance(value, Path) and value.is_absolute():
             patch.setattr(module, name, root / value.relative_to("/"))
@@ -174,7 +175,7 @@ def move_paths(patch: pytest.MonkeyPatch, module: ModuleType, root: Path) -> Non
 
 @contextlib.contextmanager
 def on(fake: Machine, root: Path) -> Iterator[None]:
-    """Inside the block this process is on that machine, whose files lie in ``root``."""
+    """Run the block on a fake machine, with its files in ``root``."""
     put_files(root, {**FILES, **fake.files})
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, fake.environment, clear=True):
         for module in (doctor, machine):

@@ -1,4 +1,4 @@
-"""Reason codes of reports: the one file of the tests that knows how a report words its rows."""
+"""Codes of the product's sentences. Beside the renderings only this file knows their wording."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-# code: what the sentence contains, as a regular expression
+# code of a reason in a report: regular expression that its sentence matches
 PATTERNS: dict[str, str] = {
     "accumulated-gradients-lost": "before it are lost",
     "accumulates": "accumulate > 1",
@@ -159,13 +159,13 @@ PATTERNS: dict[str, str] = {
 }
 
 
-def reasons(told: Any, patterns: dict[str, str] = PATTERNS) -> set[str]:
-    """Return the codes of a row, or of its sentence."""
-    text = told if isinstance(told, str) else told.why
+def reasons(row_or_sentence: Any, patterns: dict[str, str] = PATTERNS) -> set[str]:
+    """Return the codes of a row of a report, or of a sentence."""
+    text = row_or_sentence if isinstance(row_or_sentence, str) else row_or_sentence.why
     return {code for code, pattern in patterns.items() if re.search(pattern, text)}
 
 
-# code: what a sentence of a profile's advice says, as a regular expression
+# code of a sentence of a profile's advice: regular expression
 ADVICE: dict[str, str] = {
     "can-be-fused": r"flatout\.optim\.fuse\(optimizer\)",
     "copies": "^Copying batches",
@@ -185,7 +185,7 @@ ADVICE: dict[str, str] = {
 advice = partial(reasons, patterns=ADVICE)
 
 
-# code: why an optimizer cannot be fused, as a regular expression
+# code of the reason against fusing an optimizer: regular expression
 FUSING: dict[str, str] = {
     "differentiable": "differentiable=True",
     "is-native": "is native already",
@@ -198,7 +198,7 @@ FUSING: dict[str, str] = {
 fusing = partial(reasons, patterns=FUSING)
 
 
-# code: why the monitor lacks a figure, as a regular expression
+# code of the reason for a figure that the monitor lacks: regular expression
 MISSING: dict[str, str] = {
     "before-hopper": "^needs Hopper or later",
     "container-silent": "^the container does not tell",
@@ -229,7 +229,7 @@ MISSING: dict[str, str] = {
 missing = partial(reasons, patterns=MISSING)
 
 
-# code: what a finding of the doctor says, as a regular expression of its name, what was found and what to do
+# code of a finding of the doctor: regular expression that its name, result and fix match, joined by spaces
 FINDINGS: dict[str, str] = {
     "anomaly-detection": "^anomaly detection",
     "clocks-held-down": r"^cuda:\d+ clocks",
@@ -273,12 +273,12 @@ FINDINGS: dict[str, str] = {
 
 
 def finding_code(finding: Any) -> str:
-    """Return the one code of a finding of the doctor."""
+    """Return the only code of a finding of the doctor."""
     (code,) = reasons(f"{finding.name} {finding.found} {finding.fix}", FINDINGS)
     return code
 
 
-# code: what bounds a batch size that was searched for, as a regular expression
+# code of the reason for a batch size: regular expression
 BOUNDS: dict[str, str] = {
     "larger-does-not-fit": "memory holds no more",
     "larger-gains-little": "more gain less than",

@@ -1,4 +1,4 @@
-"""What the doctor finds where something is wrong, and how the page shows it."""
+"""Findings of the doctor for each defect, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Examine = Callable[[Machine], tuple[Finding, ...]]
 
 @pytest.fixture
 def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
-    """What the doctor finds on a fake machine, with torch's own flags as they suit a GPU."""
+    """Return the function that examines a fake machine, with torch's flags as recommended for a GPU."""
     torch.set_float32_matmul_precision("high")
 
     def look(machine: Machine) -> tuple[Finding, ...]:
@@ -37,7 +37,7 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
 
 
 def wrong(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
-    """The code and the verdict of each finding that is not good."""
+    """Return code and verdict of each finding with a verdict other than good."""
     return [(finding_code(finding), finding.verdict) for finding in findings if finding.verdict != "good"]
 
 
@@ -87,7 +87,7 @@ def nvml(**answers: int | None) -> Machine:
 
 
 WRONG = {
-    # what is wrong: (the machine, each finding that is not good, what the fixes of these name)
+    # defect: (machine, findings with a verdict other than good, substrings of their fixes)
     "no kernels in a build for a GPU": (
         replace(GOOD, built_with_kernels=False),
         [("kernels-missing", "slow")],
@@ -220,7 +220,7 @@ WRONG = {
     "few files that may be open": (
         replace(GOOD, open_files=(1024, 524288)),
         [("few-open-files", "note")],
-        ["ulimit -n 524288:"],  # without a comma: it can be pasted
+        ["ulimit -n 524288:"],  # no thousands separator, so that a shell accepts it
     ),
     "few files that may be open until someone asks": (
         replace(GOOD, open_files=(1024, UNLIMITED)),
@@ -243,7 +243,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("machine", "expected", "facts"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_found_and_nothing_else(
+def test_each_defect_is_found_and_no_other(
     examine: Examine, machine: Machine, expected: list[tuple[str, str]], facts: list[str]
 ) -> None:
     findings = examine(machine)
@@ -255,18 +255,18 @@ def test_what_is_wrong_is_found_and_nothing_else(
     assert machine.nvml is None or machine.nvml.open == 0
 
 
-def test_of_an_error_the_first_line_is_told(examine: Examine) -> None:
+def test_findings_show_the_first_line_of_an_error(examine: Examine) -> None:
     too_old = replace(GOOD, gpus=(), cudnn=None, no_gpu="too old (found version 11040).\nMore.")
     assert named(examine(too_old), "driver").found.endswith("too old (found version 11040).")
     assert named(examine(gpu(fails="CUDA error: unavailable\nMore.")), "cuda:0").found.endswith("error: unavailable")
 
 
-def test_what_fails_is_a_line_and_everything_else_is_looked_at(examine: Examine) -> None:
+def test_a_failing_check_is_one_finding_and_other_checks_run(examine: Examine) -> None:
     findings = examine(replace(GOOD, load=OSError("no load\nat all"), gpus=RuntimeError("")))
     assert wrong(findings) == [("could-not-look", "note")] * 3
     assert {"driver", "cores", "threads", "governor", "RAM"} <= {finding.name for finding in findings}
     assert named(findings, "load").found.endswith("no load")
-    assert named(findings, "gpus").found.endswith("RuntimeError")  # the error says nothing itself
+    assert named(findings, "gpus").found.endswith("RuntimeError")  # the error has no message
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_drivers_version(examine: Examine, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", None])
-def test_a_driver_that_tells_no_version(examine: Examine, text: str | None) -> None:
+def test_a_driver_without_a_version_has_no_finding(examine: Examine, text: str | None) -> None:
     findings = examine(replace(GOOD, files={DRIVER: text}))
     assert wrong(findings) == []
     assert "driver" not in {finding.name for finding in findings}
@@ -308,7 +308,7 @@ def test_architectures(examine: Examine, built_for: list[str], capability: tuple
         assert all(architecture in named(findings, "cuda:0 torch").found for architecture in built_for)
 
 
-def test_everything_asked_of_nvml_is_in_the_real_module(examine: Examine) -> None:
+def test_every_used_name_of_nvml_exists_in_the_real_module(examine: Examine) -> None:
     real = pytest.importorskip("pynvml")
     fake = DoctorNvml()
     examine(replace(GOOD, nvml=fake))
@@ -347,7 +347,7 @@ def by_new_flag(precision: str) -> None:
         (torch.set_float32_matmul_precision, "highest", False),
         (torch.set_float32_matmul_precision, "high", True),
         (torch.set_float32_matmul_precision, "medium", True),
-        (by_new_flag, "tf32", True),  # torch's older question raises from here on
+        (by_new_flag, "tf32", True),  # from here on torch.get_float32_matmul_precision raises
         (by_new_flag, "ieee", False),
         (by_new_flag, "none", False),
     ],
@@ -358,26 +358,26 @@ def test_tf32(examine: Examine, put: Callable[[str], None], precision: str, on: 
     assert not any(finding.name == "TF32" for finding in examine(gpu(name="Tesla T4", capability=(7, 5))))
 
 
-def test_cores_are_told_with_what_limits_them(examine: Examine) -> None:
+def test_cores_are_reported_with_their_limits(examine: Examine) -> None:
     quotas = {"proc/self/cgroup": "0::/inner\n", "sys/fs/cgroup/inner/cpu.max": "300000 100000"}
-    quotas |= {"sys/fs/cgroup/cpu.max": "150000 100000"}  # the tighter one, of the group around it
+    quotas |= {"sys/fs/cgroup/cpu.max": "150000 100000"}  # the tighter quota of the parent group
     found = named(examine(replace(GOOD, files=quotas, cpus=(64, 8), threads=2)), "cores").found
     assert re.findall(r"[\d.]+", found)[:4] == ["2", "64", "8", "1.5"]
     assert named(examine(replace(GOOD, cpus=(64, 64), threads=64)), "cores").found.startswith("64 ")
 
 
-def test_swap_is_told_in_gib(examine: Examine) -> None:
+def test_swap_is_reported_in_gib(examine: Examine) -> None:
     meminfo = "MemAvailable: 67108864 kB\nSwapTotal: 4194304 kB\nSwapFree: 3145728 kB\n"
     assert named(examine(GOOD.with_files(meminfo=meminfo)), "swap").found.startswith("1.0 of 4.0 GiB")
 
 
-def test_settings_of_the_allocator_are_told(examine: Examine) -> None:
+def test_allocator_settings_are_reported(examine: Examine) -> None:
     findings = examine(environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"))
     assert named(findings, "allocator").found == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert wrong(findings) == []
 
 
-def test_autograds_checks_are_found(examine: Examine) -> None:
+def test_anomaly_detection_is_found(examine: Examine) -> None:
     with torch.autograd.set_detect_anomaly(True):
         assert wrong(examine(GOOD)) == [("anomaly-detection", "slow")]
 
@@ -391,7 +391,7 @@ def test_a_virtual_machine_has_no_governor(examine: Examine) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_the_page_tells_everything_at_every_width(width: int, ascii_only: bool) -> None:
+def test_every_finding_is_shown_at_every_width(width: int, ascii_only: bool) -> None:
     text = drawn(partial(show, FINDINGS), width, ascii_only)
     assert max(map(len, text.splitlines())) <= width
     squeezed = "".join(text.split())

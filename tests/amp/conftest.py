@@ -1,4 +1,4 @@
-"""A machine whose devices flatout has no kernels for."""
+"""Devices without flatout's kernels."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from flatout import _gradients
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have gradients unscaled and clipped by torch's operators, as on a device without kernels.
+    """Make flatout unscale and clip gradients with torch's operators, as on a device without kernels.
 
-    No device of a machine that runs these tests is one.
+    Each machine that runs these tests has kernels for all its devices.
     """
     monkeypatch.setattr(_gradients, "has_kernels", lambda device: False)

@@ -37,7 +37,7 @@ def exact_norm(grads, order):
     seed=st.integers(0, 1000),
 )
 def test_the_block_that_finishes_last_adds_all_of_all_launches(sizes, dtypes, offset, order, threads, seed):
-    """Whatever order the blocks finish in; partials start as NaN, so one that is read too early shows."""
+    """Blocks finish in any order. Partial sums start as NaN, so that reading one too early is detected."""
     generator = torch.Generator().manual_seed(seed)
     grads = [
         at_offset(torch.randn(n, generator=generator).to(dtypes[i % len(dtypes)]), offset) for i, n in enumerate(sizes)

@@ -95,7 +95,7 @@ def test_any_mix_of_gradients_is_clipped_as_torch_does_in_float64(kinds, order, 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
-def test_what_is_not_finite_spreads_as_in_torch(dtype, order, bad):
+def test_nonfinite_gradients_spread_as_in_torch(dtype, order, bad):
     grads = [gradient((7, 3), dtype), gradient((5, 5), dtype)]
     grads[1][2, 1] = bad
     ours, theirs = ([parameter(g.clone()) for g in grads] for _ in range(2))

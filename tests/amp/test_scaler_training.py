@@ -232,7 +232,10 @@ FORMS = ["plain", "clipped", "eager"]
 
 
 def run_history(steps, modules, names, growth_interval, scaler_class):
-    """``steps``: per step and optimizer (form, factor of the loss, an order); one loss, one scaler."""
+    """Train several optimizers with one loss and one scaler.
+
+    Each step is a pair: (form, factor of the loss) of each optimizer, and the order of the optimizers.
+    """
     params = [[torch.nn.Parameter(torch.linspace(-1, 1, 5 + 40 * i)) for _ in range(2)] for i in range(len(names))]
     optimizers = [getattr(m, n)(p, lr=0.1) for m, n, p in zip(modules, names, params, strict=True)]
     scaler = scaler_class("cpu", init_scale=8.0, growth_interval=growth_interval)

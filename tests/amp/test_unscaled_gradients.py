@@ -252,7 +252,7 @@ def test_torchs_fused_optimizers_leave_the_same(scaler, name, unscale):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_an_update_by_itself_is_lazy_unless_it_is_asked(bad):
+def test_an_update_leaves_gradients_scaled_unless_requested(bad):
     grads = scaled(torch.float32)
     if bad:
         grads[0][0] = math.nan
@@ -288,8 +288,8 @@ def test_a_step_without_gradients_is_taken_as_by_torchs_fused_optimizers(scaler,
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.05}, {"accumulate": 2, "max_grad_norm": 0.05}], ids=str)
 @pytest.mark.parametrize("name", ["fused adamw", "fused sgd", "adamw", "sgd"])
-def test_a_scaled_step_of_a_run_is_lazy_with_an_optimizer_of_ours_and_unscales_for_others(name, settings):
-    """A scale is a power of 2, so products with it are exact in float64."""
+def test_a_run_leaves_gradients_scaled_only_for_flatouts_optimizers(name, settings):
+    """The scale is a power of 2, so multiplying by the scale is exact."""
     accumulate = settings.get("accumulate", 1)
     scaled_run, plain_run = (
         harness.make(optimizer=name, is_scaled=is_scaled, **settings) for is_scaled in (True, False)
@@ -300,7 +300,7 @@ def test_a_scaled_step_of_a_run_is_lazy_with_an_optimizer_of_ours_and_unscales_f
     assert not scaled_run.scaler.last_step_skipped
     assert_equal(scaled_run.model.parameters(), plain_run.model.parameters())
     ours, plain = ([p.grad for p in run.model.parameters()] for run in (scaled_run, plain_run))
-    if "fused" in name:  # without a scaler, gradients are the sum over batches
+    if "fused" in name:  # the plain run's gradients are the sum over batches
         assert scale > 1
         assert_equal(ours, [g * (scale / accumulate) for g in plain])
     else:

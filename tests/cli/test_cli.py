@@ -82,7 +82,7 @@ def test_a_missing_extra_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Where a shell started the tests in the background, SIGINT was ignored from the start."""
+    """Restore Python's SIGINT handler, because a shell ignores SIGINT in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,7 +91,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(name: str) -> None:
-        if name == "nvmlInit":  # once, in the first look
+        if name == "nvmlInit":  # the first sample calls nvmlInit once
             os.kill(os.getpid(), signal.SIGINT)
 
     System(monkeypatch, Path()).nvml(before=interrupt)

@@ -1,4 +1,4 @@
-"""``flatout monitor``: what it prints, and how it ends."""
+"""``flatout monitor``: output and exit status."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ from tests.monitor.harness import System
 from tests.reasons import missing
 from tests.renderings.rendered import in_terminal
 
-SAFETY = 60  # seconds, never reached where things work
+SAFETY = 60  # seconds, never reached unless a test fails
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
 
 @pytest.fixture
 def waiting() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives until its standard input closes."""
+    """Process that runs until its standard input closes."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -45,6 +45,7 @@ def drawn(samples: list[Sample], width: int, **options: object) -> str:
 
 
 def taken() -> Sample:
+    """Take one sample."""
     sampler = Sampler()
     sample = sampler.take()
     sampler.close()
@@ -62,7 +63,7 @@ def test_once_shows_gpu_host_and_process_without_control_codes(fake, capsys: pyt
     assert "flatout-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_without_a_gpu_it_says_why(fake, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_without_a_driver_shows_the_reason(fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake.failures["nvmlInit"] = "DriverNotLoaded"
     assert main(["monitor", "--once"]) == 0
     assert "driver-not-loaded" in missing(" ".join(capsys.readouterr().out.split()))
@@ -105,7 +106,7 @@ def test_the_end_of_the_watched_process_is_said_and_ends_the_view(
         (["--once", "--json", "/"], "--json.* / "),
     ],
 )
-def test_what_cannot_be_done_is_one_line(argv: list[str], facts: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(argv: list[str], facts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", *argv]) == 1
     err = capsys.readouterr().err
     assert re.search(facts, err)
@@ -121,14 +122,14 @@ def test_the_interval_is_checked(value: str, capsys: pytest.CaptureFixture[str])
 
 
 def command(argv: list[str], stdout: int, stderr: int) -> int:
-    """The command in a forked process, which saves it importing torch; gives the process's number."""
+    """Run the command in a forked process, which need not import torch. Return the process number."""
     pid = os.fork()
     if pid == 0:
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.closerange(3, 256)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
         signal.alarm(SAFETY)
         try:
             status = main(argv)
@@ -142,9 +143,9 @@ def command(argv: list[str], stdout: int, stderr: int) -> int:
 
 
 def everything(file: int) -> bytes:
-    """What comes until the other end is closed."""
+    """Read a file descriptor until its other end is closed."""
     seen = b""
-    with contextlib.suppress(OSError):  # Linux raises where a terminal's other end is closed
+    with contextlib.suppress(OSError):  # Linux raises if the other end of a terminal is closed
         while more := os.read(file, 65536):
             seen += more
     os.close(file)
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_the_view_with_130_and_gives_the_terminal_back(monkeypatch: 
         seen += os.read(master, 65536)
     os.kill(pid, signal.SIGINT)
     seen += everything(master)
-    assert everything(errors).count(b"\n") == 1  # and no traceback
+    assert everything(errors).count(b"\n") == 1  # no traceback
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1  # the cursor was hidden, and is shown again
 
@@ -223,7 +224,7 @@ def test_sigterm_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1
 
 
-def test_dcgm_is_asked_only_where_it_is_wanted(fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dcgm_is_called_only_on_request(fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake.boards = (A100,)
     dcgm = System(monkeypatch, tmp_path).dcgm()
     assert main(["monitor", "--once"]) == 0
@@ -272,7 +273,7 @@ def test_workers_are_indented_below_their_parent_and_names_cannot_reach_the_term
 def test_a_format_character_in_a_name_is_shown_by_number(
     json_lines: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """U+202E reverses the text after it in a terminal, so that a name looks like another."""
+    """U+202E reverses the text after it in a terminal and can disguise a name."""
     system = System(monkeypatch, tmp_path)
     system.psutil("Process", name=lambda process: "python\u202esj")
     system.nvml(boards=(replace(H100, name="H100\u202e08"),))
@@ -287,12 +288,12 @@ def test_a_format_character_in_a_name_is_shown_by_number(
 
 
 def columns(shown: str) -> int:
-    """How many columns the table of processes has, which is the last thing shown."""
+    """Return the number of columns of the table of processes."""
     (heading,) = (line for line in shown.splitlines() if re.search(r"\bPID\b", line, re.IGNORECASE))
     return len(re.split("  +", heading.strip()))
 
 
-def test_private_memory_has_a_column_where_it_is_known_and_there_is_room(fake) -> None:
+def test_private_memory_has_a_column_if_known_and_if_the_terminal_is_wide(fake) -> None:
     pytest.importorskip("psutil")
     sample = taken()
     process = replace(sample.processes[0], uss_bytes=3 * 2**20)
@@ -303,7 +304,7 @@ def test_private_memory_has_a_column_where_it_is_known_and_there_is_room(fake) -
     assert columns(with_it) == columns(without) + 1
 
 
-def test_the_last_minute_is_drawn_where_there_is_room(fake) -> None:
+def test_the_last_minute_is_drawn_in_wide_terminals(fake) -> None:
     percents = [None] * 4 + [0.0, 0.0, None, 40.0, 60.0, 100.0]
     busy = [Sample(0.0, (), "none", HostSample(1, cpu_percent=percent)) for percent in percents]
     assert "   ▁▃▆ │" in drawn(busy, 130)  # two samples a column: none, none, 0, 40, 80

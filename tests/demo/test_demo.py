@@ -28,7 +28,7 @@ def test_both_trainings_reach_the_same_quality(name: str) -> None:
 def test_command_writes_json_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # short names are printed on one line
+    monkeypatch.chdir(tmp_path)  # short paths fit on one line
     data, page = Path("demo\u202e.json"), Path("demo.html")
     options = ["--job", "digits", "--quick", "--epochs", "1", "--budget", "0", "--json", str(data), "--html", str(page)]
     assert main(["demo", *options]) == 0

@@ -1,4 +1,4 @@
-"""What the demo shows and writes."""
+"""Output and files of the demo."""
 
 import json
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""The system that the monitor looks at."""
+"""Fake system for the monitor."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,5 +16,5 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
 
 @pytest.fixture
 def install(system: System) -> Callable[..., FakeNvml]:
-    """Makes ``import pynvml`` find a fake with these attributes."""
+    """Return the function that installs a fake ``pynvml``."""
     return system.nvml

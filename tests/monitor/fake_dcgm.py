@@ -1,4 +1,4 @@
-"""A fake of DCGM's Python bindings, the module ``DcgmReader``."""
+"""Fake of DCGM's Python bindings, the module ``DcgmReader``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.monitor.fake_nvml import A100
 
 @dataclass
 class FakeDcgm:
-    """Stands in for the module.
+    """Fake module.
 
     Attributes:
-        failures: method of a reader to what its error says.
-        values: of each GPU, by DCGM's own numbers; empty where the host engine is gone.
-        open: the readers that were made and not shut down.
-        asked: the methods that were called, in order.
-        options: of the last reader.
+        failures: method of a reader to the message of its error.
+        values: latest values of each GPU, by DCGM's field numbers. Empty if the host engine is gone.
+        open: number of readers that are not shut down.
+        asked: called methods, in order.
+        options: options of the last reader.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class FakeDcgm:
 
 
 class Reader:
-    """DCGM's own reader, as far as it is used."""
+    """Fake of the part of DCGM's reader that the monitor uses."""
 
     def __init__(self, dcgm: FakeDcgm) -> None:
         self.dcgm = dcgm

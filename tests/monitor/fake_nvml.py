@@ -1,4 +1,4 @@
-"""A fake ``pynvml`` with the real one's names: replays a recording, and fails or hangs where it is told to."""
+"""Fake ``pynvml`` with the names of the real module. It replays a recording, and fails or hangs on request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLASSES = {name: type(f"NVMLError_{name}", (NVMLError,), {}) for name in ERRORS.
 
 @dataclass(frozen=True)
 class Board:
-    """What was recorded of one GPU."""
+    """Recorded figures of one GPU."""
 
     name: str
     uuid: str

@@ -1,4 +1,4 @@
-"""GPUs through NVML: what is read, by which names, and what any failure leaves."""
+"""GPUs through NVML: figures, names of the functions, and cleanup after any failure."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ from tests.reasons import missing
 def second(
     fake: FakeNvml, environment: dict[str, str] | None = None, *, dcgm: bool = False
 ) -> tuple[tuple[GpuSample, ...], str | None]:
-    """The second sample: GPM needs two."""
+    """Return the second sample, because GPM needs two."""
     looker = gpus(dcgm=dcgm)
     looker.sample(environment or {})
     found = looker.sample(environment or {})
@@ -35,7 +35,7 @@ def test_everything_of_an_h100(install) -> None:
     assert gpu == dataclasses.replace(h100(), uuid=H100.uuid, memory_total_bytes=85_520_809_984, power_watts=648.312)
 
 
-def test_the_first_sample_says_that_activity_needs_two(install) -> None:
+def test_activity_needs_two_samples(install) -> None:
     fake = install()
     looker = gpus()
     ((gpu,), _) = looker.sample({})
@@ -45,7 +45,7 @@ def test_the_first_sample_says_that_activity_needs_two(install) -> None:
     looker.close()
 
 
-def test_what_older_gpus_lack_has_a_reason(install) -> None:
+def test_figures_that_older_gpus_lack_have_a_reason(install) -> None:
     (a100, t4), _ = second(install(boards=(A100, T4), memory_v2=False))
     assert missing(a100.gpm) == missing(t4.gpm) == {"before-hopper", "dcgm-not-asked"}
     assert "power_limit_watts" not in a100.missing
@@ -55,7 +55,7 @@ def test_what_older_gpus_lack_has_a_reason(install) -> None:
     assert (a100.throttle, t4.throttle) == ((), ("idle", "heat (driver)"))
 
 
-def test_dcgm_tells_activity_before_hopper_where_it_is_asked(system: System) -> None:
+def test_dcgm_reports_activity_of_gpus_before_hopper(system: System) -> None:
     dcgm = system.dcgm()
     ((a100, t4), _) = second(system.nvml(boards=(A100, T4)), dcgm=True)
     assert not dcgm.open
@@ -66,7 +66,7 @@ def test_dcgm_tells_activity_before_hopper_where_it_is_asked(system: System) -> 
     assert t4.tensor_active_percent is None
 
 
-def test_dcgm_is_left_alone_unless_it_is_asked(system: System) -> None:
+def test_dcgm_is_not_called_unless_requested(system: System) -> None:
     dcgm = system.dcgm(failures={"Init": "DCGM was asked"})
     ((gpu,), _) = second(system.nvml(boards=(A100,)))
     assert missing(gpu.gpm) == {"before-hopper", "dcgm-not-asked"}
@@ -82,21 +82,21 @@ def test_dcgm_without_its_bindings(system: System) -> None:
     assert missing(gpu.gpm) == {"before-hopper", "dcgm-not-importable"}
 
 
-def test_dcgm_whose_host_engine_is_gone_is_not_called_again(system: System) -> None:
-    dcgm = system.dcgm(values={})  # the bindings log the lost connection, and connect anew at the next call
+def test_dcgm_is_not_called_again_after_its_host_engine_is_gone(system: System) -> None:
+    dcgm = system.dcgm(values={})  # the bindings log the lost connection, and would reconnect at the next call
     ((gpu,), _) = second(system.nvml(boards=(A100,)), dcgm=True)
     assert missing(gpu.gpm) == {"before-hopper", "dcgm-silent"}
     assert dcgm.asked == ["Init", "GetLatestGpuValuesAsFieldIdDict", "Shutdown"]
     assert not dcgm.open
 
 
-def test_a_dcgm_that_fails_at_the_end_keeps_nothing_open(system: System) -> None:
+def test_nothing_stays_open_after_dcgm_fails_to_shut_down(system: System) -> None:
     dcgm = system.dcgm(failures={"Shutdown": "gone"})
-    second(system.nvml(boards=(A100,)), dcgm=True)  # looks at what is left open
+    second(system.nvml(boards=(A100,)), dcgm=True)  # checks that nothing stays open
     assert dcgm.asked[-1] == "Shutdown"
 
 
-def test_a_forked_child_leaves_its_parents_dcgm_alone(system: System) -> None:
+def test_a_forked_child_does_not_use_its_parents_dcgm(system: System) -> None:
     dcgm, fake = system.dcgm(), system.nvml(boards=(A100,))
     looker = gpus(dcgm=True)
     looker.sample({})
@@ -105,10 +105,10 @@ def test_a_forked_child_leaves_its_parents_dcgm_alone(system: System) -> None:
         assert missing(gpu.gpm) == {"before-hopper", "dcgm-elsewhere"}
         looker.close()
         assert dcgm.open == 1
-    assert fake.open == 1  # the parent's own
+    assert fake.open == 1  # opened by the parent
 
 
-def test_a_broken_dcgm_is_asked_once(system: System) -> None:
+def test_dcgm_is_initialized_once_after_a_failure(system: System) -> None:
     dcgm = system.dcgm(failures={"Init": "no host engine"})
     ((gpu,), _) = second(system.nvml(boards=(A100,)), dcgm=True)
     assert missing(gpu.gpm) == {"before-hopper", "dcgm-failed"}
@@ -168,7 +168,7 @@ def test_an_old_driver_knows_throttle_reasons_by_their_old_name(install) -> None
     assert gpu.throttle == ("power limit",)
 
 
-def test_a_throttle_reason_that_nobody_knows_keeps_its_number(install) -> None:
+def test_an_unknown_throttle_reason_keeps_its_number(install) -> None:
     (gpu,), _ = second(install(boards=(dataclasses.replace(H100, throttle=0x8000_0000_0000_0001),)))
     assert len(gpu.throttle) == 2
     assert "0x8000000000000000" in gpu.throttle[1]
@@ -275,7 +275,7 @@ def test_a_forked_child_opens_nvml_for_itself(system: System) -> None:
     assert fake.open == 2
 
 
-def test_a_forked_child_gives_nothing_of_its_parent_back(system: System) -> None:
+def test_a_forked_child_closes_nothing_of_its_parent(system: System) -> None:
     fake = system.nvml()
     looker = gpus()
     looker.sample({})
@@ -284,7 +284,7 @@ def test_a_forked_child_gives_nothing_of_its_parent_back(system: System) -> None
     assert (fake.open, len(fake.gpm_samples)) == (1, 2)
 
 
-def test_a_driver_that_cannot_count_is_opened_anew_and_nothing_is_left_open(install) -> None:
+def test_nvml_is_reopened_after_the_driver_fails_to_count_gpus(install) -> None:
     fake = install()
     looker = gpus()
     looker.sample({})
@@ -299,7 +299,7 @@ def test_a_driver_that_cannot_count_is_opened_anew_and_nothing_is_left_open(inst
     assert fake.open == 0
 
 
-def test_a_whole_gpu_with_mig_on_is_not_told_to_be_hopper(install) -> None:
+def test_a_whole_gpu_with_mig_enabled_has_its_own_reason(install) -> None:
     ((gpu,), _) = second(install(boards=(MIG,), failures={"nvmlGpmSampleGet": "NotSupported"}))
     assert missing(gpu.gpm) == {"whole-mig", "dcgm-not-asked"}
     assert gpu.power_watts == 648.312

@@ -80,9 +80,9 @@ def test_a_file_is_continued_and_a_real_sample_comes_back(install, tmp_path: Pat
         list(read_samples(path))
 
 
-def test_nan_is_refused_and_every_number_says_its_unit() -> None:
+def test_nan_is_refused_and_every_field_names_its_unit() -> None:
     stream = io.StringIO()
-    with pytest.raises(ValueError, match=r"nan|JSON compliant"):  # as Python words it
+    with pytest.raises(ValueError, match=r"nan|JSON compliant"):  # Python's message
         JsonLines(stream)(Sample(float("nan"), (), None, HostSample(1)))
     assert stream.getvalue() == ""
     units = ("percent", "bytes", "bytes_per_second", "watts", "mhz", "celsius")
@@ -126,7 +126,7 @@ def test_a_warning_that_is_an_error_ends_neither_the_sampling_nor_the_other_writ
     install()
     enough = threading.Event()
     got: list[Sample] = []
-    told: list[type[BaseException]] = []
+    raised: list[type[BaseException]] = []
 
     def broken(sample: Sample) -> None:
         raise OSError("disk full")
@@ -138,11 +138,11 @@ def test_a_warning_that_is_an_error_ends_neither_the_sampling_nor_the_other_writ
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
-        patch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+        patch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
         with Sampler([broken, write], interval=0.001) as sampler:
             assert enough.wait(SAFETY)
     assert got[:3] == list(sampler.recent)[:3]
-    assert told == [UserWarning]
+    assert raised == [UserWarning]
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(system: System
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_where_no_file_can_be_opened_sampling_goes_on() -> None:
+def test_sampling_continues_without_free_file_descriptors() -> None:
     """A training that runs out of file descriptors: psutil lets the system's own errors through."""
     pytest.importorskip("psutil")
 
@@ -297,7 +297,7 @@ def test_a_process_that_is_hidden_has_not_ended(system: System) -> None:
     def hidden(pid: int) -> None:
         raise psutil.NoSuchProcess(pid)
 
-    psutil = system.psutil(Process=hidden)  # as under /proc with hidepid, of another user
+    psutil = system.psutil(Process=hidden)  # like a process of another user, under /proc with hidepid
     assert host.Processes(os.getpid()).sample() == ((), False)
     assert host.Processes(2**22 + 1).sample() == ((), True)
 
@@ -341,7 +341,7 @@ def test_processes_that_ended_are_forgotten() -> None:
 VERSION_2 = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000"}
 
 
-def test_a_containers_limits_are_what_counts(system: System) -> None:
+def test_a_containers_limits_replace_the_machines(system: System) -> None:
     pytest.importorskip("psutil")
     clock = system.clock()
     system.cpus(0, 1)
@@ -403,14 +403,14 @@ def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(sys
     assert found.cpu_percent == 25.0
 
 
-def test_rates_survive_counters_that_begin_anew() -> None:
+def test_rates_survive_counters_that_restart() -> None:
     rates = host.Rates()
     looks = [(100.0, 1.0), (300.0, 3.0), (50.0, 4.0), (50.0, 4.0), (60.0, 5.0)]
     assert [rates.per_second("x", *look) for look in looks] == [None, 100.0, None, None, 10.0]
 
 
-def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System) -> None:
-    """To tell it the system walks all pages of a process; this takes one part in a hundred of the time."""
+def test_each_sample_reads_the_private_memory_of_at_most_one_process(system: System) -> None:
+    """Reading it walks all pages of a process, so the monitor spends 1 % of the time on it."""
     pytest.importorskip("psutil")
     asked: list[int] = []
     clock = system.clock()
@@ -436,7 +436,7 @@ def test_the_private_memory_of_one_process_is_looked_up_at_a_time(system: System
 
 @contextlib.contextmanager
 def family() -> Iterator[tuple[int, int]]:
-    """A process and its child, until the block ends."""
+    """Start a process with a child. Kill both at the end of the block."""
     command = ["sh", "-c", "sleep 60 & echo $!; wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as root:
         assert root.stdout is not None

@@ -1,4 +1,4 @@
-// steady_clock.cpp: a std::chrono::steady_clock that stands still until a test advances it (LD_PRELOAD).
+// steady_clock.cpp: std::chrono::steady_clock that only a test advances, loaded with LD_PRELOAD.
 #include <atomic>
 #include <chrono>
 #include <cstdint>

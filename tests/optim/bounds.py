@@ -177,7 +177,7 @@ def dynamic_map(has_sign: bool) -> Tensor:
 
 
 def nearest_code(ratio: Tensor, has_sign: bool) -> Tensor:
-    """Positions of the nearest numbers of the map; halfway is away from 0, and without sign nothing positive is 0."""
+    """Return the codes of the nearest numbers. Ties round away from 0. Without sign no positive number becomes 0."""
     numbers = dynamic_map(has_sign)
     halfway = (numbers[:-1] + numbers[1:]) / 2
     codes = torch.where(ratio < 0, torch.bucketize(ratio, halfway), torch.bucketize(ratio, halfway, right=True))
@@ -236,4 +236,4 @@ STATES = {
     "SGD": ["momentum_buffer"],
     "Lion": ["exp_avg"],
 }
-"""Where the numbers lie in ``optimizer.state[p]``, as torch names them."""
+"""Keys of the moments in ``optimizer.state[p]``, as in torch."""

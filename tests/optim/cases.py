@@ -41,7 +41,7 @@ class Step:
     seed: int
     scale: float = 1.0
     inverse: str = "none"
-    """How the scale's inverse is given: "none" (the gradients have no scale), "float" or "tensor"."""
+    """Type of the scale's inverse: "none" (the gradients have no scale), "float" or "tensor"."""
     max_norm: float | None = None
     bad: float | None = None
     """An infinity or NaN in one gradient."""
@@ -151,7 +151,7 @@ def cases(draw: Any, skips: bool = True) -> Case:
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """The values in memory of their own; a layout that needs other dimensions becomes "contiguous"."""
+    """Copy the values into a layout. A layout that needs other dimensions becomes "contiguous"."""
     if layout == "transposed" and values.dim() >= 2:
         return values.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "channels_last" and values.dim() == 4:
@@ -197,7 +197,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weight_of(optimizer: Any, p: torch.nn.Parameter) -> torch.Tensor:
-    """What the rule updates: the master, the parameter with its remainder, or the parameter."""
+    """Return the weight that the rule updates: the master, the parameter with its remainder, or the parameter."""
     state = optimizer.state.get(p, {})
     if "master" in state:
         return copied(state["master"])
@@ -335,7 +335,7 @@ def check_stored(
 
 @dataclass
 class Run:
-    """One history of a case; ``reload_after`` saves, loads into a new optimizer and goes on."""
+    """One history of a case. After step ``reload_after`` it saves, loads into a new optimizer and continues."""
 
     case: Case
     checked: bool = False

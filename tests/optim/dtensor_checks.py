@@ -1,4 +1,4 @@
-"""What :mod:`tests.optim.test_dtensor` runs on each of four ranks. Plain tensors on every rank are the reference."""
+"""Checks that :mod:`tests.optim.test_dtensor` runs on four ranks. Plain tensors on every rank are the reference."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def local(tensor):
 
 
 def part_of(distributed):
-    """Return which part of a tensor this rank has, and how many different parts there are."""
+    """Return the index of this rank's part of a tensor, and the number of parts."""
     part, parts = 0, 1
     for dim, placement in enumerate(distributed.placements):
         if placement.is_shard():
@@ -83,7 +83,7 @@ def part_of(distributed):
 
 
 def everywhere(value):
-    """What each rank has."""
+    """Gather a value of each rank."""
     found = [None] * WORLD
     dist.all_gather_object(found, value)
     return found
@@ -196,7 +196,7 @@ def assert_spread_state(optimizer, key):
 
 
 def memory_may_be_replaced(place):
-    """As fully_shard does, in the same DTensor, when a module is moved or loaded."""
+    """fully_shard replaces the memory of a DTensor when a module is moved or loaded."""
     theirs, ours, plain, spread_out = twins("AdamW", place, BF16, master_weights="float32")
     with only_native():
         for step in range(3):
@@ -413,7 +413,7 @@ def other_gradients_are_torchs():
 
 
 def partial_gradients_are_summed_once():
-    """As sequence parallelism leaves them for what it replicates; torch's own step sums them at each use."""
+    """Sequence parallelism leaves partial gradients on replicated parameters. torch's step sums them at each use."""
     line = mesh_of((WORLD,))
     theirs, ours, plain, spread_out = twins("AdamW", "replicated", ema_decay=0.5, lr=1e-3)
     with only_native():
@@ -431,7 +431,7 @@ def partial_gradients_are_summed_once():
 
 
 def state_of_other_placements_is_spread_anew():
-    """As saved under another plan of parallelism, or of a plain model."""
+    """The state was saved under another plan of parallelism, or by a plain model."""
     whole = torch.arange(32.0).reshape(8, 4)
     for place in ((2, 2), [Shard(0), Replicate()]), ((WORLD,), [Shard(0)]), ((WORLD,), [Replicate()]):
         mesh = mesh_of(place[0])

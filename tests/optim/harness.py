@@ -1,4 +1,4 @@
-"""What these tests see of a step beside its result: which operators it calls, and whose step it is."""
+"""Recorder of the operators that a step calls, and a guard against steps of torch's code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flatout.optim.base import NativeStep
 
 @contextlib.contextmanager
 def only_native() -> Iterator[None]:
-    """Refuse, inside the block, a step of torch's own code by one of flatout's optimizers.
+    """Make flatout's optimizers raise inside the block if they fall back to torch's step.
 
-    Both give the same numbers, so nothing that a user sees tells which was taken.
+    Both steps compute the same numbers, so the result does not show a fallback.
     """
 
     def refuse(*_: Any) -> None:
@@ -31,10 +31,10 @@ def only_native() -> Iterator[None]:
 
 
 class Calls(TorchDispatchMode):
-    """Records, inside its block, the calls of flatout's operators.
+    """Records the calls of flatout's operators inside its block.
 
     Attributes:
-        calls: the name of each operator with its arguments and its result, in order.
+        calls: name, arguments and result of each call, in order.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class Calls(TorchDispatchMode):
         return sum(name == operator for name, *_ in self.calls)
 
     def made(self) -> list[int]:
-        """The buckets that were made, by their numbers."""
+        """Return the numbers of all buckets made inside the block."""
         return [result for name, _, result in self.calls if name == "make_bucket"]
 
     def freed(self) -> list[int]:
-        """Those of them that were freed."""
+        """Return the numbers of all buckets both made and freed inside the block."""
         freed = [args[0] for name, args, _ in self.calls if name == "free_bucket"]
         return [bucket for bucket in freed if bucket in self.made()]
 
 
 def torch_class(name: str) -> Any:
-    """Return the class that steps as an optimizer of this name must; torch has no Lion, so flatout brings a loop."""
+    """Return the reference class for an optimizer of this name: torch's class, or flatout's own loop for Lion."""
     return fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)

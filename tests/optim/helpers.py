@@ -24,7 +24,7 @@ def set_grads(params: list[torch.nn.Parameter], seed: int, scale: float = 1.0) -
 
 
 def saved_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """Return what ``state_dict`` holds of one parameter; empty where it has no state."""
+    """Return the state of one parameter in ``state_dict``, empty if the parameter has no state."""
     saved = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]

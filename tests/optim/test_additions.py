@@ -1,4 +1,4 @@
-"""What torch's classes do not have: masters, remainders, moments of other dtypes, random rounding, copies."""
+"""Options that torch's classes lack: masters, remainders, moments of other dtypes, random rounding, copies."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_moments_of_another_dtype(name, dtype, moments):
 @pytest.mark.parametrize(
     "options", [{"master_weights": "float32"}, {"moment_dtype": BF16}, {"ema_decay": 0.5}], ids=str
 )
-def test_other_parameters_ignore_what_is_not_for_them(options):
+def test_float64_and_complex_parameters_have_no_low_precision_state(options):
     params = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float64, torch.complex64)]
     optimizer, plain = fo.Adam(params, **options), fo.Adam(copy.deepcopy(params))
     for o in (optimizer, plain):
@@ -159,7 +159,7 @@ def test_without_additions_groups_are_torchs():
     ids=str,
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_what_cannot_be_is_refused_when_a_group_is_added(name, options, message):
+def test_invalid_options_of_an_added_group_are_refused(name, options, message):
     p, q = parameters(BF16, [(3,), (4,)])
     with pytest.raises(ValueError, match=message):
         getattr(fo, name)([p], **options)
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused_when_a_group_is_added(name, options, message)
     ],
     ids=lambda c: str(c[1]),
 )
-def test_what_cannot_be_for_a_dtype(case):
+def test_options_invalid_for_a_dtype_are_refused(case):
     dtype, options, message = case
     with pytest.raises(ValueError, match=message):
         fo.AdamW(parameters(dtype, [(3,)]), **options)
@@ -315,7 +315,7 @@ def test_a_copy_may_be_there_before_the_first_step(name, clone):
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), -float("inf")])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_what_is_written_over_a_remainder_is_a_number(value, sign):
+def test_writing_over_a_weight_with_a_remainder_gives_no_nan(value, sign):
     p = torch.nn.Parameter(torch.ones(4, dtype=BF16))
     optimizer = fo.SGD([p], lr=2.0**-12, maximize=sign < 0, master_weights="remainder")
     p.grad = torch.ones_like(p)
@@ -326,7 +326,7 @@ def test_what_is_written_over_a_remainder_is_a_number(value, sign):
     expected = join(p.detach(), optimizer.state[p]["remainder"])
     assert not expected.isnan().any()
     optimizer.param_groups[0].update(lr=0.0, ema_decay=0.5)
-    optimizer.step()  # begins an average with the weight
+    optimizer.step()  # starts the average at the weight
     assert torch.equal(p.detach(), torch.full_like(p, value))
     if value == 0:
         assert torch.equal(optimizer.state[p]["ema"], expected)
@@ -363,7 +363,7 @@ def test_none_turns_an_option_off_at_run_time():
     optimizer.step()  # torch's, which additional options would refuse
 
 
-def test_copies_of_what_has_none():
+def test_copy_of_a_parameter_without_a_copy_is_refused():
     p, half, stranger = (torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (F32, BF16, F32))
     optimizer = fo.SGD([{"params": [p], "low_precision_copy": None}, {"params": [half]}], low_precision_copy=BF16)
     for parameter in (p, half, stranger):

@@ -1,4 +1,4 @@
-"""Whatever changes under an optimizer between two steps, it steps as torch does; and natively all the while."""
+"""Changes between two steps of an optimizer. The native step continues and equals torch's."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_a_change_between_steps(name, change):
     optimizer, ours = run(getattr(fo, name))
     assert_same(theirs, ours, torch.float32)
     assert [p in reference.state for p in theirs] == [p in optimizer.state for p in ours]
-    for parameter in optimizer.state.keys() - set(ours):  # torch cannot save what is in no group
+    for parameter in optimizer.state.keys() - set(
+        ours
+    ):  # torch cannot save the state of a parameter outside all groups
         del optimizer.state[parameter]
     for p, q in zip(theirs, ours, strict=True):
         kept = saved_state(optimizer, q)
@@ -258,7 +260,7 @@ def test_a_state_that_was_cleared_begins_with_the_next_gradient():
     assert [p in optimizer.state for p in params] == [True, False, True, True]
 
 
-def test_parameters_that_take_turns_keep_their_buckets():
+def test_alternating_parameters_keep_their_buckets():
     params = parameters(torch.float32, SHAPES)
     optimizer = fo.AdamW(params)
     with Calls() as calls:
@@ -270,7 +272,7 @@ def test_parameters_that_take_turns_keep_their_buckets():
     assert [optimizer.state[p]["step"].item() for p in params[:2]] == [3, 3]
 
 
-def test_buckets_are_made_as_seldom_as_possible():
+def test_buckets_are_made_once_per_group_and_dtype():
     params = parameters(torch.float32, SHAPES) + parameters(torch.bfloat16, SHAPES)
     optimizer = fo.AdamW([{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}])
     with Calls() as calls:
@@ -283,7 +285,7 @@ def test_buckets_are_made_as_seldom_as_possible():
     assert len(calls.made()) == 4, "two groups, two dtypes"
 
 
-def test_only_what_is_stepped_is_seen_by_autograd():
+def test_only_stepped_parameters_increase_their_version():
     for shape in (
         lambda t: t,
         lambda t: torch.stack([t, t], 1)[:, :1],
@@ -352,7 +354,7 @@ def test_buckets_are_freed_with_their_optimizer():
 
 
 def test_pre_hooks_may_change_gradients():
-    """In place or by replacement; whether the gradients were looked at before or not."""
+    """A hook replaces one gradient and removes another, with and without a clip by the norm."""
     for look in (False, True):
         p, q = parameters(torch.float32, [(3,), (4,)])
         optimizer = fo.SGD([p, q], lr=1.0)

@@ -58,7 +58,7 @@ def eagerly(model, loss, optimizer, scaler):
 
 
 def trained(name, way, options, compiled):
-    """Losses, parameters and state; how many frames and graphs had been compiled after each step."""
+    """Train. Return losses, parameters, state, and the number of compiled frames and graphs after each step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = getattr(fo, name)(model.parameters(), lr=1e-2, **options)

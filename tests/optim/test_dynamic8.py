@@ -56,7 +56,7 @@ def same(a, b):
 
 
 def all_codes(has_sign):
-    """What each code stands for, natively."""
+    """Return the number of each code, from the native decoder."""
     return dynamic8.decode(torch.arange(256).to(CODES), torch.ones(1), MOMENTS[has_sign])
 
 
@@ -148,7 +148,7 @@ def test_a_block_of_zeros_has_zero_codes(has_sign):
 
 @signs
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-def test_what_is_no_number_spreads_over_its_block_alone(has_sign, bad):
+def test_a_nonfinite_moment_affects_only_its_block(has_sign, bad):
     values = torch.rand(1000)
     values[300] = bad
     codes, absmax = dynamic8.encode(values, MOMENTS[has_sign])
@@ -190,7 +190,7 @@ COMPOSITIONS = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("composition", range(len(COMPOSITIONS)))
 def test_a_step_is_the_reference_rounded_to_codes(name, composition):
-    """Sizes around a block, a stage and a chunk; odd layouts; a skip; a clip; all that an update can be given."""
+    """Sizes around a block, a stage and a chunk, odd layouts, a skipped step, a clip, and all options of an update."""
     dtype, additions = COMPOSITIONS[composition]
     variant = (composition + NAMES.index(name)) % 2
     options = {"lr": 0.01, "weight_decay": 0.1, "maximize": bool(variant)}

@@ -34,7 +34,7 @@ def test_equals_torchs_averaged_model(name, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "float32"}, {"master_weights": "remainder"}], ids=str)
-def test_averages_what_is_behind_the_parameters(options):
+def test_averages_use_the_master_weights(options):
     params = parameters(torch.bfloat16, [(5, 7), (64,)])
     optimizer = fo.AdamW(params, lr=1e-3, ema_decay=0.8, **options)
     expected = [p.detach().double() for p in params]

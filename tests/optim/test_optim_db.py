@@ -179,7 +179,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, name: str) -> list[list[torc
 
 
 def rule_options(group: dict[str, Any], name: str) -> dict[str, Any]:
-    """What the float64 rule takes of a param group, as numbers."""
+    """Return the options of a param group that the float64 rule needs, as numbers."""
     number = lambda x: x.item() if isinstance(x, torch.Tensor) else x  # noqa: E731
     keys = {
         "SGD": ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
@@ -195,7 +195,7 @@ def rule_options(group: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_one_float32_step_is_within_one_unit_in_the_last_place(name):
-    """Of weights ten times their update and larger; where the two are of a size, the update's roundings show too."""
+    """The weights are at least ten times their update. Smaller weights also show the rounding of the update."""
     ours = parameters(torch.float32)
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     set_grads(ours, 1)

@@ -169,7 +169,7 @@ def test_half_precision_step_is_rounded_once():
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
-def test_an_infinite_weight_spoils_what_it_spoils_in_torch(name, decay):
+def test_an_infinite_weight_affects_the_same_values_as_in_torch(name, decay):
     """Without decay it has no say in the gradient: 0 x inf would make the moments NaN."""
     theirs, ours = (torch.nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf"), 2.0] * 20)) for _ in range(2))
     options = {"lr": 0.5, "weight_decay": decay, **({"momentum": 0.9} if name == "SGD" else {})}

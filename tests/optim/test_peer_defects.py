@@ -1,4 +1,4 @@
-"""What other optimizers and scalers get wrong, each defect as a test with its source in the docstring.
+"""Defects of other optimizers and scalers. Each test names its source in the docstring.
 
 Issue numbers without a repository are pytorch/pytorch's.
 """
@@ -314,8 +314,8 @@ def test_norms_of_many_tensors_are_each_ones_own():
         assert clip_grad_norm_(params, 1e9, order).item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_a_skipped_step_is_told_without_asking_for_the_scale():
-    """To know whether a step was skipped, users of torch compare ``get_scale()`` before and after, which waits twice
+def test_a_skipped_step_is_reported_without_reading_the_scale():
+    """To detect a skipped step, users of torch compare ``get_scale()`` before and after the step, which syncs twice
     (#67590, #152279, huggingface/accelerate#1714)."""
     p = torch.nn.Parameter(torch.ones(4))
     optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cpu", init_scale=2.0)
@@ -324,8 +324,8 @@ def test_a_skipped_step_is_told_without_asking_for_the_scale():
         p.grad = None
         scaler.scale(p.sum() * weight).backward()
         scaler.step(optimizer)
-        told = scaler.last_step_skipped
-        assert isinstance(told, torch.Tensor)
-        assert (told.dtype, told.dim()) == (torch.bool, 0)
+        skipped_tensor = scaler.last_step_skipped
+        assert isinstance(skipped_tensor, torch.Tensor)
+        assert (skipped_tensor.dtype, skipped_tensor.dim()) == (torch.bool, 0)
         scaler.update()
-        assert bool(told) == bool(scaler.last_step_skipped) == skipped
+        assert bool(skipped_tensor) == bool(scaler.last_step_skipped) == skipped

@@ -74,7 +74,7 @@ def test_parameters_side_by_side_in_one_storage():
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_parameters_that_overlap_are_stepped_one_after_the_other(name):
-    """As torch's loop does: the second finds what the first has written."""
+    """The second parameter reads the values that the first has written, as in torch's loop."""
     results = []
     for module, options in ((torch.optim, {"foreach": False}), (fo, {})):
         flat = torch.linspace(-1, 1, 30)
@@ -160,7 +160,7 @@ def stochastic(seed: int, n: int = 100_000) -> tuple[torch.Tensor, Any]:
 
 
 def test_stochastic_rounding_is_unbiased():
-    """A quarter of a unit goes up in a quarter of the places; rounding to nearest would lose all of it."""
+    """A quarter of a unit rounds up in a quarter of the elements. Rounding to nearest would lose all of it."""
     p, optimizer = stochastic(seed=1)
     up = (p == 1 + 2.0**-7).double()
     assert ((p == 1) | (up == 1)).all()
@@ -189,7 +189,7 @@ def test_tensors_of_one_optimizer_draw_different_bits():
     assert (params[0] == params[1]).double().mean().item() == pytest.approx(0.625, abs=0.02)
 
 
-def test_what_a_parameter_draws_does_not_depend_on_who_has_a_gradient():
+def test_random_rounding_of_a_parameter_is_independent_of_other_gradients():
     """Bits are keyed by the tensor, not by its place among the gradients of this step."""
     results = []
     for alone in (True, False):
@@ -203,7 +203,7 @@ def test_what_a_parameter_draws_does_not_depend_on_who_has_a_gradient():
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 def test_a_parameter_that_someone_wrote_refreshes_its_master(masters):
-    """``model.load_state_dict`` writes parameters; an update from the old master would undo it."""
+    """``model.load_state_dict`` writes parameters. An update from the old master would undo the write."""
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=BRAIN))
     optimizer = fo.SGD([p], lr=2.0**-12, master_weights=masters)
     p.grad = torch.ones_like(p)
@@ -223,7 +223,7 @@ def test_a_parameter_that_someone_wrote_refreshes_its_master(masters):
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 def test_small_updates_add_up_in_masters(masters):
-    """1,000 steps of 1e-4 move a bfloat16 weight of 1 by 0.1; without masters, by nothing."""
+    """1,000 steps of 1e-4 move a bfloat16 weight of 1 by 0.1. Without masters the weight stays 1."""
     p = torch.nn.Parameter(torch.ones(64, dtype=BRAIN))
     optimizer = fo.SGD([p], lr=1e-4, master_weights=masters)
     p.grad = torch.ones_like(p)
@@ -236,7 +236,7 @@ def test_small_updates_add_up_in_masters(masters):
 @pytest.mark.parametrize("masters", [None, "float32", "remainder"])
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN], ids=str)
 def test_swapped_averages_come_back_bit_exactly(dtype, masters):
-    """Inside ``swap()`` parameters hold the averages, and after it all that training has, on an exception too."""
+    """Parameters hold the averages inside ``swap()``, and the trained values after it, even after an exception."""
     params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (5, 0, 70)]
     twins = copy.deepcopy(params)
     optimizers = [fo.AdamW(x, ema_decay=0.5, master_weights=masters) for x in (params, twins)]

@@ -85,7 +85,7 @@ def test_torchs_class_takes_what_it_knows(name, additions):
 @pytest.mark.parametrize("additions", ADDITIONS, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_from_torch_into_additions(name, additions):
-    """The options stay the optimizer's own; what torch did not have begins as at a first step."""
+    """The loading optimizer keeps its options. State that torch lacks starts as at a first step."""
     (one, theirs), (two, ours) = make(name, module=torch.optim), make(name, **additions)
     fresh, own = make(name, **additions)
     stepped(fresh, own, 0)

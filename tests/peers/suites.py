@@ -38,7 +38,7 @@ class Suite:
     def version(self, sources: Path) -> str:
         """Return the version of the checkout under ``sources``."""
         file = sources / self.project / self.version_file
-        # A file holds only the version, or sets `__version__` below a license text with another number.
+        # A version file holds the bare version, or sets `__version__` below a license that contains another number.
         found = re.search(r"(?:\A|__version__ = [\"'])(\d+\.\d+[.\w]*)", file.read_text()) if file.exists() else None
         return found[1] if found else "unknown"
 

@@ -1,4 +1,4 @@
-"""The program and the system that a profile is of."""
+"""Fake program and system for a profile."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -12,13 +12,13 @@ from tests.fake_machine import move_paths, put_files
 
 
 class Program:
-    """Puts another program, and another system's limits, where a profile looks for them."""
+    """Replaces the program, its module path and the system's limits that a profile reads."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
         self._patch, self._root = patch, root
 
     def runs(self, *argv: str, module: str | None = None) -> None:
-        """Let the process run this script, with its arguments; without any it is a prompt."""
+        """Make the process run this script with its arguments. No arguments make it a prompt."""
         main = ModuleType("__main__")
         if argv:
             main.__file__ = argv[0]
@@ -27,11 +27,11 @@ class Program:
         self._patch.setattr(sys, "argv", list(argv) or [""])
 
     def searches(self, *folders: str) -> None:
-        """Let modules be found in these folders alone."""
+        """Restrict the module path to these folders."""
         self._patch.setattr(sys, "path", list(folders))
 
     def may_sample(self, level: str | None) -> None:
-        """Let ``perf_event_paranoid`` be this; None where the system has no such file."""
+        """Set ``perf_event_paranoid``. None removes the file."""
         move_paths(self._patch, nsight, self._root)
         put_files(self._root, {"proc/sys/kernel/perf_event_paranoid": None if level is None else f"{level}\n"})
 

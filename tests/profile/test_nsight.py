@@ -27,7 +27,7 @@ def test_lines_are_for_this_script_and_survive_a_shell() -> None:
 
 
 @pytest.mark.parametrize(("level", "samples"), [("0", True), ("2", True), ("3", False), ("4", False), (None, False)])
-def test_sampling_is_off_where_perf_is_not_allowed(program: Program, level: str | None, samples: bool) -> None:
+def test_sampling_is_off_if_perf_is_not_permitted(program: Program, level: str | None, samples: bool) -> None:
     program.may_sample(level)
     line = nsight.commands("t.py", [], 1, 1)[0]
     assert ("--sample=none" not in line) == ("--cpuctxsw=none" not in line) == samples

@@ -1,4 +1,4 @@
-"""Whose code a file is."""
+"""Distinction between files of users and files of libraries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.profile.conftest import Program
         "/tmp/torchinductor_me/ab/cabcd.py",
     ],
 )
-def test_what_nobody_here_can_change(file: str) -> None:
+def test_files_of_libraries_are_not_the_users(file: str) -> None:
     assert not is_users(file)
 
 
 @pytest.mark.parametrize(
     "file", ["train.py", "models/resnet.py", "timm/models/vision.py", "/elsewhere/data.py", "/tmp/ipykernel_1/2.py"]
 )
-def test_what_somebody_here_can_change(file: str) -> None:
+def test_files_of_the_users(file: str) -> None:
     assert is_users(file)
 
 

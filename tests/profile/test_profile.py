@@ -30,7 +30,7 @@ PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": Fa
 
 
 def mark(*_: Any) -> None:
-    """Leave a call in the trace that nothing else makes. It takes no time."""
+    """Leave a marker in the trace: a call that no other code makes and that takes no time."""
     time.sleep(0)
 
 
@@ -48,7 +48,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
 
 class Net(nn.Module):
-    """With a call that leaves a mark, and one that waits for the device."""
+    """Two layers. If ``marked``, forward leaves a marker. If ``looks``, forward waits for the device."""
 
     def __init__(self, marked: bool = False) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_call_is_found_in_its_phase(phase: str) -> None:
     assert marked_parts(marking(phase).profile(steps=2, warmup=1)) == {phase}
 
 
-def test_a_call_between_steps_is_the_loops_own() -> None:
+def test_a_call_between_steps_is_host_idle_time() -> None:
     run = make()
 
     def step_and_mark(batch: Any) -> None:
@@ -130,20 +130,20 @@ def test_a_call_between_steps_is_the_loops_own() -> None:
     assert marked_parts(profile_run(run.loader, step_and_mark, steps=2, warmup=1)) == {"host_idle"}
 
 
-def test_a_runs_verdict_is_of_the_warm_up() -> None:
-    class Told(flatout.Run):
-        """Its verdict says when it was asked."""
+def test_the_verdict_of_a_run_is_taken_after_the_warm_up() -> None:
+    class CountingRun(flatout.Run):
+        """Run with a verdict that names the current step."""
 
         @property
         def verdict(self) -> str:
             return f"after {self.stats.steps} steps"
 
     run = make()
-    run.__class__ = Told
+    run.__class__ = CountingRun
     assert run.profile(steps=1, warmup=2).verdict == "after 2 steps"
 
 
-def test_what_workers_have_in_store_does_not_hide_that_they_are_slow() -> None:
+def test_batches_that_workers_prefetched_are_not_timed() -> None:
     taken: list[Any] = []
     profile = profile_run(
         DataLoader(Samples(), batch_size=8, num_workers=1, prefetch_factor=4), taken.append, steps=2, warmup=1
@@ -195,7 +195,7 @@ def test_weights_are_those_of_the_same_steps_without_it(fused: bool) -> None:
         assert ours[part] == theirs[part], part
 
 
-def test_the_loop_goes_on_as_after_a_break() -> None:
+def test_a_loop_after_a_profile_starts_at_the_first_batch() -> None:
     run = make(accumulate=2)
     run.profile(steps=2, warmup=1)
     assert [len(batch[0]) for batch in run.loader] == [8] * 8
@@ -306,7 +306,7 @@ def test_an_epoch_that_ends_is_followed_by_another() -> None:
     assert len(run.profile(steps=4, warmup=0).steps) == 4
 
 
-def test_what_it_writes(profile: Profile, tmp_path: Path) -> None:
+def test_a_profile_is_written_as_json_trace_and_page(profile: Profile, tmp_path: Path) -> None:
     text = profile.to_json(tmp_path / "p.json")
     assert json.loads(text) == json.loads((tmp_path / "p.json").read_text())
     assert json.loads(text)["schema"] == 1
@@ -325,7 +325,7 @@ def test_what_it_writes(profile: Profile, tmp_path: Path) -> None:
     ET.fromstring(profile._repr_html_())
 
 
-def test_the_trace_goes_with_its_profile() -> None:
+def test_the_trace_file_is_deleted_with_its_profile() -> None:
     profile = make().profile(steps=1, warmup=0)
     assert profile.trace is not None
     path = profile.trace.path

@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 def timed_steps(shown: str) -> int:
-    """The number of steps that the only profile in this text rests on."""
+    """Return the number of steps in the only profile of this text."""
     (number,) = re.findall(r"mean of (\d+) step", shown)
     return int(number)
 
@@ -98,7 +98,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The figures, and the parts of the steps in which the script leaves its mark."""
+    """Return the profile's figures, and the phases in which the script leaves its marker."""
     file, trace = tmp_path / "profile.json", tmp_path / "trace.json"
     brief = ["--steps", "2", "--warmup", "1", *options, "--json", str(file), "--trace", str(trace)]
     assert main(["profile", *brief, str(script), *args]) == 0
@@ -209,7 +209,7 @@ def test_a_script_that_ends_the_process_ends_it_as_ever(end: str, status: int, t
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_what_fails_of_ours_does_not_hide_the_status(
+def test_an_error_of_the_profiler_does_not_hide_the_scripts_status(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def no_trace(profiler: object, file: str) -> None:
@@ -233,14 +233,14 @@ def test_what_fails_of_ours_does_not_hide_the_status(
     assert "page.html" in capfd.readouterr().err
 
 
-def test_what_a_profile_takes_is_said_before_the_script_begins(
+def test_the_needed_steps_are_printed_before_the_script_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, "import sys; print('it begins', file=sys.stderr)\n" + LOOP)
     assert main(["profile", "--warmup", "2", "--steps", "4", path]) == 0
     captured = capfd.readouterr()
     before, after = captured.err.split("it begins")
-    assert re.search(r"\b5\b.*\b8\b.*--steps 4", before)  # the least that gives a profile, and what was asked for
+    assert re.search(r"\b5\b.*\b8\b.*--steps 4", before)  # steps of the smallest profile and of --steps 4
     assert re.search(r"\b2\b.*\b4\b", after)
     assert timed_steps(captured.out) == 2
 
@@ -306,7 +306,7 @@ def test_names_that_a_user_gives_may_be_anything(tmp_path: Path, capfd: pytest.C
     assert not set(captured.out + captured.err) & set("\x1b\u202e")
 
 
-def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
+def test_an_exception_shows_pythons_traceback_and_the_profile_so_far(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's names the rank where there were several
@@ -316,7 +316,7 @@ def test_an_exception_is_shown_as_python_shows_it_and_what_was_profiled_too(
     shown = captured.err[captured.err.index("Traceback") :].splitlines()
     assert shown[1] == f'  File "{path}", line 10, in <module>'
     assert [line for line in shown if not line.startswith("flatout:")][-1] == "KeyError: 'lost'"
-    assert timed_steps(captured.out) == 3  # of six: one to warm up, two that look for syncs
+    assert timed_steps(captured.out) == 3  # of six: one warms up, two search for syncs
 
 
 def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -354,7 +354,7 @@ for _ in range(8):
     assert addmm["calls"] == 6
 
 
-def test_without_modules_the_forward_is_what_a_backward_follows(tmp_path: Path) -> None:
+def test_the_forward_of_a_script_without_modules_is_found_by_its_backward(tmp_path: Path) -> None:
     path = tmp_path / "functional.py"
     path.write_text("""
 import time, torch
@@ -372,7 +372,7 @@ for _ in range(8):
     assert found["marked"] == {"forward"}
 
 
-def test_what_lbfgs_evaluates_is_no_update(tmp_path: Path) -> None:
+def test_closures_of_lbfgs_are_not_part_of_the_update(tmp_path: Path) -> None:
     path = tmp_path / "lbfgs.py"
     path.write_text("""
 import time, torch
@@ -396,7 +396,7 @@ def alone(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
-    assert timed_steps(done.stdout) == 2  # shown once
+    assert timed_steps(done.stdout) == 2  # the profile is shown once
     return done
 
 
@@ -451,7 +451,7 @@ for batch in run.loader:
     assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
 
 
-def test_nothing_stays_behind(script: Path) -> None:
+def test_a_profile_restores_the_interpreters_state(script: Path) -> None:
     before = sys.argv, list(sys.path), sys.modules["__main__"], dict(_global_optimizer_post_hooks)
     assert main(["profile", "--steps", "1", "--warmup", "1", str(script), "-"]) == 0
     after = sys.argv, list(sys.path), sys.modules["__main__"], dict(_global_optimizer_post_hooks)
@@ -466,7 +466,7 @@ def test_nsight_prints_lines_and_runs_nothing(tmp_path: Path, capsys: pytest.Cap
     assert nsys.startswith("nsys profile ")
     assert ncu.startswith("ncu ")
     for line in (nsys, ncu):
-        assert "profile --capture --warmup 3" in line  # what is typed, not what is said
+        assert "profile --capture --warmup 3" in line  # lines of commands, not of messages
         assert line.endswith("--name 'a b'")
 
 

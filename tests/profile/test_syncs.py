@@ -1,4 +1,4 @@
-"""What would wait for a GPU, and what of torch's own sync debug mode is made."""
+"""Search for syncs, and the use of torch's sync debug mode."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ x = torch.tensor([1.0, 0.0, 2.0])
         ("print", lambda: f"{x}"),
     ],
 )
-def test_what_waits_is_found_with_its_line(what: str, code: Callable[[], object]) -> None:
+def test_each_sync_is_found_with_its_line(what: str, code: Callable[[], object]) -> None:
     syncs = found(code, steps=2)
     assert what in {sync.what for sync in syncs}
     (sync,) = {sync.where: sync for sync in syncs}.values()
@@ -77,7 +77,7 @@ def test_what_waits_is_found_with_its_line(what: str, code: Callable[[], object]
         lambda: len(x) + x.numel() + x.dim(),
     ],
 )
-def test_what_does_not_wait_is_not_found(code: Callable[[], object]) -> None:
+def test_calls_without_a_sync_are_not_found(code: Callable[[], object]) -> None:
     assert found(code) == ()
 
 

@@ -1,4 +1,4 @@
-"""Trace files that ``export_chrome_trace`` wrote, with all that names of files may contain."""
+"""Trace files of ``export_chrome_trace`` with unusual file names."""
 
 from __future__ import annotations
 

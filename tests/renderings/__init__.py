@@ -1,5 +1,5 @@
-"""How everything that is shown to a person reads: the one place where its wording is kept.
+"""Renderings of everything that flatout shows. Only these files hold its wording.
 
-``python -m tests.renderings`` writes the files anew, and what changed shows in their diff. Elsewhere tests look at
-codes, at data and at the structure of a page.
+``python -m tests.renderings`` rewrites the files, and their diff shows each change of wording. Other tests check
+codes, data and the structure of pages.
 """

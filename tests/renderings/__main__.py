@@ -1,4 +1,4 @@
-"""Writes the renderings anew."""
+"""Rewrites the renderings."""
 
 from tests.renderings.samples import SAMPLES, file_of, render
 

@@ -1,4 +1,4 @@
-"""What is shown in a terminal and on a page, as plain text."""
+"""Plain text of terminal output and of pages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 
 BLOCKS = {"h1", "h2", "h3", "p", "li", "tr", "text", "footer", "svg", "summary", "div", "pre"}
-"""Elements whose text is a line of its own."""
+"""Elements that begin and end a line."""
 
 
 def in_terminal(shown: Any, width: int, ascii_only: bool = False, **options: Any) -> str:
-    """Return what a console of this width prints, in plain text."""
+    """Return the plain text that a console of this width prints for an object."""
     return drawn(lambda console: console.print(shown), width, ascii_only, **options)
 
 
 def drawn(draw: Callable[[Console], object], width: int, ascii_only: bool = False, **options: Any) -> str:
-    """Return what is drawn on a console of this width, in plain text."""
+    """Return the plain text that a function draws on a console of this width."""
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8", errors="replace")
     draw(Console(file=sink, width=width, color_system=None, legacy_windows=False, highlight=False, **options))
     sink.seek(0)
@@ -27,12 +27,12 @@ def drawn(draw: Callable[[Console], object], width: int, ascii_only: bool = Fals
 
 
 def root_of(shown: Any) -> ET.Element:
-    """Return what a notebook shows, parsed."""
+    """Return the parsed page that a notebook shows."""
     return ET.fromstring(shown._repr_html_())
 
 
 def on_page(root: ET.Element) -> str:
-    """Return the text of a page, a line for each paragraph, row of a table and text of a chart."""
+    """Return the text of a page: one line per paragraph, table row and chart label."""
     lines = [""]
 
     def read(element: ET.Element) -> None:
@@ -54,7 +54,7 @@ def on_page(root: ET.Element) -> str:
 
 
 def everywhere(shown: Any) -> dict[str, str]:
-    """Return the renderings of something at several widths, and as a page."""
+    """Return the renderings of an object in terminals of several widths, and as a page."""
     return {
         "terminal, 80 columns": in_terminal(shown, 80),
         "terminal, 80 columns, ASCII": in_terminal(shown, 80, ascii_only=True),

@@ -1,4 +1,4 @@
-"""What is rendered, by the name of the file that holds it."""
+"""Rendered samples, by the names of their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def reports() -> dict[str, str]:
-    """Return the sample report, and those that lack what it has."""
+    """Return the renderings of the sample report, and of reports that lack parts of it."""
     whole = report_sample.sample()
     bare = dataclasses.replace(whole, rows=(), notes=(), won=())
     unphased = dataclasses.replace(whole.before, phases={}, loader_per_second=None, mfu=None, step_bytes=None)
@@ -42,23 +42,23 @@ def reports() -> dict[str, str]:
         "nothing": Summary(rows=(), environment={}),
     }
     report = Report(whole)
-    told = everywhere(report) | {"repr": repr(report)}
+    rendered = everywhere(report) | {"repr": repr(report)}
     for name, summary in lacking.items():
         report = Report(summary)
-        told[f"{name}: terminal, 80 columns"] = in_terminal(report, 80)
-        told[f"{name}: page"] = on_page(root_of(report))
-        told[f"{name}: repr"] = repr(report)
-    return told
+        rendered[f"{name}: terminal, 80 columns"] = in_terminal(report, 80)
+        rendered[f"{name}: page"] = on_page(root_of(report))
+        rendered[f"{name}: repr"] = repr(report)
+    return rendered
 
 
 def profiles() -> dict[str, str]:
-    """Return the profile of a training that waits for its GPU."""
+    """Return the renderings of the profile of a sync-bound training."""
     facts = {"device": "NVIDIA H100", "torch": "2.14.1"}
     return everywhere(dataclasses.replace(sync_bound(), environment=facts))
 
 
 def demos() -> dict[str, str]:
-    """Return a demo's comparison of two trainings."""
+    """Return the renderings of a demo's comparison of two trainings."""
     result = demo_result()
     return {
         "terminal, 80 columns": in_terminal(result.jobs[0], 80),
@@ -76,20 +76,20 @@ def demo_result() -> DemoResult:
 
 
 def monitors() -> dict[str, str]:
-    """Return the monitor's view of two GPUs and two processes, and of less."""
+    """Return the renderings of the monitor with two GPUs, without a GPU, and after its process ended."""
     whole = [monitor_sample.whole()] * 3
     views = {
         "whole": View(whole),
         "no GPU": View([monitor_sample.without_gpu()]),
         "ended": View([monitor_sample.ended()]),
     }
-    told = {}
+    rendered = {}
     for name, view in views.items():
-        told[f"{name}, 80 columns"] = in_terminal(view, 80)
-    told["whole, 60 columns, ASCII"] = in_terminal(views["whole"], 60, ascii_only=True)
-    told["whole, 130 columns"] = in_terminal(views["whole"], 130)
-    told["whole, in a low terminal"] = in_terminal(views["whole"], 100, force_terminal=True, height=20)
-    return {name: re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", text) for name, text in told.items()}
+        rendered[f"{name}, 80 columns"] = in_terminal(view, 80)
+    rendered["whole, 60 columns, ASCII"] = in_terminal(views["whole"], 60, ascii_only=True)
+    rendered["whole, 130 columns"] = in_terminal(views["whole"], 130)
+    rendered["whole, in a low terminal"] = in_terminal(views["whole"], 100, force_terminal=True, height=20)
+    return {name: re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", text) for name, text in rendered.items()}
 
 
 FINDINGS = (
@@ -101,7 +101,7 @@ FINDINGS = (
 
 
 def doctors() -> dict[str, str]:
-    """Return the doctor's page."""
+    """Return the renderings of the doctor's findings."""
     return {
         "terminal, 80 columns": drawn(partial(show, FINDINGS), 80),
         "terminal, 40 columns, ASCII": drawn(partial(show, FINDINGS), 40, ascii_only=True),
@@ -122,5 +122,5 @@ def file_of(name: str) -> Path:
 
 
 def render(name: str) -> str:
-    """Return all renderings of a file, each under its name."""
+    """Return the text of a file: all its renderings, each below its name."""
     return "\n".join(f"==== {title}\n{text.rstrip()}\n" for title, text in SAMPLES[name]().items())

@@ -1,4 +1,4 @@
-"""What is shown to a person reads as it did."""
+"""Wording of everything that flatout shows."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from tests.renderings.samples import SAMPLES, file_of, render
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_it_reads_as_in_its_file(name: str) -> None:
-    """After a change of wording, ``python -m tests.renderings`` writes the file."""
+def test_each_rendering_equals_its_file(name: str) -> None:
+    """Run ``python -m tests.renderings`` after a change of wording."""
     assert render(name) == file_of(name).read_text(encoding="utf-8")

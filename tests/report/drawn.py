@@ -1,4 +1,4 @@
-"""What is drawn on a page: its charts, their bars, its tables."""
+"""Charts, bars and tables of a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def charts(root: ET.Element) -> list[ET.Element]:
 
 
 def chart(root: ET.Element, begins: str) -> ET.Element:
-    """The chart whose label begins with these words."""
+    """Return the chart with a label that begins with these words."""
     (found,) = (drawn for drawn in charts(root) if drawn.attrib["aria-label"].startswith(begins))
     return found
 
@@ -24,17 +24,17 @@ def widths(root: ET.Element) -> list[float]:
 
 
 def lines(root: ET.Element) -> list[tuple[str, str, ET.Element]]:
-    """Name, number and bar of every line of a plot."""
+    """Return name, number and bar of each line of a plot."""
     groups = [element for element in root.iter() if element.tag.endswith("}g")]
     found = []
     for group in groups:
-        told = {e.attrib["class"]: e.text or "" for e in group if e.tag.endswith("}text")}
-        found.append((told["name"], told["value"], bars(group)[0]))
+        texts = {e.attrib["class"]: e.text or "" for e in group if e.tag.endswith("}text")}
+        found.append((texts["name"], texts["value"], bars(group)[0]))
     return found
 
 
 def table_rows(root: ET.Element, css: str) -> list[list[str]]:
-    """The cells of each row below the headings, of the table of this class."""
+    """Return the cells of each row below the headings, for the table of this CSS class."""
     (table,) = (element for element in root.iter("table") if element.attrib.get("class") == css)
     return [
         ["".join(cell.itertext()) for cell in row.iter("td")] for row in table.iter("tr") if row.find("td") is not None

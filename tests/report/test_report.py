@@ -1,4 +1,4 @@
-"""What a reader of the report gets, whichever way it is looked at."""
+"""Report in the terminal, as text, as a page and as JSON."""
 
 import dataclasses
 import io
@@ -33,7 +33,7 @@ def headline_codes(report: Report) -> set[str]:
 
 @pytest.mark.parametrize("width", [80, 140])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_every_row_is_told_at_every_width(width: int, ascii_only: bool) -> None:
+def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None:
     report = Report(sample())
     lines = in_terminal(report, width, ascii_only).splitlines()
     assert max(map(len, lines)) <= width
@@ -48,7 +48,7 @@ def test_every_row_is_told_at_every_width(width: int, ascii_only: bool) -> None:
         assert "?" not in text  # what stands for a character without an ASCII form
 
 
-def test_reasons_are_whole_where_lines_are_not_in_columns() -> None:
+def test_reasons_are_complete_in_narrow_terminals() -> None:
     text = squeezed(in_terminal(Report(sample()), 80))
     for row in sample().rows:
         assert squeezed(words.clean(row.why)) in text
@@ -61,20 +61,20 @@ def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
     sink = io.StringIO()
     Console(file=sink, width=100, force_terminal=True, color_system="truecolor").print(report)
     assert "\x1b[1;32m✓ kept" in sink.getvalue()
-    assert "\x1b[31m" not in sink.getvalue()  # the hostile text's own escape
+    assert "\x1b[31m" not in sink.getvalue()  # the escape in the hostile text
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_text_is_what_a_console_prints(ascii_only: bool) -> None:
+def test_text_equals_console_output(ascii_only: bool) -> None:
     text = terminal.to_text(sample(), 80, ascii_only)
     assert squeezed(text) == squeezed(in_terminal(Report(sample()), 80, ascii_only))
 
 
-def test_hostile_text_is_shown_as_it_is() -> None:
+def test_markup_in_text_is_shown_unchanged() -> None:
     assert "[red]not markup[/red]" in squeezed(in_terminal(Report(sample()), 140))
 
 
-def test_ascii_is_chosen_where_standard_output_has_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascii_is_chosen_if_standard_output_supports_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert str(Report(sample())).isascii()
 
@@ -125,7 +125,7 @@ def test_numbers_that_json_lacks_come_back_as_nan() -> None:
         ('{"schema": 1, "rows": 3, "environment": {}}', None),
     ],
 )
-def test_what_is_no_report_is_refused(text: str, fact: str | None) -> None:
+def test_invalid_reports_are_refused(text: str, fact: str | None) -> None:
     with pytest.raises(ValueError, match=fact):
         Report.from_json(text)
 
@@ -183,7 +183,7 @@ def test_the_parts_of_a_batch_add_up(load: float, step: float, shares: dict[str,
     assert all(any(ms) for _, ms in times)
 
 
-def test_a_step_is_whole_where_one_side_has_no_phases() -> None:
+def test_a_step_has_one_bar_if_one_side_has_no_phases() -> None:
     before = dataclasses.replace(sample().before, phases={}, loader_per_second=None, mfu=None, step_bytes=None)
     report = Report(dataclasses.replace(sample(), before=before))
     parts = widths(chart(root_of(report), "milliseconds per batch"))
@@ -191,29 +191,29 @@ def test_a_step_is_whole_where_one_side_has_no_phases() -> None:
     assert parts[0] / parts[1] == pytest.approx(2.1 / 4.1, rel=0.01)
     assert sum(parts[2:]) / sum(parts[:2]) == pytest.approx(1.98 / 6.2, rel=0.01)
     unknown = [cells for cells in table_rows(root_of(report), "versus") if not cells[1]]
-    assert [bool(after) for _, _, after, _ in unknown] == [True] * 3  # known after, and still told
+    assert [bool(after) for _, _, after, _ in unknown] == [True] * 3  # known after optimization, and still shown
 
 
-def test_what_nobody_knows_is_left_out() -> None:
+def test_unknown_figures_are_left_out() -> None:
     whole = sample()
     bare = dataclasses.replace(whole, before=Pace(4.1, 2.1, 5161.3), after=Pace(1.9, 0.08, 16161.6), won=())
-    told = table_rows(root_of(Report(bare)), "versus")
-    assert len(told) == 2  # samples per second, of the loop and of its step alone
-    assert all(all(cells) for cells in told)
-    left_out = {name for name, *_ in table_rows(root_of(Report(whole)), "versus")} - {name for name, *_ in told}
+    rows = table_rows(root_of(Report(bare)), "versus")
+    assert len(rows) == 2  # samples per second of the loop, and of the step alone
+    assert all(all(cells) for cells in rows)
+    left_out = {name for name, *_ in table_rows(root_of(Report(whole)), "versus")} - {name for name, *_ in rows}
     assert len(left_out) == 3
     assert not [name for name in left_out if name in in_terminal(Report(dataclasses.replace(bare, rows=())), 80)]
     nothing = dataclasses.replace(bare, before=Pace(math.nan, math.nan, math.nan), after=Pace(1.0, 0.0, 1.0))
     assert len(charts(root_of(Report(nothing)))) == len(charts(root_of(Report(bare)))) - 1
 
 
-def test_a_loop_that_was_not_raced_tells_its_pace_and_no_factor() -> None:
+def test_a_loop_without_a_race_shows_its_pace_and_no_factor() -> None:
     raced, unraced = Report(sample()), Report(dataclasses.replace(sample(), before=None))
     assert "nothing-raced" in headline_codes(unraced)
     assert "factor" not in {e.attrib.get("class") for e in root_of(unraced).iter()}
     assert "factor" in {e.attrib.get("class") for e in root_of(raced).iter()}
     assert len(widths(chart(root_of(unraced), "milliseconds per batch"))) == 5
-    assert {len(cells) for cells in table_rows(root_of(unraced), "versus")} == {3}  # no column for what came
+    assert {len(cells) for cells in table_rows(root_of(unraced), "versus")} == {3}  # no column for the pace before
     assert {len(cells) for cells in table_rows(root_of(raced), "versus")} == {4}
 
 
@@ -295,7 +295,7 @@ def test_every_status_has_a_look() -> None:
     assert isinstance(sample().rows[0], Row)
 
 
-def test_a_run_of_rows_with_one_reason_tells_it_once() -> None:
+def test_consecutive_rows_with_one_reason_show_it_once() -> None:
     rows = tuple(Row(f"t{i}", i, f"Technique {i}", "not built yet", "Comes later.") for i in range(5))
     text = in_terminal(Report(Summary(rows, {})), 80)
     assert text.count("Comes later.") == 1
@@ -306,7 +306,7 @@ def test_a_run_of_rows_with_one_reason_tells_it_once() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_each_finding_of_advice_has_a_line_of_its_own_and_long_places_are_whole(width: int) -> None:
+def test_each_finding_has_its_own_line_and_long_paths_are_complete(width: int) -> None:
     place = f"/home/somebody/{'a_long_folder/' * 12}train.py:1234"
     findings = (f"{place}: Images.__getitem__ (float, div) takes 1.20 ms", "data.py:7: Normalize takes 0.30 ms")
     row = Row("transforms", 13, "transforms on the device", "advice", "\n".join(findings))

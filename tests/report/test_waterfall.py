@@ -82,21 +82,21 @@ def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
 
 
 def plotted_between() -> tuple[float, float]:
-    """Where bars begin, and how long the longest is."""
+    """Return the start of the bars, and the length of the longest bar."""
     first, *_ = lines(ET.fromstring(charts.falls(Waterfall(2.0, (), -1.0, 1.0))))
     return float(first[2].attrib["x"]), float(first[2].attrib["width"])
 
 
 def fall_charts(report: Report) -> list[ET.Element]:
-    """The charts of a page that have a bar for what no technique explains."""
+    """Return the charts that have a bar for the unexplained rest."""
     return [drawn for drawn in charts_of(root_of(report)) if any(e.attrib.get("class") == "rest" for e in drawn.iter())]
 
 
-def test_every_technique_that_a_trial_kept_is_told_in_its_order() -> None:
+def test_every_technique_that_a_trial_kept_is_shown_in_order() -> None:
     fall = waterfall(sample())
     assert fall is not None
     found = lines(ET.fromstring(charts.falls(fall)))
-    assert [(name, told, bar.attrib["class"]) for name, told, bar in found] == [
+    assert [(name, value, bar.attrib["class"]) for name, value, bar in found] == [
         (found[0][0], "6.20 ms", "whole"),
         ("Fused optimizer: flatout AdamW", "−0.326 ms", "kept"),
         ("torch.compile: default", "−1.19 ms", "kept"),
@@ -108,12 +108,12 @@ def test_every_technique_that_a_trial_kept_is_told_in_its_order() -> None:
     assert [line[:2] for line in lines(on_page)] == [line[:2] for line in found]
 
 
-def test_what_costs_time_is_told_as_such() -> None:
+def test_a_technique_that_costs_time_is_shown_as_slower() -> None:
     summary = Summary((row("a", 2.0, 0.8),), {}, Pace(4.0, 1.0, 1.0), Pace(4.0, 1.25, 1.0), won=("a",))
     fall = waterfall(summary)
     assert fall is not None
     found = lines(ET.fromstring(charts.falls(fall)))
-    assert [(told, bar.attrib["class"]) for _, told, bar in found[1:-1]] == [
+    assert [(value, bar.attrib["class"]) for _, value, bar in found[1:-1]] == [
         ("+0.500 ms", "rejected"),
         ("−0.250 ms", "rest"),
     ]
@@ -130,7 +130,7 @@ def test_what_costs_time_is_told_as_such() -> None:
         {"won": ("advice", "pinned", "nobody")},
     ],
 )
-def test_nothing_is_drawn_of_what_is_not_known(changes: dict[str, object]) -> None:
+def test_unknown_figures_draw_no_chart(changes: dict[str, object]) -> None:
     summary = replace(sample(), **changes)
     assert waterfall(summary) is None
     assert not fall_charts(Report(summary))

@@ -46,7 +46,7 @@ class Crash:
 
 
 def run_case(signatures: Sequence[Signature], seed: int, case: int, show: bool = False) -> tuple[int, int]:
-    """A few calls that share their values; how many there were, and how many did not raise."""
+    """Run a few calls that share their values. Return the number of calls, and of calls that did not raise."""
     rng = random.Random(f"{seed}/{case}")
     values = Values(rng, signatures)
     # Mostly of one subject, so that results meet those who take them.
@@ -146,7 +146,7 @@ def _fork(signatures: Sequence[Signature], seed: int, cases: range) -> tuple[str
 
 
 def fuzz(signatures: Sequence[Signature], seed: int, first: int, cases: int) -> tuple[list[Crash], int, int]:
-    """Crashes among so many cases from ``first`` on; calls, and those that did not raise."""
+    """Run cases from ``first`` on. Return crashes, the number of calls, and of calls that did not raise."""
     crashes: list[Crash] = []
     calls = passed = 0
     start, end = first, first + cases
@@ -162,7 +162,7 @@ def fuzz(signatures: Sequence[Signature], seed: int, first: int, cases: int) -> 
 
 
 def _one_by_one(signatures: Sequence[Signature], seed: int, cases: range, status: str) -> Crash:
-    """The case that crashes alone; the last one where it takes those before."""
+    """Return the case that crashes alone, or the last case if the crash needs the cases before."""
     for case in reversed(cases):
         alone = _fork(signatures, seed, range(case, case + 1))[0]
         if alone:

@@ -155,7 +155,7 @@ class Values:
         return type("Timer", (_host.StepTimer,), methods | {"reset": lambda *_: None})()
 
     def anything(self) -> Any:
-        # No tensor of the case. An error message prints the value, and torch crashes while printing an empty storage.
+        # Made of none of the case's tensors, because torch crashes while printing an empty storage in an error message.
         made: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.integer,
@@ -187,7 +187,7 @@ class Values:
         return self.rng.choice(known) if known else self.anything()
 
     def known(self, kind: str) -> list[Any]:
-        """Objects of a class; one is made where there is none yet."""
+        """Return the objects of a class. If there is none, make one first."""
         maker = self.makers.get(kind)
         if maker is not None and not any(type(value).__name__ == kind for value in self.objects):
             with contextlib.suppress(Exception):

@@ -52,7 +52,7 @@ def replace_loaders(*, in_memory: bool = False) -> None:
     torchs = torch.utils.data.DataLoader
 
     class Epoch:
-        """An epoch of a prefetcher; torch's tests also look at the workers of torch's own iterator, which it holds."""
+        """Epoch of a prefetcher. torch's tests also read attributes of torch's iterator."""
 
         def __init__(self, batches: Any) -> None:
             self.batches = batches
@@ -72,7 +72,7 @@ def replace_loaders(*, in_memory: bool = False) -> None:
             return type.__instancecheck__(cls, instance) or isinstance(instance, torchs)
 
     class DataLoader(Prefetcher, metaclass=AnyLoader):
-        """A prefetcher of the loader that the test asks for; what a prefetcher does not have is the loader's."""
+        """Prefetcher of the loader that a test creates. It passes on the loader's other attributes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             loader: Any = torchs(*args, **kwargs)
