@@ -26,6 +26,7 @@ from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.clock import Clock, simulated_tuning
+from tests.compiler import Compiler
 from tests.process_state import put_back
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -129,6 +130,16 @@ def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Cl
     monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # tests on this clock check no peak
     with simulated_tuning() as clock:
         yield clock
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Replacement of ``torch.compile`` that generates no code."""
+    torch._dynamo.reset()
+    compiler = Compiler()
+    monkeypatch.setattr(torch, "compile", compiler.compile)
+    yield compiler
+    torch._dynamo.reset()
 
 
 @pytest.fixture

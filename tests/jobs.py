@@ -6,10 +6,16 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
+from flatout.job import Job
 from flatout.techniques import REGISTRY, Measured
 
 NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
 """All that optimize could choose, forbidden."""
+
+
+def only(*names):
+    """Return ``techniques`` that forbid all that optimize could choose except these."""
+    return {name: False for name in NO_TECHNIQUES if name not in names}
 
 
 QUICK = {"compile": False, "precision": False, "workers": False}
@@ -55,6 +61,16 @@ def make_job(optimizer=torch.optim.Adam, **changes):
     opt = optimizer(model.parameters(), lr=0.01)
     loader = DataLoader(make_data(), batch_size=16, shuffle=True, **changes)
     return model, loader, opt
+
+
+def job_of(
+    model, batches=(), optimizer=None, *, loader=None, loss_fn=None, compute_loss=None, device="cpu", **settings
+):
+    """Return the internal ``Job`` that ``optimize`` makes of its arguments, with these batches for trials."""
+    loader = batches if loader is None else loader
+    job = Job(model, loader, loader, optimizer, loss_fn, compute_loss, torch.device(device), **settings)
+    job.batches = list(batches)
+    return job
 
 
 def tried(model, loader, *given, **settings):

@@ -15,13 +15,13 @@ from flatout.data import batch_size_of
 from flatout.measure.memory import step_memory
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import snapshot
-from tests.jobs import NO_TECHNIQUES
+from tests.jobs import only
 from tests.reasons import reasons
 from tests.trap import Trap
 
 pytestmark = pytest.mark.usefixtures("clock")
 
-OTHERS = {name: False for name in NO_TECHNIQUES if name != "batch_size"}
+OTHERS = only("batch_size")
 
 
 def data(samples=64):
@@ -56,7 +56,7 @@ def optimize(loader, model=None, optimizer=None, loss_fn=functional.cross_entrop
 
 
 def row_of(run):
-    return next(row for row in run.report.summary.rows if row.technique == "batch_size")
+    return run.report.row("batch_size")
 
 
 def resident_bytes(run):
@@ -551,7 +551,7 @@ def test_parts_for_memory_name_what_they_change():
 
 def test_in_16_bits_parts_are_tried_where_the_loss_is_known(steps_take):
     batches = [(x.float(), y) for x, y in loader_of(batch_size=64)]
-    techniques = {name: False for name in OTHERS if name != "precision"}
+    techniques = only("batch_size", "precision")
 
     def row(**settings):
         settings |= {"precision": "bf16", "techniques": techniques, "budget": 1000, "expected_steps": 10**6}

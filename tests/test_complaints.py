@@ -18,15 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.techniques import REGISTRY, Rule
 from tests.clock import Clock, TimedSamples, TimedStep
+from tests.compiler import Compiler
 from tests.helpers import bits, snapshot, trained_state
-from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, make_data, make_job, train
+from tests.jobs import FORCED, QUICK, Net, make_data, make_job, only, train
 from tests.reasons import reasons
 
 CROSS_ENTROPY = functional.cross_entropy
-
-
-def rows_of(run: flatout.Run) -> dict[str, Any]:
-    return {row.technique: row for row in run.report.rows}
 
 
 class Pictures(nn.Module):
@@ -169,42 +166,16 @@ def test_a_second_call_wraps_nothing_twice(tmp_path: Any) -> None:
 # -- torch.compile ---------------------------------------------------------------------------------------------
 
 
-class Graphs(list[Any]):
-    """What torch.compile has compiled. ``runs`` counts the calls of compiled graphs."""
-
-    runs = 0
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """torch.compile with dynamo as it is, and a backend that takes no half minute: receives what it compiles."""
-    torch._dynamo.reset()
-    made = Graphs()
-    compile_ = torch.compile
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        made.append(graph)
-
-        def run(*args: Any) -> Any:
-            made.runs += 1
-            return graph.forward(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_(call, backend=backend))
-    return made
-
-
 COMPILED = FORCED | {"compile": True, "precision": False}
 
 
-def test_a_compiled_models_keys_have_no_prefix(graphs: Graphs) -> None:
+def test_a_compiled_models_keys_have_no_prefix(compiler: Compiler) -> None:
     """nanoGPT #325, timm #2003, pytorch #101107, #158519, torchtitan #2622: ``_orig_mod.`` in every checkpoint."""
     model, loader, opt = make_job()
     keys = list(model.state_dict())
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=COMPILED, budget=0)
     run.step(next(iter(run.loader)))
-    assert graphs
+    assert compiler.graphs
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
     file = io.BytesIO()
@@ -219,34 +190,34 @@ def test_a_compiled_models_keys_have_no_prefix(graphs: Graphs) -> None:
     assert type(torch.load(io.BytesIO(whole.getvalue()), weights_only=False)) is Net
 
 
-def test_many_shapes_do_not_use_up_the_compiler(graphs: Graphs) -> None:
+def test_many_shapes_do_not_use_up_the_compiler(compiler: Compiler) -> None:
     """TensorRT-LLM #6142: after eight recompilations everything ran eager, the first shape included."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=COMPILED, budget=0)
-    compiled = len(graphs)
+    compiled = len(compiler.graphs)
     assert compiled
-    graphs.runs = 0
+    compiler.runs = 0
     for size in range(2, 15):
         run.step((torch.randn(size, 8), torch.zeros(size, dtype=torch.long)))
-    assert len(graphs) == compiled
-    assert graphs.runs == 0
+    assert len(compiler.graphs) == compiled
+    assert compiler.runs == 0
     run.step((torch.randn(16, 8), torch.zeros(16, dtype=torch.long)))
-    assert graphs.runs == 1  # the shape of the trial still runs compiled
+    assert compiler.runs == 1  # the shape of the trial still runs compiled
 
 
-def test_learning_rates_recompile_nothing(graphs: Graphs) -> None:
+def test_learning_rates_recompile_nothing(compiler: Compiler) -> None:
     """pytorch #107076: a float learning rate under a scheduler compiled the optimizer anew in every step."""
     model, loader, opt = make_job()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, scheduler=scheduler, techniques=COMPILED, budget=0)
-    compiled = len(graphs)
+    compiled = len(compiler.graphs)
     rates = set()
     for _ in range(2):
         for batch in run.loader:
             run.step(batch)
             rates.add(opt.param_groups[0]["lr"])
     assert len(rates) == 12
-    assert len(graphs) == compiled
+    assert len(compiler.graphs) == compiled
 
 
 # -- GradScaler ------------------------------------------------------------------------------------------------
@@ -361,10 +332,10 @@ def test_what_was_not_tried_says_why(clock: Clock) -> None:
     """Lightning #13696 again: it stopped trying, and nobody was told."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, budget=1e-6)
-    rows = rows_of(run)
-    assert all(row.why for row in rows.values())
-    assert rows["fused_optimizer"].status == "not tried"
-    assert "budget-spent" in reasons(rows["fused_optimizer"])
+    assert all(row.why for row in run.report.rows)
+    fused = run.report.row("fused_optimizer")
+    assert fused.status == "not tried"
+    assert "budget-spent" in reasons(fused)
 
 
 class TooMany(TimedSamples):
@@ -382,7 +353,7 @@ def test_host_memory_is_not_exhausted(clock: Clock) -> None:
         flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": True}, budget=0)
     others = {t.name: False for t in REGISTRY if not isinstance(t, Rule) and t.name != "in_memory"}
     run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, budget=1e14)
-    row = rows_of(run)["in_memory"]
+    row = run.report.row("in_memory")
     assert row.status == "not applicable"
     assert "exceeds-host-memory" in reasons(row)
     assert len(list(itertools.islice(run.loader, 4))) == 4
@@ -416,7 +387,7 @@ def test_channels_last_that_loses_is_taken_back(clock: Clock) -> None:
     step = TimedStep(clock, lambda samples, active: 2.0 if "channels_last" in active else 1.0).watch(model, opt)
     before, strides = trained_state(model, opt), [p.stride() for p in model.parameters()]
     run = flatout.optimize(model, loader, opt, step, techniques=QUICK | {"in_memory": False}, budget=1000)
-    row = rows_of(run)["channels_last"]
+    row = run.report.row("channels_last")
     assert row.status == "rejected"
     assert "not-faster" in reasons(row)
     assert row.trials[0].candidate_ms == pytest.approx(2000, rel=1e-3)
@@ -442,9 +413,9 @@ def test_a_slow_loader_is_found_and_mended_without_losing_a_sample(clock: Clock)
     """pytorch #23048, Lightning #14961: the number of workers is left to trial and error."""
     model, _, opt = make_job()
     loader = DataLoader(TimedSamples(clock, 0.1), batch_size=16, shuffle=True)
-    others = {name: False for name in NO_TECHNIQUES if name != "in_memory"}
-    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, budget=1000, expected_steps=10**6)
-    assert rows_of(run)["in_memory"].status == "kept"
+    settings = {"techniques": only("in_memory"), "budget": 1000, "expected_steps": 10**6}
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), **settings)
+    assert run.report.row("in_memory").status == "kept"
     for _ in range(2):
         seen = sorted(value for x, _ in run.loader for value in x[:, 0].tolist())
         assert seen == [float(i) for i in range(64)]

@@ -8,18 +8,14 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.techniques import PLANNED, REGISTRY, Measured
 from tests.clock import TimedSamples, TimedStep
-from tests.jobs import NO_TECHNIQUES, make_job
+from tests.jobs import make_job, only
 from tests.reasons import reasons
-
-
-def rows_of(run):
-    return {row.technique: row for row in run.report.rows}
 
 
 def test_every_row_is_in_the_report():
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=0)
-    rows = rows_of(run)
+    rows = {row.technique: row for row in run.report.rows}
     assert rows.keys() == {t.name for t in REGISTRY} | {name for _, name, _, _ in PLANNED}
     assert {r.number for r in rows.values() if r.number} == set(range(1, 14))
     assert all(row.why for row in rows.values())
@@ -34,11 +30,11 @@ def test_forbidden_and_forced_rows_say_so():
     model, loader, opt = make_job()
     techniques = {"compile": False, "in_memory": True}
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
-    rows = rows_of(run)
-    assert rows["compile"].status == "not tried"
-    assert "forbidden" in reasons(rows["compile"])
-    assert rows["in_memory"].status == "kept"
-    assert "asked-for" in reasons(rows["in_memory"])
+    forbidden, forced = run.report.row("compile"), run.report.row("in_memory")
+    assert forbidden.status == "not tried"
+    assert "forbidden" in reasons(forbidden)
+    assert forced.status == "kept"
+    assert "asked-for" in reasons(forced)
 
 
 def test_deterministic_mode_times_only_what_is_bit_identical(clock):
@@ -74,8 +70,8 @@ def test_what_is_not_worth_a_trial_says_why(sample_seconds, settings, code, cloc
     """To keep 64 samples in memory takes as long as to load them once, and saves the waiting for eight in each step."""
     model, _, opt = make_job()
     loader = DataLoader(TimedSamples(clock, sample_seconds), batch_size=8)
-    others = {name: False for name in NO_TECHNIQUES if name != "in_memory"}
-    row = rows_of(flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, **settings))["in_memory"]
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=only("in_memory"), **settings)
+    row = run.report.row("in_memory")
     assert row.status == "not tried"
     assert code in reasons(row)
 
@@ -83,16 +79,12 @@ def test_what_is_not_worth_a_trial_says_why(sample_seconds, settings, code, cloc
 def test_a_loader_that_gains_nothing_is_rejected(clock):
     """Tensors are gathered without a setup, so that even the shortest training has time for a trial."""
     model, loader, opt = make_job()
-    others = {name: False for name in NO_TECHNIQUES if name != "in_memory"}
-    run = flatout.optimize(model, loader, opt, TimedStep(clock, 0.02), techniques=others, budget=100, expected_steps=1)
-    row = rows_of(run)["in_memory"]
+    settings = {"techniques": only("in_memory"), "budget": 100, "expected_steps": 1}
+    run = flatout.optimize(model, loader, opt, TimedStep(clock, 0.02), **settings)
+    row = run.report.row("in_memory")
     assert row.status == "rejected"
     assert row.trials[0].gain.ratio < 1.01
     assert run.plan.decisions == {}
-
-
-def fused_alone():
-    return {name: False for name in NO_TECHNIQUES if name != "fused_optimizer"}
 
 
 def test_short_steps_are_timed_in_turns_whose_first_step_warms_up(clock):
@@ -106,7 +98,8 @@ def test_short_steps_are_timed_in_turns_whose_first_step_warms_up(clock):
         return 0.4 if has_changed else 0.01 if active else 0.02
 
     step = TimedStep(clock, seconds).watch(model, opt)
-    row = rows_of(flatout.optimize(model, loader, opt, step, techniques=fused_alone(), budget=100))["fused_optimizer"]
+    run = flatout.optimize(model, loader, opt, step, techniques=only("fused_optimizer"), budget=100)
+    row = run.report.row("fused_optimizer")
     assert row.status == "kept"
     assert row.gain.ratio == pytest.approx(2, rel=0.05)
 
@@ -114,7 +107,8 @@ def test_short_steps_are_timed_in_turns_whose_first_step_warms_up(clock):
 def test_a_hopeless_candidate_is_timed_once(clock):
     model, loader, opt = make_job()
     step = TimedStep(clock, lambda samples, active: 4.0 if active else 1.0).watch(model, opt)
-    row = rows_of(flatout.optimize(model, loader, opt, step, techniques=fused_alone(), budget=1000))["fused_optimizer"]
+    run = flatout.optimize(model, loader, opt, step, techniques=only("fused_optimizer"), budget=1000)
+    row = run.report.row("fused_optimizer")
     assert row.status == "rejected"
     assert "not-faster" in reasons(row)
     assert [trial.pairs for trial in row.trials] == [1]

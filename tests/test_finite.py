@@ -14,8 +14,7 @@ from torch.nn import functional
 
 import flatout
 from flatout import finite, logs
-from tests.jobs import NO_TECHNIQUES, make_data
-from tests.measure.harness import job_of
+from tests.jobs import NO_TECHNIQUES, job_of, make_data
 from tests.reasons import reasons
 
 

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 import flatout
 from tests.clock import Clock
 from tests.helpers import snapshot
-from tests.jobs import Net, make_data, tried
-from tests.measure.harness import job_of
+from tests.jobs import Net, job_of, make_data, tried
 from tests.reasons import reasons
 
 LIGHT = {"compile": False, "workers": False, "cpu_threads": False}
@@ -61,7 +60,7 @@ def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
     assert len(seen) > 2  # a check, a count of FLOPs, and the step of a technique that is forced
     assert set(seen) == {(False, False, True)}
     assert model.weight.grad is None
-    count = job_of(model, loader, inference=True).work(next(iter(loader))).flops
+    count = job_of(model, loader=loader, inference=True).work(next(iter(loader))).flops
     assert count.forward == 2 * 16 * 8 * 3
     assert count.backward == 0
 

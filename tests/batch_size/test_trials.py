@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from flatout.batch_size.trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from flatout.data.machine import available_memory
 from tests.helpers import bits
-from tests.measure.harness import job_of
+from tests.jobs import job_of
 from tests.trap import Trap
 
 WIDTH = 256
@@ -18,9 +19,8 @@ def make(*extra, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, WIDTH), *extra, nn.Tanh(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
     batches = [(torch.randn(32, 16), torch.arange(32) % 4)]
-    job = job_of(model, batches, torch.optim.AdamW(model.parameters()), **settings)
-    job.batches = batches
-    return job
+    optimizer = torch.optim.AdamW(model.parameters())
+    return job_of(model, batches, optimizer, loss_fn=functional.cross_entropy, **settings)
 
 
 def test_what_stays_is_parameters_buffers_and_optimizer_state():

@@ -18,8 +18,9 @@ import flatout
 from flatout.data import NotCacheable, Prefetcher, cache_in_memory
 from tests.clock import simulated_time
 from tests.data.harness import TICK, examined
+from tests.jobs import job_of
 from tests.reasons import reasons
-from tests.techniques.harness import findings, job_of
+from tests.techniques.harness import findings
 
 try:  # a torchvision that was built for another torch raises RuntimeError
     from PIL import Image

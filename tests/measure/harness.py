@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn import functional
-
 from flatout.job import Job
+from flatout.measure.trial import FEWEST_PAIRS
+from flatout.report import Gain, Trial
 from flatout.techniques import StepTechnique, Switch
-
-
-def job_of(
-    model: nn.Module,
-    batches: Iterable[Any],
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    **settings: Any,
-) -> Job:
-    """Return the job that ``optimize`` would make of these arguments on the CPU, with cross-entropy for a loss."""
-    return Job(
-        model=model,
-        loader=batches,
-        source=batches,
-        optimizer=optimizer,
-        loss_fn=functional.cross_entropy if compute_loss is None else None,
-        compute_loss=compute_loss,
-        device=torch.device("cpu"),
-        **settings,
-    )
 
 
 class Change(Switch):
@@ -48,7 +25,7 @@ class Change(Switch):
         self._off()
 
 
-class Candidate(StepTechnique):
+class OneCandidate(StepTechnique):
     """Technique of one candidate, whose numerics are checked. Subclasses define ``change``."""
 
     name = "candidate"
@@ -66,3 +43,17 @@ class Candidate(StepTechnique):
 
     def forced(self, job: Job, value: Any) -> Switch:
         return self.change(job)
+
+
+def trial(
+    gain: Gain | None,
+    before: int | None = 200,
+    after: int | None = 200,
+    *,
+    pairs: int = FEWEST_PAIRS,
+    failure: str = "",
+) -> Trial:
+    """Return a trial of a candidate whose steps take ``after`` MiB instead of ``before``."""
+    ms = 0.0 if gain is None else 1000 / gain.ratio
+    old, new = (None if mebibytes is None else mebibytes * 2**20 for mebibytes in (before, after))
+    return Trial("x", 1000.0, ms, gain, pairs, baseline_bytes=old, candidate_bytes=new, failure=failure)

@@ -20,16 +20,15 @@ from flatout.techniques import Switch
 from flatout.techniques.precision import AutocastSwitch
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
-from tests.jobs import Net, make_data, make_job
-from tests.measure.harness import Candidate, Change, job_of
+from tests.jobs import Net, job_of, make_data, make_job
+from tests.measure.harness import Change, OneCandidate
 from tests.reasons import reasons
 
 
 def make(model: nn.Module, *, optimizer: bool = True, **settings: Any) -> tuple[Job, list[Any]]:
     batches = list(DataLoader(make_data(64), batch_size=16))
-    return job_of(
-        model, batches, torch.optim.Adam(model.parameters(), 0.01) if optimizer else None, **settings
-    ), batches
+    opt = torch.optim.Adam(model.parameters(), 0.01) if optimizer else None
+    return job_of(model, batches, opt, loss_fn=functional.cross_entropy, **settings), batches
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -131,7 +130,7 @@ def test_nudging_stays_within_half_a_unit_in_the_last_place() -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-class Wrong(Candidate):
+class Wrong(OneCandidate):
     """Changes what a model computes: its outputs, its gradients alone, or what an update does."""
 
     def __init__(self, how: str) -> None:
@@ -157,7 +156,7 @@ def test_a_failing_candidates_row_shows_how_far_it_was_off(how: str, the_only_te
     model, loader, opt = make_job()
     before = snapshot(model, opt)
     run = flatout.optimize(model, loader, opt, TimedStep(clock), budget=1000)
-    (row,) = [row for row in run.report.rows if row.technique == Wrong.name]
+    row = run.report.row(Wrong.name)
     assert row.status == "rejected"
     (trial,) = row.trials
     assert "numerics-differ" in reasons(trial.failure)
@@ -191,7 +190,6 @@ def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits(clock: Clock)
         techniques={"compile": False, "workers": False, "in_memory": False, "fused_optimizer": False},
         budget=1000,
     )
-    (row,) = [row for row in run.report.rows if row.technique == "precision"]
-    (trial,) = row.trials
+    (trial,) = run.report.row("precision").trials
     assert trial.output_difference > ALLOWED[torch.bfloat16].outputs
     assert not trial.failure

@@ -16,12 +16,12 @@ import flatout
 from flatout._memory import ran_out_of_memory
 from flatout.measure.memory import step_memory
 from flatout.measure.trial import saves_memory
-from flatout.report import Gain, Trial
+from flatout.report import Gain
 from flatout.techniques import Switch
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
-from tests.measure.harness import Candidate, Change
+from tests.measure.harness import Change, OneCandidate, trial
 from tests.reasons import reasons
 
 CPU = torch.device("cpu")
@@ -69,12 +69,6 @@ def test_out_of_memory_is_told_by_type_and_on_the_host_by_name() -> None:
     assert not ran_out_of_memory(RuntimeError("shapes differ"))
 
 
-def trial(gain: Gain | None, before: int | None, after: int | None, pairs: int = 10, failure: str = "") -> Trial:
-    """``before`` and ``after`` in MiB."""
-    old, new = (None if each is None else each * 2**20 for each in (before, after))
-    return Trial("x", 1.0, 1.0, gain, pairs, baseline_bytes=old, candidate_bytes=new, failure=failure)
-
-
 def test_what_saves_memory_must_cost_no_speed() -> None:
     even, slower, unsure = Gain(1.0, 0.985, 1.03), Gain(0.97, 0.95, 0.99), Gain(1.0, 0.58, 1.76)
     assert saves_memory(trial(even, 200, 180))
@@ -88,7 +82,7 @@ def test_what_saves_memory_must_cost_no_speed() -> None:
     assert not saves_memory(trial(None, 200, 180))
 
 
-class Eats(Candidate):
+class Eats(OneCandidate):
     """Its candidate makes the model's forward run out of memory, with something large in its hands."""
 
     def __init__(self) -> None:
@@ -117,7 +111,7 @@ def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
         return functional.cross_entropy(output, target)
 
     run = flatout.optimize(model, loader, opt, TimedStep(clock, 1.0, loss_fn), budget=1000)
-    (row,) = [row for row in run.report.rows if row.technique == eats.name]
+    row = run.report.row(eats.name)
     assert row.status == "rejected"
     assert row.expected == eats.expected
     assert "out-of-memory" in reasons(row.trials[0].failure)

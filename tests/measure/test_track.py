@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import profiler
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import flatout
@@ -13,8 +14,8 @@ from flatout.measure.track import Stretch, Track, pace_of
 from flatout.report import Report
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
-from tests.jobs import QUICK, make_job
-from tests.measure.harness import Change, job_of
+from tests.jobs import QUICK, job_of, make_job
+from tests.measure.harness import Change
 from tests.reasons import reasons
 
 
@@ -23,9 +24,9 @@ class Stream(IterableDataset):
         return ((torch.full((8,), float(i)), i % 3) for i in range(64))
 
 
-def track(loader) -> Track:
-    model, _, opt = make_job()
-    return Track(job_of(model, loader, opt), loader)
+def track(loader, job=None) -> Track:
+    model, _, opt = job or make_job()
+    return Track(job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy), loader)
 
 
 def test_a_pace_is_of_the_middle_half():
@@ -52,9 +53,8 @@ def test_a_stretch_is_what_its_pace_says(clock):
 
 
 def test_the_loaders_own_rate_is_of_batches_without_steps(clock):
-    model, _, opt = make_job()
-    loader = DataLoader(TimedSamples(clock, 0.1), batch_size=8)
-    one = Track(job_of(model, loader, opt), loader)
+    job = model, _, _ = make_job()
+    one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8), job)
     before = [bits(p) for p in model.parameters()]
     assert one.alone() == pytest.approx(10, rel=1e-2)
     assert [bits(p) for p in model.parameters()] == before

@@ -9,29 +9,22 @@ import pytest
 from flatout.measure.trial import FEWEST_PAIRS
 from flatout.measure.verdict import earns, rank, ratio, serves, spares, verdict
 from flatout.report import Gain, Row, Trial
+from tests.measure.harness import trial
 from tests.reasons import reasons
 
 ROW = Row("candidate", 1, "a candidate", "kept", "it is fast")
 FASTER, EVEN, SLOWER, UNSURE = Gain(2.0, 1.9, 2.1), Gain(1.0, 0.99, 1.01), Gain(0.5, 0.4, 0.6), Gain(1.2, 0.9, 1.5)
-MEBIBYTE = 2**20
-
-
-def trial(gain: Gain | None, pairs: int = FEWEST_PAIRS, mebibytes: int = 200, failure: str = "") -> Trial:
-    """Return a trial of a candidate beside a baseline whose steps take 200 MiB."""
-    ms = 0.0 if gain is None else 1000 / gain.ratio
-    memory = {"baseline_bytes": 200 * MEBIBYTE, "candidate_bytes": mebibytes * MEBIBYTE}
-    return Trial("x", 1000.0, ms, gain, pairs, failure=failure, **memory)
 
 
 def test_the_row_of_a_faster_candidate_has_its_gain() -> None:
-    best = trial(FASTER, mebibytes=300)
+    best = trial(FASTER, after=300)
     row = verdict(ROW, [trial(EVEN), best], best)
     assert (row.status, row.chosen, row.gain, row.memory, row.why) == ("kept", "x", FASTER, 1.5, ROW.why)
     assert len(row.trials) == 2
 
 
 def test_the_row_of_a_candidate_that_is_kept_for_its_memory_says_so() -> None:
-    best = trial(EVEN, mebibytes=100)
+    best = trial(EVEN, after=100)
     row = verdict(ROW, [best], best)
     assert (row.status, row.gain, row.memory) == ("kept", EVEN, 0.5)
     assert "saves-memory" in reasons(row)
@@ -62,8 +55,8 @@ def test_without_a_trial_nothing_was_tried() -> None:
 def test_speed_comes_before_memory() -> None:
     fast, small, smaller, failed = (
         trial(FASTER),
-        trial(EVEN, mebibytes=150),
-        trial(EVEN, mebibytes=100),
+        trial(EVEN, after=150),
+        trial(EVEN, after=100),
         trial(None, failure="wrong"),
     )
     assert sorted([fast, small, smaller], key=rank) == [small, smaller, fast]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import flatout
 from flatout.data import is_rewindable
@@ -35,24 +34,6 @@ STARVED = Pace(step_ms=10.0, load_ms=50.0, samples_per_second=100.0)
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
-
-
-def job_of(
-    model: nn.Module,
-    batches: Sequence[Any] = (),
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss_fn: Any = None,
-    compute_loss: Any = None,
-    loader: Iterable[Any] | None = None,
-    device: str = "cpu",
-    **settings: Any,
-) -> Job:
-    """Return a job that is tried on these batches. Tests only pass it on to the functions of this file."""
-    loader = batches if loader is None else loader
-    job = Job(model, loader, loader, optimizer, loss_fn, compute_loss, torch.device(device), **settings)
-    job.batches = list(batches)
-    return job
 
 
 def step(job: Job, batch: Any) -> Tensor:
@@ -149,7 +130,7 @@ class Candidate:
         return self._switch.value
 
     @property
-    def explains(self) -> str:
+    def reason(self) -> str:
         """What finding a loader's candidate showed."""
         return self._switch.reason
 
@@ -182,26 +163,19 @@ class Candidate:
         return self._switch.make()
 
 
-def asked(name: str, value: Any, job: Job) -> Candidate:
-    """Return the candidate that ``techniques={name: value}`` asks for."""
+def forced(name: str, value: Any, job: Job) -> Candidate:
+    """Return the candidate that ``techniques={name: value}`` forces."""
     technique = TECHNIQUES[name]
     if isinstance(technique, Measured):
         return Candidate(technique.forced(job, value))
     return Candidate(technique.switch(job))  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def applied(name: str, value: Any, job: Job) -> Iterator[Candidate]:
-    """Turn the candidate on inside, and off again."""
-    with asked(name, value, job) as candidate:
-        yield candidate
-
-
 # -- decisions -----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Decided:
+class Outcome:
     """What trials of some techniques came to.
 
     Attributes:
@@ -216,7 +190,7 @@ class Decided:
 
 
 @contextlib.contextmanager
-def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Decided]:
+def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
     """Decide about these techniques alone, one after the other; inside, what is kept is on.
 
     Args:
@@ -235,7 +209,7 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Decided]:
             rows[name] = tuner.decide(technique)
         bench.rewind(to_train=False)
         try:
-            yield Decided(rows, tuner.decisions, job.source)
+            yield Outcome(rows, tuner.decisions, job.source)
         finally:
             for switch in reversed(bench.kept):
                 switch.disable()

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from flatout.techniques.allocator import SETTINGS
+from tests.jobs import job_of
 from tests.reasons import reasons
-from tests.techniques.harness import findings, job_of, refusal
+from tests.techniques.harness import findings, refusal
 
 
 @pytest.fixture

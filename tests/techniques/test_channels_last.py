@@ -7,10 +7,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from tests.clock import TICK, TimedStep, simulated_time
+from tests.clock import TimedStep
 from tests.helpers import snapshot
-from tests.jobs import NO_TECHNIQUES
-from tests.techniques.harness import asked, candidates, decided, job_of, refusal
+from tests.jobs import NO_TECHNIQUES, job_of
+from tests.techniques.harness import candidates, decided, forced, refusal
 
 
 class Net(nn.Module):
@@ -51,7 +51,7 @@ def test_off_is_exactly_as_before_storage_included(warm):
         train(model, loader, opt)
     strides = [p.stride() for p in model.parameters()]
     before, pointers = snapshot(model, opt), [p.data_ptr() for p in model.parameters()]
-    candidate = asked("channels_last", True, job_of(model, optimizer=opt))
+    candidate = forced("channels_last", True, job_of(model, optimizer=opt))
     for _ in range(2):
         with candidate:
             assert model.one.weight.is_contiguous(memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ def test_the_format_reaches_weights_that_are_the_same_memory_in_both():
 def test_training_is_carried_over_in_both_directions():
     model, loader, opt = make()
     twin, twin_loader, twin_opt = make()
-    candidate = asked("channels_last", True, job_of(model, optimizer=opt))
+    candidate = forced("channels_last", True, job_of(model, optimizer=opt))
     with candidate:
         train(model, loader, opt)
     train(model, loader, opt)
@@ -111,14 +111,13 @@ def test_it_goes_with_the_fused_optimizer_in_use(optimizer):
     train(model, loader, opt)
 
 
-def test_a_view_that_only_evaluation_takes_is_found_out():
+def test_a_view_that_only_evaluation_takes_is_found_out(clock):
     model, loader, opt = make(view=True)
-    with simulated_time(TICK) as clock:
-        loss_fn = TimedStep(clock, 0.01)
-        job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn)
-        before = snapshot(model, opt)
-        with decided("channels_last", job=job) as outcome:
-            assert snapshot(model, opt) == before
+    loss_fn = TimedStep(clock, 0.01)
+    job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn)
+    before = snapshot(model, opt)
+    with decided("channels_last", job=job) as outcome:
+        assert snapshot(model, opt) == before
     row = outcome.rows["channels_last"]
     assert row.status == "rejected"
     assert "view" in row.trials[0].failure  # torch's message

@@ -19,19 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.mfu import MfuCounter, count_flops
 from flatout.techniques.compile import MOST_RECOMPILATIONS, RELEARN_AFTER
-from tests.clock import TICK, simulated_time
 from tests.helpers import snapshot
-from tests.jobs import FORCED, NO_TECHNIQUES, Net, make_data, make_job
+from tests.jobs import FORCED, NO_TECHNIQUES, Net, job_of, make_data, make_job, only
 from tests.reasons import reasons
-from tests.techniques.harness import (
-    applied,
-    asked,
-    candidates,
-    decided,
-    job_of,
-    refusal,
-    step,
-)
+from tests.techniques.harness import candidates, decided, forced, refusal, step
 
 ROOT = Path(__file__).parents[2]
 CROSS_ENTROPY = functional.cross_entropy
@@ -51,7 +42,7 @@ def repeat(times, work):
 def linear(compiler):
     """A layer whose call is compiled, and the candidate that does it."""
     model = nn.Linear(4, 2)
-    with applied("compile", True, job_of(model)) as candidate:
+    with forced("compile", True, job_of(model)) as candidate:
         yield model, candidate
 
 
@@ -132,7 +123,7 @@ def test_a_call_tuned_under_inference_mode_serves_under_no_grad_and_for_inferenc
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(8, 4)
     expected = model(x)
-    with applied("compile", True, job_of(model)) as candidate:
+    with forced("compile", True, job_of(model)) as candidate:
         with torch.inference_mode():
             model(x)
             candidate.end_warmup()
@@ -150,7 +141,7 @@ def test_flips_a_tail_batch_and_a_schedule_do_not_trip_the_watchdog(compiler):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 2))
     opt = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-    with applied("compile", True, job_of(model)) as candidate:
+    with forced("compile", True, job_of(model)) as candidate:
         model(torch.randn(8, 4)).sum().backward()
         candidate.end_warmup()
         for _ in range(5):
@@ -173,7 +164,7 @@ def test_flips_a_tail_batch_and_a_schedule_do_not_trip_the_watchdog(compiler):
 def test_switching_leaves_nothing_behind(compiler):
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     keys, names, x = list(model.state_dict()), set(vars(model)), torch.randn(8, 4)
-    candidate = asked("compile", True, job_of(model))
+    candidate = forced("compile", True, job_of(model))
     for turn in (1, 2):
         with candidate:
             model(x)
@@ -189,7 +180,7 @@ def test_switching_leaves_nothing_behind(compiler):
 
 def test_a_compile_of_the_users_own_after_optimize_survives_undo():
     model = nn.Linear(4, 2)
-    with applied("compile", True, job_of(model)):
+    with forced("compile", True, job_of(model)):
         model.compile(backend="eager")
         own = model._compiled_call_impl
     assert model._compiled_call_impl is own
@@ -198,7 +189,7 @@ def test_a_compile_of_the_users_own_after_optimize_survives_undo():
 def test_models_do_not_use_up_each_others_compilations(compiler):
     models = [nn.Linear(4, 2) for _ in range(torch._dynamo.config.recompile_limit + 2)]
     for model in models:
-        with applied("compile", True, job_of(model)):
+        with forced("compile", True, job_of(model)):
             model(torch.ones(3, 4))
     assert len(compiler.graphs) == compiler.runs == len(models)
 
@@ -259,7 +250,7 @@ def test_models_that_come_compiled_are_accepted_and_left_alone(make, fact):
     model = make(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
     keys, own_call = list(model.state_dict()), model._compiled_call_impl
     batches = [(torch.randn(4, 8), torch.randint(0, 3, (4,)))] * 4
-    techniques = {name: False for name in NO_TECHNIQUES if name != "compile"} | {"fused_optimizer": True}
+    techniques = only("compile") | {"fused_optimizer": True}
     opt = torch.optim.SGD(model.parameters(), 0.1)
     run = flatout.optimize(model, batches, opt, CROSS_ENTROPY, techniques=techniques, budget=0)
     row = run.report.row("compile")
@@ -307,7 +298,7 @@ def test_modes_that_can_serve(compiler):
     assert labels("cuda") == ["default", "reduce-overhead"]
     assert labels("cuda", accumulate=2) == labels("cuda", optimizer=None) == ["default"]
     assert labels("cuda", optimizer=None, inference=True) == ["default", "reduce-overhead"]
-    assert asked("compile", "max-autotune", job("cpu")).value == "max-autotune"
+    assert forced("compile", "max-autotune", job("cpu")).value == "max-autotune"
     assert compiler.modes[-1] == "max-autotune"
     for value, where in (
         ("max-autotune", job("cuda", accumulate=2)),
@@ -315,7 +306,7 @@ def test_modes_that_can_serve(compiler):
         ("fastest", job("cpu")),
     ):
         with pytest.raises(ValueError, match=rf"techniques\['compile'\].*{value!r}"):
-            asked("compile", value, where)
+            forced("compile", value, where)
 
 
 def test_outputs_that_the_next_call_overwrites_are_copied(monkeypatch):
@@ -326,7 +317,7 @@ def test_outputs_that_the_next_call_overwrites_are_copied(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda call, mode: replay)
     model, x = nn.Linear(4, 2), torch.randn(8, 4)
-    with applied("compile", "max-autotune", job_of(model, device="cuda", inference=True)):
+    with forced("compile", "max-autotune", job_of(model, device="cuda", inference=True)):
         first = model(x)["out"]
         model(x + 1)
     assert torch.equal(first, x[:, :2])
@@ -364,7 +355,7 @@ class Counting(nn.Linear):
 
 def test_a_model_that_keeps_compiling_falls_back_once_and_the_guard_is_named(compiler):
     model = Counting()
-    with applied("compile", True, job_of(model)) as candidate:
+    with forced("compile", True, job_of(model)) as candidate:
         model(torch.randn(8, 4))
         candidate.end_warmup()
         with pytest.warns(RuntimeWarning, match=r"torch\.compile.*steps") as said:
@@ -373,24 +364,22 @@ def test_a_model_that_keeps_compiling_falls_back_once_and_the_guard_is_named(com
     assert len(said) == 1
     assert len(compiler.graphs) == 1 + MOST_RECOMPILATIONS
     assert model.steps == 1 + 2 * MOST_RECOMPILATIONS
-    assert not asked("compile", True, job_of(model)).stopped
+    assert not forced("compile", True, job_of(model)).stopped
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compiling_again_and_again_in_the_trial_is_a_rejection():
-    with simulated_time(TICK) as clock:
+def test_compiling_again_and_again_in_the_trial_is_a_rejection(clock):
+    class TimedSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            clock.advance(0.01)
+            return super().step(closure)
 
-        class TimedSGD(torch.optim.SGD):
-            def step(self, closure=None):
-                clock.advance(0.01)
-                return super().step(closure)
-
-        model = Counting()
-        batches = list(DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,))), batch_size=8))
-        opt = TimedSGD(model.parameters(), 0.1)
-        job = job_of(model, batches, optimizer=opt, loss_fn=CROSS_ENTROPY, expected_steps=10**9)
-        with pytest.warns(RuntimeWarning, match=r"torch\.compile"), decided("compile", job=job) as outcome:
-            pass
+    model = Counting()
+    batches = list(DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,))), batch_size=8))
+    opt = TimedSGD(model.parameters(), 0.1)
+    job = job_of(model, batches, optimizer=opt, loss_fn=CROSS_ENTROPY, expected_steps=10**9)
+    with pytest.warns(RuntimeWarning, match=r"torch\.compile"), decided("compile", job=job) as outcome:
+        pass
     row = outcome.rows["compile"]
     assert row.status == "rejected"
     assert any("keeps-recompiling" in reasons(trial.failure) for trial in row.trials)
@@ -439,7 +428,7 @@ def test_a_backward_that_cannot_be_compiled_falls_back_where_the_call_can_still_
 
     compiler.backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=backward)
     model = nn.Linear(4, 2)
-    with applied("compile", True, job_of(model)) as candidate:
+    with forced("compile", True, job_of(model)) as candidate:
         model(torch.randn(8, 4)).sum().backward()
         candidate.end_warmup()
         broken.append(True)
@@ -489,9 +478,9 @@ def test_the_code_that_is_compiled_is_that_of_the_plain_step(loss, monkeypatch):
     model = Net().eval()
     job = trained_job(model=model, **{"compute_loss": None, **LOSSES[loss]()})
     expected = step(job_of(copy.deepcopy(model), **{"compute_loss": None, **LOSSES[loss]()}), BATCH)
-    with applied("compile", True, job):
+    with forced("compile", True, job):
         assert torch.equal(step(job, BATCH), expected)
-    with applied("compile", True, job_of(model)):
+    with forced("compile", True, job_of(model)):
         assert torch.equal(model(BATCH[0]), copy.deepcopy(model)(BATCH[0]))
 
 
@@ -582,7 +571,7 @@ def test_a_compiled_loss_keeps_nothing_alive():
 @pytest.mark.usefixtures("compiler")
 def test_a_candidate_whose_job_is_gone_does_nothing():
     job = trained_job()
-    candidate, gone = asked("compile", True, job), weakref.ref(job)
+    candidate, gone = forced("compile", True, job), weakref.ref(job)
     with candidate:
         step(job, BATCH)
         del job
@@ -642,7 +631,7 @@ def test_batches_that_do_not_tell_what_was_compiled_for_them_have_the_model_comp
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
         compute_loss=lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]),
     )
-    for candidate in (*candidates("compile", job), asked("compile", True, job)):
+    for candidate in (*candidates("compile", job), forced("compile", True, job)):
         with candidate:
             runs = compiler.runs
             model(torch.randn(16, 8))
@@ -652,7 +641,7 @@ def test_batches_that_do_not_tell_what_was_compiled_for_them_have_the_model_comp
 def test_a_pair_is_a_pair_for_a_loss_function(compiler):
     job = trained_job(None, loss_fn=CROSS_ENTROPY)
     x, y = BATCH
-    with applied("compile", True, job) as candidate:
+    with forced("compile", True, job) as candidate:
         step(job, [x, y])
         candidate.end_warmup()
         step(job, (x, y))
@@ -669,7 +658,7 @@ def test_the_modes_of_model_and_loss_are_part_of_what_was_compiled(compiler):
 
     model, loss = Net(), Noisy()
     job = trained_job(None, model, loss_fn=loss)
-    with applied("compile", True, job) as candidate:
+    with forced("compile", True, job) as candidate:
         step(job, BATCH)
         candidate.end_warmup()
         for module in (model, loss):
@@ -684,7 +673,7 @@ def test_the_modes_of_model_and_loss_are_part_of_what_was_compiled(compiler):
 def test_a_counter_around_the_model_hears_of_every_step(compiler):
     model = Net()
     job = trained_job(model=model)
-    with applied("compile", True, job):
+    with forced("compile", True, job):
         step(job, BATCH)
         counter = MfuCounter(device="cpu")
         counter.wrap(model)
@@ -695,7 +684,7 @@ def test_a_counter_around_the_model_hears_of_every_step(compiler):
     assert counter.total.steps == 3
     assert (len(compiler.graphs), compiler.runs) == (1, 1)
     model.train()
-    with applied("compile", True, job):
+    with forced("compile", True, job):
         model(BATCH[0])
     assert compiler.runs == 2  # the model alone
 
@@ -706,7 +695,7 @@ def test_losses_that_break_the_graph_train_and_do_not_use_up_each_others_compila
         model = type("Another", (Net,), {})()
         expected = by_hand(model.eval(), BATCH)
         job = trained_job(None, model, loss_fn=breaking)
-        with applied("compile", True, job) as candidate:
+        with forced("compile", True, job) as candidate:
             torch.testing.assert_close(step(job, BATCH), expected.detach())
             assert not candidate.stopped
         assert len(compiler.graphs) > before[0]
@@ -715,7 +704,7 @@ def test_losses_that_break_the_graph_train_and_do_not_use_up_each_others_compila
 
 def test_a_loss_that_fails_compiled_goes_on_plain(compiler):
     job = trained_job()
-    with applied("compile", True, job) as candidate:
+    with forced("compile", True, job) as candidate:
         step(job, BATCH)
         candidate.end_warmup()
         compiler.run_error = ZeroDivisionError("division by zero")
@@ -736,7 +725,7 @@ def test_a_tag_of_the_users_own_is_added_to_and_comes_back(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda call, mode: compiled)
     model = nn.Linear(4, 2)
-    with applied("compile", True, job_of(model)), config.patch(cache_key_tag="mine"):
+    with forced("compile", True, job_of(model)), config.patch(cache_key_tag="mine"):
         model(torch.ones(8, 4))
         torch.backends.cuda.enable_flash_sdp(False)
         model(torch.ones(8, 4))
@@ -753,7 +742,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.profiler import profile
-from tests.techniques.harness import applied, job_of
+from tests.jobs import job_of
+from tests.techniques.harness import forced
 
 class Attention(nn.Linear):
     def forward(self, x):
@@ -764,7 +754,7 @@ for flash in (True, False):
     torch._dynamo.reset()
     torch.backends.cuda.enable_flash_sdp(flash)
     model, x = Attention(8, 24), torch.randn(2, 16, 8)
-    with applied("compile", True, job_of(model)), torch.no_grad():
+    with forced("compile", True, job_of(model)), torch.no_grad():
         model(x)
         with profile() as seen:
             model(x)

@@ -5,18 +5,11 @@ import torch
 from torch.nn import functional
 
 import flatout
-from tests.clock import TICK, TimedStep, simulated_time
+from tests.clock import TimedStep
 from tests.helpers import trained_state
-from tests.jobs import NO_TECHNIQUES, make_job
+from tests.jobs import NO_TECHNIQUES, job_of, make_job
 from tests.reasons import reasons
-from tests.techniques.harness import (
-    asked,
-    candidates,
-    decided,
-    job_of,
-    refusal,
-    usable_cores,
-)
+from tests.techniques.harness import candidates, decided, forced, refusal, usable_cores
 
 
 def optimized(threads, **more):
@@ -77,8 +70,8 @@ def test_a_gpu_leaves_the_threads_alone():
     assert "on-gpu" in refusal("cpu_threads", small_job(device="cuda"))
 
 
-def test_trials_leave_the_number_and_the_training_as_they_were():
-    with simulated_time(TICK) as clock, usable_cores(4):
+def test_trials_leave_the_number_and_the_training_as_they_were(clock):
+    with usable_cores(4):
         model, loader, opt = make_job()
         job = job_of(model, list(loader), optimizer=opt, loss_fn=TimedStep(clock, 0.01))
         before, threads = trained_state(model, opt), torch.get_num_threads()
@@ -93,9 +86,9 @@ def test_trials_leave_the_number_and_the_training_as_they_were():
         assert trained_state(model, opt) == before
 
 
-def test_fewer_threads_that_are_faster_are_kept():
+def test_fewer_threads_that_are_faster_are_kept(clock):
     torch.set_num_threads(2)
-    with simulated_time(TICK) as clock, usable_cores(2):
+    with usable_cores(2):
 
         def loss_fn(output, target):
             clock.advance(0.01 * torch.get_num_threads())
@@ -119,7 +112,7 @@ def test_timing_decides_nothing_where_bits_matter():
 
 def test_the_number_is_given_back_however_often():
     torch.set_num_threads(2)
-    candidate = asked("cpu_threads", 1, small_job())
+    candidate = forced("cpu_threads", 1, small_job())
     for _ in range(3):
         with candidate:
             with candidate:

@@ -14,18 +14,17 @@ from flatout.measure import State
 from flatout.mfu import MfuCounter
 from flatout.replay import sign
 from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
-from tests.clock import TICK, TimedStep, simulated_time
+from tests.clock import TimedStep
 from tests.helpers import bits, snapshot, trained_state
-from tests.jobs import NO_TECHNIQUES
+from tests.jobs import NO_TECHNIQUES, job_of
 from tests.reasons import reasons
 from tests.techniques.harness import (
-    applied,
     change_loss,
     change_setting,
     cuda_graph_without_a_gpu,
     decided,
+    forced,
     graphed,
-    job_of,
     rates_of,
     recorder_of,
     refusal,
@@ -668,7 +667,7 @@ def recorders():
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("error", [None, unable("a step waits for the device")])
-def test_a_trial_leaves_no_trace(recorders, error, stepped):
+def test_a_trial_leaves_no_trace(recorders, error, stepped, clock):
     torch.manual_seed(0)
     model = Net()
     opt = flatout.optim.AdamW(
@@ -679,11 +678,10 @@ def test_a_trial_leaves_no_trace(recorders, error, stepped):
         functional.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
         opt.step()
     before = snapshot(model, opt)
-    with simulated_time(TICK) as clock:
-        job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
-        recorders.error = error
-        with decided("cuda_graph", job=job) as outcome:
-            pass
+    job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
+    recorders.error = error
+    with decided("cuda_graph", job=job) as outcome:
+        pass
     row = outcome.rows["cuda_graph"]
     (trial,) = row.trials
     assert row.status == "rejected"
@@ -789,9 +787,9 @@ def test_a_step_that_can_be_captured_is_tried():
 
 def test_a_model_that_is_compiled_as_graphs_is_not_captured_again(recorders, compiler):
     job = fused_job(loss_fn=functional.cross_entropy)
-    with applied("compile", "max-autotune", job):
+    with forced("compile", "max-autotune", job):
         assert "comes-as-graphs" in refusal("cuda_graph", job)
-    with applied("compile", "default", job):
+    with forced("compile", "default", job):
         assert refusal("cuda_graph", job) is None
 
 

@@ -12,14 +12,8 @@ from torch.nn import functional
 
 import flatout
 from flatout.techniques.cudnn_benchmark import MOST_NEW, WITHIN, ShapeWatch
-from tests.techniques.harness import (
-    asked,
-    candidates,
-    count_work,
-    cudnn_benchmark_without_a_gpu,
-    job_of,
-    refusal,
-)
+from tests.jobs import job_of
+from tests.techniques.harness import candidates, count_work, cudnn_benchmark_without_a_gpu, forced, refusal
 
 
 @pytest.fixture
@@ -48,7 +42,7 @@ def on_gpu(model, batches=(), **settings):
 
 
 def the_candidate():
-    return asked("cudnn_benchmark", True, on_gpu(Net()))
+    return forced("cudnn_benchmark", True, on_gpu(Net()))
 
 
 # -- the watch -----------------------------------------------------------------------------------------------
@@ -239,6 +233,6 @@ def test_a_flag_that_the_user_has_set_stays_his():
 
 
 def test_it_can_be_forced_where_shapes_vary_and_by_true_alone():
-    assert asked("cudnn_benchmark", True, on_gpu(Net(), VARYING)).value is True
+    assert forced("cudnn_benchmark", True, on_gpu(Net(), VARYING)).value is True
     with pytest.raises(ValueError, match=r"cudnn_benchmark.*'on'"):
-        asked("cudnn_benchmark", "on", on_gpu(Net()))
+        forced("cudnn_benchmark", "on", on_gpu(Net()))

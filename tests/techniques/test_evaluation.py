@@ -14,8 +14,8 @@ from torch.nn import functional
 import flatout
 from flatout.techniques.evaluation import SURE_AFTER
 from tests.helpers import line_of
-from tests.jobs import FORCED_IN_OWN_LOOP, QUICK, Net, make_job
-from tests.techniques.harness import applied, job_of
+from tests.jobs import FORCED_IN_OWN_LOOP, QUICK, Net, job_of, make_job
+from tests.techniques.harness import forced
 
 X, Y = torch.randn(16, 8), torch.randint(0, 3, (16,))
 
@@ -166,7 +166,7 @@ def test_the_graph_is_freed_as_without_it(backward):
             return Flagged.apply(super().forward(x), mark)
 
     model = Flagging(8, 3).eval()
-    with applied("evaluation", True, job_of(model)):
+    with forced("evaluation", True, job_of(model)):
         output = model(X)
         assert held[0]() is not None
         if backward:

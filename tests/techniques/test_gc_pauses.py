@@ -6,7 +6,6 @@ import pytest
 from torch.nn import functional
 
 import flatout
-from tests.clock import TICK, simulated_time
 from tests.jobs import QUICK, make_job
 
 
@@ -21,18 +20,17 @@ def as_before():
 
 
 @pytest.fixture
-def collections():
+def collections(clock):
     """A clock on which each collection takes ``collections.seconds``: by default 20 ms, which is long."""
-    with simulated_time(TICK) as clock:
 
-        def pass_time(phase, _):
-            if phase == "stop":
-                clock.advance(pass_time.seconds)
+    def pass_time(phase, _):
+        if phase == "stop":
+            clock.advance(pass_time.seconds)
 
-        pass_time.seconds = 0.02
-        gc.callbacks.insert(0, pass_time)  # before those that read the clock
-        yield pass_time
-        gc.callbacks.remove(pass_time)
+    pass_time.seconds = 0.02
+    gc.callbacks.insert(0, pass_time)  # before those that read the clock
+    yield pass_time
+    gc.callbacks.remove(pass_time)
 
 
 def loader_of(own_loop=True):

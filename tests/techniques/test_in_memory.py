@@ -14,9 +14,9 @@ import flatout
 from flatout.data import CachedDataset, InMemoryLoader
 from flatout.report.model import Pace
 from tests.helpers import bits
-from tests.jobs import QUICK, Net
+from tests.jobs import QUICK, Net, job_of
 from tests.reasons import reasons
-from tests.techniques.harness import asked, candidates, job_of, refusal, refused, setup_seconds
+from tests.techniques.harness import candidates, forced, refusal, refused, setup_seconds
 
 
 class Decoded(Dataset):
@@ -153,15 +153,15 @@ def test_data_on_the_device():
     theirs = [x.tolist() for x, _ in loader]
     torch.manual_seed(1)
     assert [x.tolist() for x, _ in run.loader] == theirs
-    assert asked("in_memory", "device", over(loader)).make().device == torch.device("cpu")
+    assert forced("in_memory", "device", over(loader)).make().device == torch.device("cpu")
 
 
 def test_data_that_has_to_be_decoded_is_not_kept_on_the_device():
     job = over(DataLoader(Decoded()))
-    assert "not-on-device" in refused(lambda: asked("in_memory", "device", job))
+    assert "not-on-device" in refused(lambda: forced("in_memory", "device", job))
 
 
 @pytest.mark.parametrize("value", ["cuda", 1, "gathered"])
 def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match=rf"in_memory.*{value!r}"):
-        asked("in_memory", value, over(DataLoader(Decoded())))
+        forced("in_memory", value, over(DataLoader(Decoded())))

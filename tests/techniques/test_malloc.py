@@ -10,10 +10,10 @@ from torch.nn import functional
 
 import flatout
 from flatout.measure import State
-from tests.jobs import make_job
+from tests.jobs import job_of, make_job
 from tests.process_state import malloc
 from tests.reasons import reasons
-from tests.techniques.harness import applied, job_of, refusal
+from tests.techniques.harness import forced, refusal
 
 pytestmark = pytest.mark.skipif(
     refusal("malloc", job_of(nn.Linear(1, 1))) is not None, reason="needs glibc's malloc, as it comes"
@@ -106,7 +106,7 @@ def test_the_threshold_is_the_one_that_glibc_came_to():
 
 def test_a_state_puts_it_back():
     state = State.capture([])
-    with applied("malloc", True, job_of(nn.Linear(1, 1))):
+    with forced("malloc", True, job_of(nn.Linear(1, 1))):
         assert malloc()
         state.restore()
         assert not malloc()

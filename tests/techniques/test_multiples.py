@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatout.techniques.multiples import better_size, multiple_of, odd_layers
+from tests.jobs import job_of
 from tests.reasons import reasons
-from tests.techniques.harness import count_work, findings, job_of, refusal, share_of_flops
+from tests.techniques.harness import count_work, findings, refusal, share_of_flops
 
 
 class Gpt(nn.Module):

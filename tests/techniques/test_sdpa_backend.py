@@ -11,19 +11,11 @@ from torch.nn import functional
 import flatout
 from flatout.measure import State
 from flatout.techniques.sdpa_backend import KERNELS
-from tests.clock import TICK, TimedStep, simulated_time
+from tests.clock import TimedStep
 from tests.helpers import Operators, snapshot
-from tests.jobs import NO_TECHNIQUES, Net
+from tests.jobs import NO_TECHNIQUES, Net, job_of
 from tests.process_state import ATTENTION, attention, set_attention
-from tests.techniques.harness import (
-    applied,
-    asked,
-    candidates,
-    count_work,
-    decided,
-    job_of,
-    refusal,
-)
+from tests.techniques.harness import candidates, count_work, decided, forced, refusal
 
 
 class Attending(nn.Module):
@@ -62,7 +54,7 @@ def test_off_is_exactly_as_before(kernel, device, enabled, order):
         device = "cuda"
     set_attention((enabled, order))
     before, state = attention(), State.capture([nn.Linear(1, 1)])
-    candidate = asked("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device=device))
+    candidate = forced("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device=device))
     for _ in range(2):
         with candidate:
             pass
@@ -75,7 +67,7 @@ def test_off_is_exactly_as_before(kernel, device, enabled, order):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_on_cuda_it_is_an_order_and_not_a_prohibition(kernel):
     enabled, order = attention()
-    with applied("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device="cuda")):
+    with forced("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device="cuda")):
         assert attention()[0] == enabled
         first = int(KERNELS[kernel])
         assert attention()[1] == [first, *(k for k in order if k != first)]
@@ -85,7 +77,7 @@ def test_on_the_cpu_the_fused_kernel_gives_way_to_plain_products():
     model, batches, _ = make()
     with Operators() as fused_way:
         fused = model(batches[0][0])
-    with applied("sdpa_backend", "math", job_of(model)), Operators() as plain_way:
+    with forced("sdpa_backend", "math", job_of(model)), Operators() as plain_way:
         plain = model(batches[0][0])
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert flash in fused_way.names
@@ -96,13 +88,12 @@ def test_on_the_cpu_the_fused_kernel_gives_way_to_plain_products():
 # -- trials --------------------------------------------------------------------------------------------------
 
 
-def test_plain_products_are_tried_verified_and_leave_no_trace():
+def test_plain_products_are_tried_verified_and_leave_no_trace(clock):
     model, batches, opt = make()
     before = snapshot(model, opt)
-    with simulated_time(TICK) as clock:
-        job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
-        with decided("sdpa_backend", job=job) as outcome:
-            pass
+    job = job_of(model, batches, optimizer=opt, loss_fn=TimedStep(clock, 0.01))
+    with decided("sdpa_backend", job=job) as outcome:
+        pass
     row = outcome.rows["sdpa_backend"]
     (trial,) = row.trials
     assert (row.status, trial.candidate, trial.failure) == ("rejected", "math", "")
@@ -177,4 +168,4 @@ def test_a_compiled_model_keeps_the_kernels_it_was_compiled_with():
 @pytest.mark.parametrize("value", [True, "efficient", "cudnn"])
 def test_names_that_the_device_does_not_know_are_refused(value):
     with pytest.raises(ValueError, match=f"sdpa_backend.*{value!r}"):
-        asked("sdpa_backend", value, the_job())
+        forced("sdpa_backend", value, the_job())

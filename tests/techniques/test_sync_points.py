@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 import flatout
 from tests.helpers import line_of, snapshot
-from tests.jobs import NO_TECHNIQUES, Net, make_data, make_job
+from tests.jobs import NO_TECHNIQUES, Net, job_of, make_data, make_job
 from tests.reasons import reasons
-from tests.techniques.harness import applied, findings, job_of, refusal, step
+from tests.techniques.harness import findings, forced, refusal, step
 
 
 class Waits(Net):
@@ -136,7 +136,7 @@ def test_a_compiled_model_is_seen_through(compiler):
     model = Waits()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     job = small_job(model, optimizer=opt, compute_loss=lambda m, b: m(b[0]).mean())
-    with applied("compile", True, job) as candidate:
+    with forced("compile", True, job) as candidate:
         step(job, next(iter(DataLoader(make_data(), batch_size=16))))
         candidate.end_warmup()
         assert compiler.runs > 0

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import flatout
 from flatout.measure import State
-from tests.jobs import make_job
+from tests.jobs import job_of, make_job
 from tests.reasons import reasons
-from tests.techniques.harness import applied, asked, candidates, job_of, refusal
+from tests.techniques.harness import candidates, forced, refusal
 
 matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
 
@@ -85,7 +85,7 @@ def test_off_is_exactly_as_before_whatever_was_set_and_how(names):
     for name in names:
         SETTINGS[name]()
     before, readable = picture(), legacy(torch.get_float32_matmul_precision) != "refused"
-    candidate = asked("tf32", True, on_gpu())
+    candidate = forced("tf32", True, on_gpu())
     for _ in range(2):
         with candidate:
             assert matmul.fp32_precision == "tf32"
@@ -102,7 +102,7 @@ def test_state_restores_what_a_trial_turned(names, broken_off):
         SETTINGS[name]()
     state, before = State.capture([nn.Linear(1, 1)]), picture()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(applied("tf32", True, on_gpu()))
+        stack.enter_context(forced("tf32", True, on_gpu()))
         if not broken_off:
             stack.close()
         state.restore()
@@ -115,7 +115,7 @@ def test_a_precision_chosen_by_hand_stands(name):
     assert [candidate.label for candidate in candidates("tf32", on_gpu())] == ["tf32"]
     SETTINGS[name]()
     assert "set-by-user" in refusal("tf32", on_gpu())
-    assert asked("tf32", True, on_gpu()).value is True
+    assert forced("tf32", True, on_gpu()).value is True
 
 
 @pytest.mark.usefixtures("ampere")
@@ -130,7 +130,7 @@ def test_rows_say_why_it_does_not_apply(monkeypatch):
     assert "on-cpu" in refusal("tf32", job_of(nn.Linear(2, 2)))
     assert "no-float32" in refusal("tf32", on_gpu(nn.Linear(2, 2, dtype=torch.float64)))
     model = nn.Linear(2, 2)
-    with applied("precision", "bf16", job_of(model)):
+    with forced("precision", "bf16", job_of(model)):
         assert "in-16-bits" in refusal("tf32", on_gpu(model))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert "old-gpu" in refusal("tf32", on_gpu())
@@ -138,7 +138,7 @@ def test_rows_say_why_it_does_not_apply(monkeypatch):
 
 def test_true_is_the_only_value():
     with pytest.raises(ValueError, match=r"tf32.*'tf32'"):
-        asked("tf32", "tf32", on_gpu())
+        forced("tf32", "tf32", on_gpu())
 
 
 def test_precision_names_it():

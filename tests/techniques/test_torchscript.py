@@ -17,19 +17,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from tests.clock import TICK, TimedStep, simulated_time
+from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot, trained_state
-from tests.jobs import NO_TECHNIQUES, Net, make_data, make_job, train
+from tests.jobs import NO_TECHNIQUES, Net, job_of, make_data, make_job, train
 from tests.reasons import reasons
-from tests.techniques.harness import (
-    PythonCalls,
-    applied,
-    asked,
-    decided,
-    job_of,
-    refusal,
-    refused,
-)
+from tests.techniques.harness import PythonCalls, decided, forced, refusal, refused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning"),
@@ -153,7 +145,7 @@ def test_train_and_eval_flips_are_followed_module_by_module(kind: str) -> None:
             torch.testing.assert_close(model(x), expected)
         assert calls.count == plain_calls
 
-    with applied("torchscript", kind, job_of(model)) as candidate:
+    with forced("torchscript", kind, job_of(model)) as candidate:
         model(x)
         candidate.end_warmup()
         for flip in (model.eval, model.train, model.eval, model.train):
@@ -198,7 +190,7 @@ def test_a_trace_that_loses_a_branch_without_a_warning_is_found_on_altered_input
     x = torch.rand(16, 8)
     x[0] += 1
     before = snapshot(model)
-    with applied("torchscript", "trace", job_of(model)):
+    with forced("torchscript", "trace", job_of(model)):
         codes = refused(lambda: model(x))
     assert codes is not None
     assert code in codes
@@ -217,7 +209,7 @@ def test_a_forward_that_counts_in_python_is_refused() -> None:
             return super().forward(x) * self.scale
 
     model = Counting()
-    with applied("torchscript", "trace", job_of(model)):
+    with forced("torchscript", "trace", job_of(model)):
         assert "keeps-python-state" in (refused(lambda: model(torch.randn(16, 8))) or ())
     with pytest.raises(ValueError, match="'calls'"):
         optimize(model, "trace")
@@ -293,7 +285,7 @@ def test_it_goes_with_flatouts_autocast(kind: str) -> None:
 def test_an_autocast_of_the_users_own_leaves_no_stale_weight_in_a_trace() -> None:
     torch.manual_seed(0)
     model, x = Net().eval(), torch.randn(16, 8)
-    with applied("torchscript", "trace", job_of(model)) as candidate:
+    with forced("torchscript", "trace", job_of(model)) as candidate:
         with torch.autocast("cpu", torch.bfloat16):
             model.body(x)  # its weights in 16 bits wait in autocast's cache
             model(x)
@@ -306,15 +298,14 @@ def test_an_autocast_of_the_users_own_leaves_no_stale_weight_in_a_trace() -> Non
     assert calls.count == 0
 
 
-def test_it_is_tried_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_tried_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     model, loader, opt = make_job()
-    with simulated_time(TICK) as clock:
-        loss_fn = TimedStep(clock, 0.01)
-        job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, expected_steps=10**9)
-        everything, before = snapshot(model, opt), trained_state(model, opt)
-        with decided("compile", "torchscript", job=job) as outcome:
-            assert trained_state(model, opt) == before
+    loss_fn = TimedStep(clock, 0.01)
+    job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, expected_steps=10**9)
+    everything, before = snapshot(model, opt), trained_state(model, opt)
+    with decided("compile", "torchscript", job=job) as outcome:
+        assert trained_state(model, opt) == before
     assert outcome.rows["compile"].status == "not applicable"
     assert "no-compiler" in reasons(outcome.rows["compile"])
     (trial,) = outcome.rows["torchscript"].trials
@@ -322,14 +313,13 @@ def test_it_is_tried_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch)
     assert snapshot(model, opt) == everything
 
 
-def test_it_is_tried_where_every_trial_of_compile_failed(compiler: Any) -> None:
+def test_it_is_tried_where_every_trial_of_compile_failed(compiler: Any, clock: Clock) -> None:
     compiler.error = RuntimeError("no compiler here")
     model, loader, opt = make_job()
-    with simulated_time(TICK) as clock:
-        loss_fn = TimedStep(clock, 0.01)
-        job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, expected_steps=10**9)
-        with decided("compile", "torchscript", job=job) as outcome:
-            pass
+    loss_fn = TimedStep(clock, 0.01)
+    job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, expected_steps=10**9)
+    with decided("compile", "torchscript", job=job) as outcome:
+        pass
     assert outcome.rows["compile"].status == "rejected"
     assert [trial.candidate for trial in outcome.rows["torchscript"].trials] == ["script"]
 
@@ -339,13 +329,13 @@ def test_it_is_left_alone_where_compile_serves_and_in_a_loop_of_ones_own() -> No
     assert {"deprecated", "superseded-by-compile"} <= (refusal("torchscript", job_of(model, optimizer=opt)) or set())
     assert "own-loop" in (refusal("torchscript", job_of(model)) or ())
     with pytest.raises(ValueError, match=r"torchscript.*'script'.*'trace'.*'both'"):
-        asked("torchscript", "both", job_of(model, optimizer=opt))
+        forced("torchscript", "both", job_of(model, optimizer=opt))
 
 
 def test_a_loss_that_is_compiled_with_its_model_is_left_alone(compiler: Any) -> None:
     model, _, opt = make_job()
     job = job_of(model, optimizer=opt, loss_fn=functional.cross_entropy)
-    with applied("compile", True, job):
+    with forced("compile", True, job):
         assert "superseded-by-compile" in (refusal("torchscript", job) or ())
 
 
@@ -424,7 +414,7 @@ class Breakable(nn.Linear):
 
 def test_a_failure_while_training_falls_back_and_says_why() -> None:
     model, x = Breakable(), torch.randn(16, 8)
-    with applied("torchscript", "script", job_of(model)) as candidate:
+    with forced("torchscript", "script", job_of(model)) as candidate:
         model(x)
         candidate.end_warmup()
         model.broken.fill_(1)

@@ -9,11 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset
 import flatout
 from flatout.report import Summary, terminal
 from flatout.report.model import Row
-from tests.clock import TICK, simulated_time
 from tests.helpers import bits, line_of, snapshot
-from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, make_data
+from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, job_of, make_data
 from tests.reasons import reasons
-from tests.techniques.harness import findings, job_of, refusal
+from tests.techniques.harness import findings, refusal
 
 
 class Scaled(SlowSamples):
@@ -104,15 +103,13 @@ def test_advice_can_be_forbidden_and_not_forced():
         row_of(DataLoader(Scaled(), 8), techniques={"transforms": True})
 
 
-def test_it_takes_a_twentieth_of_the_budget_at_most():
-    with simulated_time(TICK) as clock:
+def test_it_takes_a_twentieth_of_the_budget_at_most(clock):
+    class Slow(SlowSamples):
+        def __getitem__(self, i):
+            clock.advance(0.3)
+            return super().__getitem__(i)
 
-        class Slow(SlowSamples):
-            def __getitem__(self, i):
-                clock.advance(0.3)
-                return super().__getitem__(i)
-
-        row = row_of(DataLoader(Slow(), 8), budget=4)
+    row = row_of(DataLoader(Slow(), 8), budget=4)
     assert row.status == "not applicable"
     assert "out-of-time" in reasons(row)
     assert " 0.2 s" in row.why

@@ -11,15 +11,14 @@ import flatout
 from flatout.data import tune
 from flatout.plan import Plan
 from flatout.report.model import Pace
-from tests.jobs import NO_TECHNIQUES, Net, SlowSamples
+from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, job_of, only
 from tests.reasons import reasons
 from tests.techniques.harness import (
     STARVED,
-    asked,
     candidates,
     decided,
+    forced,
     given_timings,
-    job_of,
     refusal,
     tuned_workers,
     usable_cores,
@@ -71,11 +70,11 @@ def numbers_of(loader):
 def test_the_tuner_says_what_to_try():
     loader = DataLoader(Numbers(), 4)
     with tuned_workers(6):
-        (only,) = candidates("workers", over(loader))  # loading keeps no core busy
-    assert only.value == {"num_workers": 6, "prefetch_factor": 2, "persistent_workers": False}
-    assert only.explains == "6 workers load as a step needs"
-    made = only.make()
-    assert {name: getattr(made, name) for name in only.value} == only.value
+        (found,) = candidates("workers", over(loader))  # loading keeps no core busy
+    assert found.value == {"num_workers": 6, "prefetch_factor": 2, "persistent_workers": False}
+    assert found.reason == "6 workers load as a step needs"
+    made = found.make()
+    assert {name: getattr(made, name) for name in found.value} == found.value
 
 
 @pytest.mark.parametrize(("workers", "numbers"), [(4, [4, 2, 1]), (2, [2, 1]), (1, [1])])
@@ -248,7 +247,7 @@ def test_forced_values(value, decision, tmp_path):
     again = run_with(DataLoader(Numbers(), 16), plan=tmp_path / "plan.json")
     assert again.plan == run.plan
     assert workers_of(again.loader) == (set(range(decision["num_workers"])) or {-1})
-    made = asked("workers", value, over(DataLoader(Numbers(), 16))).make()
+    made = forced("workers", value, over(DataLoader(Numbers(), 16))).make()
     assert {name: getattr(made, name) for name in decision if name != "multiprocessing_context"} == {
         name: setting for name, setting in decision.items() if name != "multiprocessing_context"
     }
@@ -270,7 +269,7 @@ def test_values_that_the_dataloader_refuses_are_refused():
 
 def test_the_users_other_settings_stay():
     loader = DataLoader(Numbers(), 16, num_workers=1, prefetch_factor=5, persistent_workers=True)
-    assert asked("workers", 2, over(loader)).value == {
+    assert forced("workers", 2, over(loader)).value == {
         "num_workers": 2,
         "prefetch_factor": 5,
         "persistent_workers": True,
@@ -318,7 +317,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_source_that_is_not_known_to_rewind_loses_no_sample(source):
     make, why = SOURCES[source]
-    run = run_with(make(), techniques={name: False for name in NO_TECHNIQUES if name != "workers"}, budget=1)
+    run = run_with(make(), techniques=only("workers"), budget=1)
     numbers = numbers_of(run.loader)
     assert (numbers if source == "stream" else sorted(numbers)) == list(range(64))
     row = run.report.row("workers")

@@ -1,11 +1,10 @@
-"""A compiler without code generation, shared by the techniques that meet compiled code."""
+"""``torch.compile`` without code generation, for tests that meet compiled code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 
@@ -44,12 +43,3 @@ class Compiler:
     def compile(self, call: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
         self.modes.append(mode)
         return self._compile(call, backend=self.backend)
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    torch._dynamo.reset()
-    compiler = Compiler()
-    monkeypatch.setattr(torch, "compile", compiler.compile)
-    yield compiler
-    torch._dynamo.reset()
