@@ -9,14 +9,14 @@ import torch
 
 
 class Compiler:
-    """Stands in for ``torch.compile``: Dynamo traces as ever, and what it finds runs operator by operator.
+    """Replacement of ``torch.compile``: Dynamo traces as usual, and its graphs run operator by operator.
 
     Attributes:
-        graphs: what was compiled.
-        runs: how often any of it ran; a call that takes the plain way adds none.
-        modes: as ``torch.compile`` was asked.
-        error: raised instead of compiling; None: compiling works.
-        run_error: raised instead of running; None: running works.
+        graphs: compiled graphs.
+        runs: number of runs of compiled graphs. Eager calls add none.
+        modes: ``mode`` of each call of ``torch.compile``.
+        error: error to raise instead of compiling; None for none.
+        run_error: error to raise instead of running; None for none.
     """
 
     def __init__(self) -> None:

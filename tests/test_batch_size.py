@@ -1,4 +1,4 @@
-"""Another number of samples per update, or at once: what is trained stays what was asked for."""
+"""Changed numbers of samples per update or per forward, with the requested training."""
 
 import gc
 import weakref
@@ -60,14 +60,14 @@ def row_of(run):
 
 
 def resident_bytes(run):
-    """Parameters, buffers and optimizer state."""
+    """Return the bytes of parameters, buffers and optimizer state."""
     state = [value for entry in run.optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return sum(t.nbytes for t in (*run.model.parameters(), *run.model.buffers(), *state))
 
 
 @pytest.fixture
 def steps_take(clock):
-    """``steps_take(seconds)``: a loss function whose steps of so many samples take ``seconds(samples)``."""
+    """Function ``steps_take(seconds)`` that returns a loss function with ``seconds(samples)`` per step."""
     return lambda seconds: TimedStep(clock, lambda samples, active: seconds(samples))
 
 
@@ -82,7 +82,7 @@ def beyond_a_cache(samples):
 # -- another number of samples per update ----------------------------------------------------------------------
 
 
-def test_a_number_of_samples_makes_the_loader_anew_with_the_same_order():
+def test_a_number_of_samples_rebuilds_the_loader_with_the_same_order():
     ordered = [batch[2] for batch in loader_of(data(), shuffle=True)]
     model = net()
     run = flatout.optimize(
@@ -102,7 +102,7 @@ def test_a_number_of_samples_makes_the_loader_anew_with_the_same_order():
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
-def test_learning_rates_follow_the_rule_behind_the_warm_up(rule, factor):
+def test_learning_rates_follow_the_rule_after_the_warm_up(rule, factor):
     model = net()
     optimizer = torch.optim.SGD(
         [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.02}]
@@ -163,7 +163,7 @@ def test_undo_gives_loader_and_rates_back():
     assert loader.batch_size == 4
 
 
-def test_optimizing_again_begins_with_what_the_user_has():
+def test_optimizing_again_starts_from_the_users_rates():
     model, loader = net(), loader_of()
     optimizer = sgd(model)
     first = optimize(loader, model, optimizer, batch_size=16)
@@ -175,7 +175,7 @@ def test_optimizing_again_begins_with_what_the_user_has():
     assert again.loader.original is loader
 
 
-def test_the_report_tells_that_the_rate_is_scaled_and_warns_of_large_batches():
+def test_the_report_shows_the_scaled_rate_and_warns_of_large_batches():
     large = reasons(row_of(optimize(loader_of(pairs(4096), batch_size=64), batch_size=1024)))
     assert {"update-resized", "lr-scaled", "lr-warmup", "large-batch-warning"} <= large
     smaller = reasons(row_of(optimize(loader_of(pairs(4096), batch_size=64), batch_size=512)))
@@ -186,7 +186,7 @@ def test_the_report_tells_that_the_rate_is_scaled_and_warns_of_large_batches():
     assert "adam-needs-sqrt-rule" in reasons(row_of(optimize(loader_of(), model, adam, batch_size=16)))
 
 
-def test_a_plan_has_the_batch_size_and_says_no_to_another(tmp_path):
+def test_a_plan_has_the_batch_size_and_refuses_another(tmp_path):
     run = optimize(loader_of(), batch_size=16)
     run.plan.save(tmp_path / "plan.json")
     again = optimize(loader_of(), techniques=None, plan=tmp_path / "plan.json", batch_size="auto")
@@ -200,7 +200,7 @@ def test_a_plan_has_the_batch_size_and_says_no_to_another(tmp_path):
     assert [batch_size_of(batch) for batch in asked.loader] == [32] * 2
 
 
-def test_training_goes_on_from_a_checkpoint_with_its_rates(tmp_path):
+def test_training_resumes_from_a_checkpoint_with_its_rates(tmp_path):
     def training(plan=None):
         model = net()
         optimizer = sgd(model)
@@ -296,7 +296,7 @@ def test_flatouts_undo_gives_the_users_batches_back():
     assert [batch_size_of(batch) for batch in run.loader] == [4] * 16
 
 
-def test_a_checkpoint_of_another_batch_size_says_what_to_do(tmp_path):
+def test_the_error_for_a_checkpoint_of_another_batch_size_has_a_remedy(tmp_path):
     optimize(loader_of(), batch_size=16).save(tmp_path / "a.pt")
     other = optimize(loader_of(), batch_size=32)
     with pytest.raises(ValueError, match=r"16.*32.*Plan\.from_checkpoints"):
@@ -362,7 +362,7 @@ def test_auto_is_not_tried_where_no_timing_may_decide(steps_take):
 
 
 @pytest.mark.parametrize("loader", [list(loader_of()), DataLoader(pairs(), batch_sampler=[[0, 1], [2, 3]])])
-def test_auto_says_which_loader_cannot_be_made_anew(loader):
+def test_auto_names_the_loader_that_cannot_be_rebuilt(loader):
     row = row_of(optimize(loader, batch_size="auto", expected_steps=10**6, budget=60))
     assert row.status == "not applicable"
     assert "loader-not-resizable" in reasons(row)
@@ -561,7 +561,7 @@ def test_in_16_bits_parts_are_tried_where_the_loss_is_known(steps_take):
     assert "loss-unknown-in-16-bits" not in reasons(row(loss_weight=len))
 
 
-def test_what_was_asked_for_stays_where_parts_are_taken_back(clock):
+def test_the_requested_size_stays_when_parts_are_reverted(clock):
     computed = [64]
 
     def seconds(samples, active):
@@ -572,7 +572,7 @@ def test_what_was_asked_for_stays_where_parts_are_taken_back(clock):
         def __len__(self):
             return 512
 
-    # The race alone reads the loader, whose samples take longer beside steps in parts.
+    # Only the race reads the loader, whose samples take longer with steps in parts.
     samples = Samples(clock, lambda: 10.0 if computed[-1] < 64 else 0.01)
     model = nn.Linear(8, 3)
     settings = {"batch_size": 64, "budget": 10**5, "expected_steps": 10**6}
@@ -585,14 +585,14 @@ def test_what_was_asked_for_stays_where_parts_are_taken_back(clock):
 
 
 def test_an_undone_batch_size_needs_no_run():
-    """The model outlives the run, and takes none of its parts along."""
+    """The model outlives the run and keeps no part of the run alive."""
     model, loader = net(), loader_of()
     optimizer, gone = sgd(model), weakref.ref(loader)
     optimize(loader, model, optimizer, batch_size=16)
     del loader
     gc.collect()
     assert gone() is None
-    with pytest.raises(ValueError, match="loader"):  # turns off what is on, and turns it on again
+    with pytest.raises(ValueError, match="loader"):  # disables the active techniques, and enables them again
         optimize([], model, optimizer)
     flatout.undo(model)
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -1,4 +1,4 @@
-"""What hurt users of other libraries' one-call tuning, issue by issue: none of it happens behind ``optimize``."""
+"""Issues that users reported against other libraries' one-call tuning, and that ``optimize`` avoids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CROSS_ENTROPY = functional.cross_entropy
 
 
 class Pictures(nn.Module):
-    """Convolutions, for what changes their weights."""
+    """Model with convolutions, for techniques that change the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ def test_the_result_has_one_shape_with_and_without_an_optimizer() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_neither_mode_is_an_error(training: bool, with_optimizer: bool, clock: Clock) -> None:
-    """accelerate #1642, caikit-nlp #317: "The optimizer should be given for training mode", and the other way round.
+    """accelerate #1642, caikit-nlp #317: "The optimizer should be given for training mode", and the reverse.
 
-    A model fresh from a checkpoint is in eval mode, and gets an optimizer; both are as they were afterwards.
+    A model from a checkpoint is in eval mode and gets an optimizer. ``optimize`` keeps both unchanged.
     """
     model, loader, opt = make_job()
     model.train(training)
@@ -91,7 +91,7 @@ def test_weights_are_where_they_were() -> None:
     }
     model.load_state_dict(state)
     run.step(next(iter(run.loader)))
-    assert bits(held[0]) != bits(saved["conv.weight"])  # what was held before is what is trained
+    assert bits(held[0]) != bits(saved["conv.weight"])  # earlier references are the trained parameters
 
 
 def test_frozen_weights_stay_frozen() -> None:
@@ -224,7 +224,7 @@ def test_learning_rates_recompile_nothing(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("resumed_with", ["a new scaler", "a used scaler", "torch's scaler"])
-def test_a_scaler_goes_on_where_it_was_saved(resumed_with: str) -> None:
+def test_a_scaler_resumes_from_its_saved_state(resumed_with: str) -> None:
     """fairseq2 #1346, accelerate #4289, composer #1376: scale, growth count or factors were lost or altered."""
 
     def make_scaler() -> flatout.amp.GradScaler:
@@ -267,7 +267,7 @@ def test_a_scaler_goes_on_where_it_was_saved(resumed_with: str) -> None:
 
 
 def test_trials_do_not_advance_the_scaler() -> None:
-    """accelerate #4289, the other half: a dummy step on the way moved the scale."""
+    """accelerate #4289, second part: a dummy step changed the scale."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=FORCED | {"precision": "fp16"}, budget=0)
     fresh = flatout.amp.GradScaler("cpu").state_dict()
@@ -294,7 +294,7 @@ def test_modes_are_as_they_were_module_by_module(clock: Clock) -> None:
 
 
 def test_trials_keep_no_memory(clock: Clock) -> None:
-    """Lightning #8028, #20231: training ran out of memory after the search, and not without it."""
+    """Lightning #8028, #20231: training ran out of memory only after the search."""
 
     def held() -> int:
         gc.collect()
@@ -328,8 +328,8 @@ def test_candidates_really_train(clock: Clock) -> None:
     assert trained >= 2 * pairs
 
 
-def test_what_was_not_tried_says_why(clock: Clock) -> None:
-    """Lightning #13696 again: it stopped trying, and nobody was told."""
+def test_techniques_that_were_not_tried_have_a_reason(clock: Clock) -> None:
+    """Lightning #13696 again: the search stopped without a message."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, budget=1e-6)
     assert all(row.why for row in run.report.rows)
@@ -339,14 +339,14 @@ def test_what_was_not_tried_says_why(clock: Clock) -> None:
 
 
 class TooMany(TimedSamples):
-    """More samples than any machine has memory for."""
+    """Dataset that is larger than any machine's memory."""
 
     def __len__(self) -> int:
         return 10**12
 
 
 def test_host_memory_is_not_exhausted(clock: Clock) -> None:
-    """Lightning #11295: what was found to fit the GPU ate the RAM of the job, and the node killed it."""
+    """Lightning #11295: a batch size that fit the GPU exhausted the host's memory, and the node killed the job."""
     model, _, opt = make_job()
     loader = DataLoader(TooMany(clock, 1.0), batch_size=16)
     with pytest.raises(ValueError, match="in_memory"):
@@ -360,7 +360,7 @@ def test_host_memory_is_not_exhausted(clock: Clock) -> None:
 
 
 class Batches:
-    """A loader of nobody's class."""
+    """Loader that is not a DataLoader."""
 
     def __iter__(self) -> Any:
         return iter([(torch.ones(4, 8), torch.zeros(4, dtype=torch.long))] * 3)
@@ -379,8 +379,8 @@ def test_any_loader_can_be_passed_in(make: Callable[[], Any], clock: Clock) -> N
 # -- decisions that cost speed elsewhere -----------------------------------------------------------------------
 
 
-def test_channels_last_that_loses_is_taken_back(clock: Clock) -> None:
-    """pytorch #50036, #70954, #82699: slower in channels_last, whatever the guides say."""
+def test_slower_channels_last_is_reverted(clock: Clock) -> None:
+    """pytorch #50036, #70954, #82699: slower in channels_last, against the advice of the guides."""
     torch.manual_seed(0)
     model, loader = Pictures(), pictures(batch_size=8)
     opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -396,8 +396,8 @@ def test_channels_last_that_loses_is_taken_back(clock: Clock) -> None:
     assert [p.stride() for p in model.parameters()] == strides
 
 
-def test_cudnn_benchmark_is_not_turned_on_behind_varying_shapes(clock: Clock) -> None:
-    """pytorch #2759: with cudnn.benchmark every new input size is benchmarked, and training crawls."""
+def test_cudnn_benchmark_is_not_enabled_for_varying_shapes(clock: Clock) -> None:
+    """pytorch #2759: cudnn.benchmark benchmarks every new input size, which slows training down."""
     sizes = [8, 9, 10, 11]
     batches = [(torch.randn(4, 3, size, size), torch.zeros(4, dtype=torch.long)) for size in sizes]
     model = Pictures()
@@ -410,7 +410,7 @@ def test_cudnn_benchmark_is_not_turned_on_behind_varying_shapes(clock: Clock) ->
 
 
 def test_a_slow_loader_is_found_and_mended_without_losing_a_sample(clock: Clock) -> None:
-    """pytorch #23048, Lightning #14961: the number of workers is left to trial and error."""
+    """pytorch #23048, Lightning #14961: users find the number of workers by trial and error."""
     model, _, opt = make_job()
     loader = DataLoader(TimedSamples(clock, 0.1), batch_size=16, shuffle=True)
     settings = {"techniques": only("in_memory"), "budget": 1000, "expected_steps": 10**6}
@@ -422,8 +422,8 @@ def test_a_slow_loader_is_found_and_mended_without_losing_a_sample(clock: Clock)
     run.undo()
 
 
-def test_a_failing_call_leaves_nothing_behind(clock: Clock) -> None:
-    """BigDL-Nano #5611, ipex: a model that could not be optimized was left half way."""
+def test_a_failing_call_leaves_no_trace(clock: Clock) -> None:
+    """BigDL-Nano #5611, ipex: a failed call left the model half changed."""
     model, loader, opt = make_job()
     before = snapshot(model, opt)
 

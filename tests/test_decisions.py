@@ -1,4 +1,4 @@
-"""What optimize() decides, reports and plans."""
+"""Decisions, reports and plans of ``optimize``."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_deterministic_mode_times_only_what_is_bit_identical(clock):
             model, loader, opt, step, deterministic=True, seed=3, techniques={"workers": False}, budget=1000
         )
         tried = {row.technique for row in run.report.rows if row.trials}
-        assert "determinism" in tried  # whose cost is shown
+        assert "determinism" in tried  # its cost is reported
         assert tried <= {"determinism", "in_memory"}
         first = torch.rand(3)
         torch.manual_seed(3)
@@ -66,8 +66,8 @@ def test_deterministic_mode_times_only_what_is_bit_identical(clock):
         (1.0, {"budget": 10**4, "expected_steps": 5}, "setup-not-worth-it"),
     ],
 )
-def test_what_is_not_worth_a_trial_says_why(sample_seconds, settings, code, clock):
-    """To keep 64 samples in memory takes as long as to load them once, and saves the waiting for eight in each step."""
+def test_techniques_that_are_not_worth_a_trial_have_a_reason(sample_seconds, settings, code, clock):
+    """Setup loads 64 samples once. Each step then saves the loading of eight samples."""
     model, _, opt = make_job()
     loader = DataLoader(TimedSamples(clock, sample_seconds), batch_size=8)
     run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=only("in_memory"), **settings)
@@ -77,7 +77,7 @@ def test_what_is_not_worth_a_trial_says_why(sample_seconds, settings, code, cloc
 
 
 def test_a_loader_that_gains_nothing_is_rejected(clock):
-    """Tensors are gathered without a setup, so that even the shortest training has time for a trial."""
+    """Indexing tensors needs no setup, so even the shortest training has time for a trial."""
     model, loader, opt = make_job()
     settings = {"techniques": only("in_memory"), "budget": 100, "expected_steps": 1}
     run = flatout.optimize(model, loader, opt, TimedStep(clock, 0.02), **settings)
@@ -88,7 +88,7 @@ def test_a_loader_that_gains_nothing_is_rejected(clock):
 
 
 def test_short_steps_are_timed_in_turns_whose_first_step_warms_up(clock):
-    """The first step after a change takes long, as where memory and caches are those of another way of stepping."""
+    """The first step after a change is slow, as with cold caches."""
     model, loader, opt = make_job()
     earlier = [set()]
 

@@ -1,4 +1,4 @@
-"""Training that becomes infinite or NaN: one warning, and an error that names where it began."""
+"""Infinite and NaN training: one warning, and an error that names the first module affected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reasons import reasons
 
 
 class Adds(nn.Module):
-    """Adds a number, so that gradients stay finite where the output does not."""
+    """Layer that adds a number, so that the output becomes infinite and gradients stay finite."""
 
     number = 0.0
 
@@ -28,7 +28,7 @@ class Adds(nn.Module):
 
 
 class Spoils(nn.Module):
-    """Divides by what it is told."""
+    """Layer that divides by ``by``."""
 
     by = 1.0
 
@@ -54,7 +54,7 @@ def train(run: flatout.Run, steps: int) -> int:
             done += 1
 
 
-def test_finite_training_says_nothing() -> None:
+def test_finite_training_warns_of_nothing() -> None:
     run = run_of(nn.Tanh())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +170,7 @@ def test_the_warning_names_the_step_and_the_callers_line() -> None:
 
 
 class Device:
-    """Device that delivers what a monitor logs some steps late, as a GPU does that runs after the host."""
+    """Device that delivers logged numbers some steps late, as an asynchronous GPU does."""
 
     def __init__(self) -> None:
         self.delay, self.step, self.sent = 0, 0, []
@@ -185,7 +185,7 @@ class Device:
 
 
 class Slot:
-    """Number that arrives after the device's delay."""
+    """Logged number that arrives after the device's delay."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -228,7 +228,7 @@ def test_a_gpu_is_asked_for_every_fiftieth_loss_while_all_is_well(delay: int, de
     [
         (0, 53),  # 51, 52 and 53
         (1, 54),  # the same, each a step later
-        (5, 63),  # 51 arrives in 56, and so do 56, 57 and 58 in 61, 62 and 63
+        (5, 63),  # 51 arrives in step 56; then 56, 57 and 58 arrive in 61, 62 and 63
     ],
 )
 def test_what_arrives_late_is_counted_from_the_first_bad_step_that_was_read(
@@ -247,7 +247,7 @@ def test_bad_steps_with_finite_ones_between_them_are_not_counted_together(device
 
 
 class Converts(nn.Module):
-    """Yields a tensor of another layout or dtype, in which one element becomes infinite when told."""
+    """Layer that yields another layout or dtype, with one infinite element if ``is_spoiled``."""
 
     is_spoiled = False
 
@@ -260,7 +260,7 @@ class Converts(nn.Module):
 
 
 class Beside(nn.Module):
-    """Calls a module beside the one that is trained."""
+    """Model that also calls an untrained module."""
 
     def __init__(self, beside: nn.Module) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Beside(nn.Module):
 
 
 def diagnosis_of(converts: Converts) -> str:
-    """Return the error of a step whose loss is infinite, and whose modules' outputs are finite but for this one's."""
+    """Return the error of a step with an infinite loss, in which no other module has a non-finite output."""
     model, batch = Beside(converts), (torch.ones(4, 8), torch.zeros(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     excess = 0.0
@@ -295,7 +295,7 @@ def diagnosis_of(converts: Converts) -> str:
         lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
         lambda x: x.to(torch.complex64),
         lambda x: x.to(torch.float8_e5m2),
-        lambda x: x.to(torch.float8_e5m2fnuz),  # has no infinity, but a NaN, and torch has no isfinite for it
+        lambda x: x.to(torch.float8_e5m2fnuz),  # has NaN without infinity, and torch has no isfinite for it
         lambda x: x.to(torch.float8_e4m3fnuz),
         lambda x: x.to(torch.float16),
     ],
@@ -372,7 +372,7 @@ def test_a_parameter_is_named_by_its_sparse_gradient() -> None:
 
 def test_a_diagnosis_that_fails_does_not_replace_the_error() -> None:
     class Refuses(nn.Module):
-        """Spoils one batch, and takes no other after that."""
+        """Layer that spoils one batch and raises for all later batches."""
 
         state = "fine"
 

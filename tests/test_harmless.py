@@ -1,4 +1,4 @@
-"""optimize() leaves no trace, and undo gives everything back."""
+"""No side effects of ``optimize``, and full reverts by ``undo``."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, OPTIMIZERS, QUICK, Net, make_
 
 
 def each_pays(samples, active):
-    """Seconds of a step where whatever is on saves a fifth."""
+    """Return the seconds of a step in which each active technique saves a fifth."""
     return 0.8 ** len(active)
 
 
@@ -38,7 +38,7 @@ def test_trials_leave_no_trace(name, warm, clock):
     everything, before = snapshot(model, opt), trained_state(model, opt)
     generator_before, threads = bits(generator.get_state()), threading.active_count()
     run = flatout.optimize(model, loader, opt, step, techniques=QUICK, budget=1000)
-    assert any(row.trials for row in run.report.rows) or name == "rmsprop"  # which has no fused form to try
+    assert any(row.trials for row in run.report.rows) or name == "rmsprop"  # RMSprop has no fused version to try
     assert trained_state(model, opt) == before
     assert bits(generator.get_state()) == generator_before
     assert threading.active_count() == threads
@@ -50,9 +50,9 @@ def test_trials_leave_no_trace(name, warm, clock):
 
 @pytest.mark.slow
 def test_compile_precision_and_worker_trials_leave_no_trace(clock):
-    """On this clock worker processes load samples in no time, so that they are tried and pay."""
+    """Worker processes do not advance this clock, so workers are tried and pay."""
     model, _, opt = make_job()
-    opt.register_step_post_hook(lambda *_: clock.advance(1.0))  # what is compiled cannot advance the clock
+    opt.register_step_post_hook(lambda *_: clock.advance(1.0))  # compiled code cannot advance the clock
     loader = DataLoader(TimedSamples(clock, 0.1), batch_size=16, shuffle=True)
     train(model, loader, opt)
     everything, before = snapshot(model, opt), trained_state(model, opt)
@@ -81,7 +81,7 @@ def test_parameters_outside_the_model_are_left_as_they_were(clock):
 
 @pytest.mark.parametrize("when", [3, 10, "precision", "cpu_threads", "fused_optimizer"])
 def test_an_interrupt_in_the_middle_of_a_trial_leaves_no_trace(when, clock):
-    """In the third or tenth step, or in the first with a candidate on."""
+    """The interrupt comes in the third or tenth step, or in a candidate's first step."""
     model, loader, opt = make_job()
     step, calls = TimedStep(clock).watch(model, opt), 0
     before = snapshot(model, opt)

@@ -1,4 +1,4 @@
-"""``optimize(model.eval(), loader)``: forward passes, without gradients and without an optimizer."""
+"""Inference by ``optimize(model.eval(), loader)``: forward passes without gradients or an optimizer."""
 
 from __future__ import annotations
 

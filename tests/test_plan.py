@@ -1,4 +1,4 @@
-"""Plans: saved, reloaded, applied, and refused by the name of the field that differs."""
+"""Plans: save, load and use, and rejection with the name of the field that differs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def planned(**how: Any) -> flatout.Plan:
 
 
 def assert_refused(plan: Any, field: str, model: nn.Module, loader: Any, opt: Any = None, loss_fn: Any = None) -> None:
-    """With the field's name and the plan's value, and nothing changed."""
+    """Check that the error names the field and the plan's value, and that nothing changed."""
     before = snapshot(model, opt)
     with pytest.raises(ValueError, match=rf"\b{field}\b.*{re.escape(plan.fingerprint[field])}"):
         flatout.optimize(model, loader, opt, loss_fn, plan=plan)
@@ -106,7 +106,7 @@ def test_what_does_not_apply_is_left_out_of_a_plan_and_is_an_error_where_it_is_a
         flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan, techniques={"channels_last": True})
 
 
-def test_a_plan_decides_about_what_nobody_asked_for() -> None:
+def test_a_plan_decides_about_techniques_that_are_not_forced() -> None:
     plan = planned()
     model, loader, opt = make_job()
     run = flatout.optimize(
@@ -131,12 +131,12 @@ def test_trained_weights_do_not_matter() -> None:
     model, loader, opt = make_job()
     with torch.no_grad():
         model.body[0].weight.zero_()
-    model.eval()  # as models from checkpoints come; an optimizer trains it
+    model.eval()  # models from checkpoints start in eval mode
     flatout.optimize(model, loader, opt, functional.cross_entropy, plan=plan)
 
 
 class Other(Net):
-    """The same by another name."""
+    """Same model under another class name."""
 
 
 def gelu() -> nn.Module:
@@ -194,7 +194,7 @@ def test_another_optimizer_or_use_is_refused() -> None:
     model, loader, _ = make_job()
     assert_refused(plan, "optimizer", model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy)
     assert_refused(plan, "optimizer", model, loader)
-    # Before any decision is looked at: this one has no candidate without an optimizer.
+    # The fingerprint is checked first: this decision has no candidate without an optimizer.
     assert_refused(flatout.Plan({"precision": "fp16"}, plan.fingerprint), "optimizer", model, loader)
     own_loop = flatout.optimize(model, loader, techniques=FORCED_IN_OWN_LOOP, budget=0).plan
     flatout.undo(model)
@@ -212,7 +212,7 @@ def test_other_batches_are_refused(change: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["device", "torch", "model", "optimizer", "batch"])
-def test_every_field_is_looked_at_and_none_may_be_missing(field: str) -> None:
+def test_every_field_is_checked_and_none_may_be_missing(field: str) -> None:
     plan = planned()
     model, loader, opt = make_job()
     other = flatout.Plan(plan.decisions, {**plan.fingerprint, field: "something else"})

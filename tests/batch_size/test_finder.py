@@ -1,4 +1,4 @@
-"""The batch-size finder, on simulated machines: nothing here is timed."""
+"""Batch-size finder on simulated machines, without timing."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SLOPE = 1000
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs with any number of samples, and the question that is asked of it.
+    """Simulated cost of a step by its number of samples, and the limits of the search.
 
     Attributes:
-        overhead: seconds of a step without samples, in those of a sample.
-        start: the user's own size.
-        largest: the largest size allowed.
-        capacity: samples that memory holds, as long as it grows by ``SLOPE`` only.
-        resident: bytes that stay.
+        overhead: time of a step without samples, relative to the time of one sample.
+        start: the user's batch size.
+        largest: the largest batch size allowed.
+        capacity: samples that fit in memory if ``bend`` is 0.
+        resident: bytes that every step needs, also without samples.
         bend: bytes per squared sample.
-        cliff: the size from which on a sample costs ``dearer`` times as much.
-        noise: the largest relative error of a time.
-        counts: whether bytes are known.
-        ends: whether memory ends at the limit; else what is over it still runs.
+        cliff: batch size from which a sample takes ``dearer`` times as long.
+        noise: largest relative error of a time.
+        counts: True if bytes are known.
+        ends: True if steps above the limit run out of memory.
     """
 
     overhead: float
@@ -62,11 +62,11 @@ class Machine:
         return self.bytes(samples) <= self.limit
 
     def rate(self, samples):
-        """Samples per second, without noise."""
+        """Return the samples per second without noise."""
         return samples / self.seconds(samples)
 
     def best_rate(self) -> float:
-        """Of all sizes that are allowed and fit."""
+        """Return the best rate among all allowed batch sizes that fit in memory."""
         eights = np.arange(8, self.largest + 1, 8)
         sizes = np.concatenate([np.arange(1, min(8, self.largest + 1)), eights, [self.start, self.largest]])
         return self.rate(sizes[self.fits(sizes)]).max()
@@ -74,7 +74,7 @@ class Machine:
 
 @dataclass
 class Trials:
-    """The probe of a machine, with all that was asked of it."""
+    """Probe of a machine, with a record of its calls."""
 
     machine: Machine
     seed: int = 0
@@ -107,7 +107,7 @@ more = logarithmic(1, 300)
 
 @st.composite
 def machines(draw, held=more, **settings):
-    """Times on a line and memory in proportion, unless ``settings`` say otherwise; memory holds ``held * start``."""
+    """Draw machines with linear time and memory, which hold ``held * start`` samples."""
     start = draw(st.integers(1, 600))
     drawn = {"overhead": start * draw(logarithmic(1e-4, 300)), "resident": draw(st.integers(0, 10**6))}
     drawn |= {name: draw(setting) for name, setting in settings.items()}
@@ -119,7 +119,7 @@ def machines(draw, held=more, **settings):
 
 @st.composite
 def machines_with_a_cliff(draw):
-    """The cliffs that are promised to be found."""
+    """Draw machines with a cliff that the finder guarantees to find."""
     machine = draw(machines(dearer=st.floats(1.5, 3)))
     cliff = machine.start * draw(logarithmic(1 / 4, 16))
     return replace(machine, cliff=cliff, overhead=cliff * draw(logarithmic(1e-4, 0.05)))
@@ -266,7 +266,7 @@ def test_what_no_line_explains_is_chosen_as_measured(machine, seed):
     assert rates[found.samples] >= (1 - WITHIN) * (1 - NOISE) / (1 + NOISE) * max(rates.values())
 
 
-def test_a_third_size_tells_overhead_from_noise_where_no_smaller_one_can():
+def test_a_third_size_separates_overhead_from_noise_if_no_smaller_one_can():
     trials = Trials(Machine(overhead=0.01, start=1, largest=1000, capacity=1000))
     assert trials.find().samples == 1
     assert trials.taken == [1, 2, 16]
@@ -303,7 +303,7 @@ def test_it_narrows_down_where_a_cliff_was_jumped_over():
     assert 150 <= found.samples < 200
 
 
-def test_the_overhead_is_told_by_half_of_a_size_that_cannot_be_doubled():
+def test_half_of_a_size_that_cannot_be_doubled_shows_the_overhead():
     trials = Trials(Machine(overhead=64, start=64, largest=100, capacity=100))
     assert trials.find().samples == 100
     assert trials.taken == [64, 32, 100]
@@ -346,7 +346,7 @@ def test_the_room_below_a_start_that_is_counted_to_be_too_large_is_used():
     assert found.samples >= 0.97 * 500
 
 
-def test_the_room_below_a_size_that_was_too_large_is_used_as_far_as_the_line_to_it_tells():
+def test_the_range_below_a_size_that_was_too_large_is_used_up_to_the_predicted_limit():
     taken = []
 
     def probe(samples: int) -> Probe:
@@ -383,7 +383,7 @@ def test_memory_that_grows_steadily_ends_once_at_most(machine, power, ends):
 
 
 @given(machines(), st.data(), st.booleans())
-def test_where_nobody_counts_it_only_doubles_until_memory_ends(machine, data, limited):
+def test_without_known_bytes_it_only_doubles_until_memory_runs_out(machine, data, limited):
     capacity = data.draw(st.integers(machine.start, machine.largest))
     machine = replace(machine, capacity=capacity, counts=not limited)
     trials = Trials(machine)
@@ -405,7 +405,7 @@ def test_memory_is_used_up_to_the_last_eight_samples():
 
 
 def test_the_line_that_predicts_more_memory_counts():
-    """A workspace that is taken once, and not told of as ``resident``, makes it careful: 500 samples would fit."""
+    """An allocation outside ``resident`` makes the finder cautious: 500 samples would fit."""
     taken = []
 
     def probe(samples: int) -> Probe:
@@ -473,7 +473,7 @@ def test_the_reason_is_what_bounds_the_choice_and_names_the_rates(question, opti
 
 
 def test_a_tie_that_only_noise_makes_goes_to_the_size_that_the_line_has_faster():
-    """Steps of a large update on a busy machine, as they were measured: 1,328 samples had a lucky one."""
+    """Measured rates of a large update on a busy machine. The rate for 1,328 samples is too high by chance."""
     rates = {64: 256, 128: 644, 304: 1069, 664: 2182, 1328: 3178, 1936: 3192}
 
     def probe(samples: int) -> Probe:

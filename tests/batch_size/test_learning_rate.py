@@ -1,4 +1,4 @@
-"""Rates for other batches: what torch's schedules say in the user's own units, times a weight that warms up."""
+"""Learning rates for other batch sizes: torch's schedules at the user's steps, times a factor with warm-up."""
 
 import copy
 import itertools
@@ -36,7 +36,7 @@ def rates(optimizer):
 
 
 def change(group, lr):
-    """As users do it, and torch's schedulers."""
+    """Set a learning rate as users and torch's schedulers do."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(lr)
     else:
@@ -54,28 +54,28 @@ def chained(optimizer):
 
 
 def from_to(start, end, part):
-    """Half a wave of cosine."""
+    """Return the value at a part of half a cosine wave."""
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
 def restarting(n, lr):
-    """Periods of 8, 16, 32, 64 steps: they begin behind 0, 8, 24 and 56."""
+    """Return the rate for periods of 8, 16, 32 and 64 steps, which begin after 0, 8, 24 and 56 steps."""
     begin, period = next((b, p) for b, p in ((56, 64), (24, 32), (8, 16), (0, 8)) if n >= b)
     return from_to(lr, 1e-3, (n - begin) / period)
 
 
 def cyclic(n, lr):
-    """Six steps from lr up to 3 lr, ten down."""
+    """Return the rate for cycles of six steps from lr up to 3 lr and ten steps down."""
     phase = n % 16
     return lr + 2 * lr * (phase / 6 if phase <= 6 else (16 - phase) / 10)
 
 
 def one_cycle(n, lr):
-    """Of 100 steps: from 0.4 lr to 10 lr until step 29, and to 0.4e-4 lr at step 99."""
+    """Return the rate in 100 steps: from 0.4 lr to 10 lr at step 29, then to 0.4e-4 lr at step 99."""
     return from_to(0.4 * lr, 10 * lr, n / 29) if n <= 29 else from_to(10 * lr, 0.4e-4 * lr, (n - 29) / 70)
 
 
-# What makes it, and its rate behind n steps for a group that begins at lr, by hand.
+# Constructor of the scheduler, and a formula for its rate after n steps from an initial lr.
 SCHEDULERS = {
     "LambdaLR": (lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)), lambda n, lr: lr / (1 + n)),
     "MultiplicativeLR": (lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.97), lambda n, lr: lr * 0.97**n),
@@ -145,7 +145,7 @@ def scaled(optimizer, scheduler=None, *, factor=4.0, warmup=0, per_update=1, on=
 
 
 class Bare:
-    """The user's own loop: the same schedule on an optimizer of its own."""
+    """User's own loop with the same schedule on a separate optimizer."""
 
     def __init__(self, name, tensor=False):
         self.optimizer = optimizer_of(tensor)
@@ -172,7 +172,7 @@ factors = st.sampled_from(FACTORS) | st.floats(1 / 64, 64)
 
 @st.composite
 def histories(draw):
-    """How a schedule is scaled, and for how many updates: as many as every scheduler can serve."""
+    """Draw options of a scaled schedule, and a number of updates that every scheduler supports."""
     per_update = draw(per_updates)
     options = {"factor": draw(factors), "warmup": draw(st.integers(0, 12)), "per_update": per_update}
     return options, draw(st.integers(0, min(25, math.floor(MOST / per_update))))
@@ -246,7 +246,7 @@ def test_updates_use_the_rates(make):
     for _ in range(9):
         p.grad = torch.ones_like(p)
         updated(optimizer, switch)
-    moved = 0.1 + 0.15 + 0.2 + 0.25 + 0.3 + 0.35 + 0.4 + 0.4 + 0.04  # behind update 8 the schedule is at step 20
+    moved = 0.1 + 0.15 + 0.2 + 0.25 + 0.3 + 0.35 + 0.4 + 0.4 + 0.04  # after update 8 the schedule is at step 20
     torch.testing.assert_close(p.detach(), torch.full_like(p, -moved), rtol=1e-12, atol=0)
 
 
@@ -268,7 +268,7 @@ def test_every_scheduler_of_torch_is_among_them():
 @pytest.mark.parametrize("per_update", PER_UPDATE, ids=str)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_rates_are_those_computed_by_hand(name, factor, per_update, tensor):
+def test_rates_match_the_formulas(name, factor, per_update, tensor):
     optimizer = optimizer_of(tensor)
     switch = scaled(optimizer, scheduler_of(name, optimizer), factor=factor, warmup=6, per_update=per_update)
     by_hand = SCHEDULERS[name][1]
@@ -304,7 +304,7 @@ def test_every_bit_is_the_bare_schedules_times_the_weight(name, history, tensor)
 
 
 class HalvesWhatItTold(lr_scheduler.LRScheduler):
-    """A user's own, that does what none of torch's does: it computes from what it said last."""
+    """Scheduler that computes rates from its last reported rates, unlike torch's schedulers."""
 
     def get_lr(self):
         if self.last_epoch == 0:
@@ -321,7 +321,7 @@ def test_a_scheduler_that_computes_from_its_last_rates():
 
 
 class OnlySteps:
-    """A user's own, that is no class of torch's."""
+    """Scheduler that is no subclass of torch's."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -374,7 +374,7 @@ def test_steps_of_the_scheduler(per_update, steps):
 )
 @example(49, 49, 1, False, 1, 3)  # 49 * (1 / 49) < 1 in floats
 def test_never_more_steps_than_the_users_loop_gives(samples, old, new, drop_last, accumulate, epochs):
-    """Neither over all epochs, where OneCycleLR would raise, nor for the samples seen so far."""
+    """The limit holds for all epochs, after which OneCycleLR raises, and for the samples seen so far."""
 
     def updates_of(batch_size):
         return math.ceil(len(DataLoader(range(samples), batch_size, drop_last=drop_last)) / accumulate)
@@ -479,7 +479,7 @@ def test_a_group_that_is_taken_out():
 
 
 def test_nothing_waits_for_a_rate_on_the_device():
-    """Tensors on "meta" have no values: whatever asks for one raises."""
+    """Tensors on "meta" have no values, so any read of a rate raises."""
     optimizer = optimizer_of(lrs=[0.1])
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     switch = scaled(optimizer, lr_scheduler.ExponentialLR(optimizer, 0.9), warmup=3, per_update=Fraction(3, 2))
@@ -537,7 +537,7 @@ def test_off_later_gives_the_schedule_as_if_it_had_never_been_wrapped(name, hist
             bare.go_to(step + 1)
 
 
-def test_off_the_scheduler_gets_the_users_steps_and_on_again_the_warm_up_goes_on():
+def test_disabled_the_scheduler_gets_the_users_steps_and_enabled_again_the_warm_up_continues():
     optimizer = optimizer_of(lrs=[1.0])
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda n: 1 / 2**n)
     switch = scaled(optimizer, scheduler, warmup=3, per_update=Fraction(3, 2))
@@ -598,8 +598,8 @@ def fresh(name, tensor, options, on):
     st.sampled_from(["before it was built", "before", "after"]),
     st.none() | st.floats(1e-4, 1),
 )
-def test_training_that_was_stopped_goes_on_with_the_same_rates(name, history, at, tensor, on, load, changed):
-    """Whatever order things are loaded in, and also where a rate was changed just before."""
+def test_stopped_training_resumes_with_the_same_rates(name, history, at, tensor, on, load, changed):
+    """The order of loading does not matter, nor does a rate changed just before."""
     options, updates = history
     at = min(at, updates)
     optimizer, switch = fresh(name, tensor, options, True)
@@ -618,7 +618,7 @@ def test_training_that_was_stopped_goes_on_with_the_same_rates(name, history, at
     again.load_state_dict(state)
     if load == "after":
         other.load_state_dict(saved)
-    again.enable()  # which it was
+    again.enable()  # as it was when it was saved
 
     for u in range(at, updates + 1):
         assert rates(other) == rates(optimizer)
@@ -693,7 +693,7 @@ DIFFERING = {
     "scheduler": ({"scheduler": None}, "scheduler"),
     "groups": ({"groups": 2}, "3.*groups.*2"),
 }
-"""What differs in another schedule, and the facts of the error."""
+"""Differences of another schedule, and the facts in the error."""
 
 
 @pytest.mark.parametrize(("of", "on"), list(itertools.product(DIFFERING, [True, False])))

@@ -1,4 +1,4 @@
-"""Trial steps of other sizes: what they measure, and what they leave as it was."""
+"""Trial steps with other batch sizes: their measurements, and no side effects."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_memory_grows_by_what_a_sample_takes():
     heights = {n: trials.height(n) for n in (64, 128, 256, 512)}
     slopes = [(heights[2 * n] - heights[n]) / n for n in (64, 128, 256)]
     assert slopes == [pytest.approx(slopes[0], rel=0.02)] * 3
-    # At the least the activations in front of and behind tanh and the BatchNorm's output, in float32, and the sample.
+    # At least the float32 activations before and after tanh, the BatchNorm's output, and the sample.
     assert 3 * 4 * WIDTH < slopes[0] < 8 * 4 * WIDTH
     assert heights[64] > resident_bytes(job)
 
@@ -63,7 +63,7 @@ def test_a_search_takes_fewer_than_20_steps():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_memory_that_ends_is_told_by_none_and_the_job_goes_on(where):
+def test_out_of_memory_returns_none_and_the_job_continues(where):
     trap = Trap()
     job = make(trap)
     trap.arm(where, 40)

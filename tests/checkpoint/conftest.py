@@ -1,4 +1,4 @@
-"""A disk that can be made to wait."""
+"""Disk whose writes tests can block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 
 class HeldDisk:
-    """Holds every write, once its thread has come to it, until it is let go.
+    """Blocks every write in its thread until the test releases it.
 
     Attributes:
-        reached: set when a write has come here.
-        let_go: set to let it, and all that follow, go on.
+        reached: event that a blocked write sets.
+        let_go: event that releases this and all later writes.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ class HeldDisk:
 
     @contextlib.contextmanager
     def impatient(self) -> Iterator[None]:
-        """Inside the block somebody who waits for a write is interrupted."""
+        """Raise KeyboardInterrupt in every wait for a write inside the block."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Future, "exception", Mock(side_effect=KeyboardInterrupt))
             yield

@@ -1,4 +1,4 @@
-"""What :mod:`tests.checkpoint.test_ranks` runs on each of two ranks."""
+"""Checks that :mod:`tests.checkpoint.test_ranks` runs on each of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trailer of a checkpoint file, as its format is described: made here without the code that writes it."""
+"""Trailer of a checkpoint file by its documented format, independent of flatout's writer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ TRAILER = struct.Struct("<7sBQI")
 
 
 def sealed(path: Path, content: bytes, version: int = 1) -> Path:
-    """Write the content with a valid trailer behind it."""
+    """Write the content followed by a valid trailer."""
     head = struct.pack("<7sBQ", b"flatout", version, len(content))
     path.write_bytes(content + head + struct.pack("<I", zlib.crc32(content + head)))
     return path
 
 
 def content_of(path: Path) -> bytes:
-    """Return what a file holds before its trailer."""
+    """Return the content of a file without its trailer."""
     return path.read_bytes()[: -TRAILER.size]
 
 
 def of_a_later_version(path: Path) -> None:
-    """Seal a file anew, as the next version will."""
+    """Reseal a file as the next version of the format would."""
     sealed(path, content_of(path), version=2)

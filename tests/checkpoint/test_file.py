@@ -1,4 +1,4 @@
-"""A checkpoint file: written whole or not at all, read only if it is what was written."""
+"""Checkpoint files: atomic writes, and rejection of corrupt files."""
 
 import collections
 import errno
@@ -87,7 +87,7 @@ def test_a_file_that_was_cut_short_is_noticed(written, tmp_path, left):
         read(cut)
 
 
-def test_a_file_with_something_behind_it_is_noticed(written, tmp_path):
+def test_trailing_bytes_are_detected(written, tmp_path):
     (tmp_path / "long.pt").write_bytes(written.read_bytes() + b"\0")
     with pytest.raises(DamagedCheckpoint):
         read(tmp_path / "long.pt")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: the newest that can be read, and no more than are wanted."""
+"""Folders of checkpoints: the newest readable file, and the number of files to keep."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def filled(path, steps, keep=3):
     return folder
 
 
-def test_it_is_made_and_begins_empty(tmp_path):
+def test_a_new_folder_is_empty(tmp_path):
     assert Folder(tmp_path / "a" / "b", 1).newest() is None
 
 
@@ -70,7 +70,7 @@ def test_of_the_damaged_ones_the_last_two_are_left_to_be_looked_into(tmp_path):
     ]
 
 
-def test_where_all_are_damaged_nothing_begins_anew_and_nothing_is_set_aside(tmp_path):
+def test_if_all_files_are_corrupt_it_raises_and_renames_none(tmp_path):
     folder = filled(tmp_path, [1, 2])
     damage(folder.path_of(1))
     damage(folder.path_of(2))

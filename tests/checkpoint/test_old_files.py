@@ -1,4 +1,4 @@
-"""Plans and checkpoints of earlier versions, which every later version reads."""
+"""Compatibility with plans and checkpoints of earlier versions."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool.close()
 
 
-def test_each_rank_goes_on_from_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
+def test_each_rank_resumes_from_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
     ranks(rank_checks.each_rank_goes_on_from_its_own_file, str(tmp_path))
 
 

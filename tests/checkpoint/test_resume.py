@@ -1,4 +1,4 @@
-"""Training that was stopped and goes on ends where it would have ended: bit for bit, in a new process."""
+"""Resume of stopped training, bit-identical to uninterrupted training, in a new process."""
 
 import collections
 import copy
@@ -49,7 +49,7 @@ def assert_same(run, history, expected):
 
 @pytest.mark.parametrize("stop_before", [1, 3, 5, 6, 8, 13, 17])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_bit_for_bit(kind, stop_before, tmp_path, uninterrupted):
+def test_it_resumes_bit_for_bit(kind, stop_before, tmp_path, uninterrupted):
     with pytest.raises(Stopped):
         train(kind, tmp_path, stop_before=stop_before, checkpoint_every=1, asynchronous=stop_before % 2 == 0)
     assert_same(*train(kind, tmp_path, checkpoint_every=1), uninterrupted(kind))
@@ -57,7 +57,7 @@ def test_it_goes_on_bit_for_bit(kind, stop_before, tmp_path, uninterrupted):
 
 @pytest.mark.parametrize("stop_before", [8, 14])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_bit_for_bit_from_between_epochs(kind, stop_before, tmp_path, uninterrupted):
+def test_it_resumes_bit_for_bit_between_epochs(kind, stop_before, tmp_path, uninterrupted):
     with pytest.raises(Stopped):
         train(kind, tmp_path, stop_before=stop_before)
     assert newest_in(tmp_path)["steps"] == 6 * (stop_before // 6)
@@ -79,7 +79,7 @@ def test_it_may_be_stopped_again_and_again(tmp_path, uninterrupted):
     assert_same(*train("accumulating", tmp_path, checkpoint_every=1), uninterrupted("accumulating"))
 
 
-def test_a_damaged_checkpoint_costs_the_steps_behind_the_one_before_it(tmp_path, uninterrupted):
+def test_a_corrupt_checkpoint_costs_the_steps_since_the_previous_one(tmp_path, uninterrupted):
     with pytest.raises(Stopped):
         train("plain", tmp_path, stop_before=9, checkpoint_every=2)
     newest = Folder(tmp_path, 3).path_of(8)
@@ -96,14 +96,14 @@ def test_a_finished_training_is_not_trained_again(tmp_path, uninterrupted):
     assert run.stats.total.steps == 0
 
 
-def test_more_epochs_go_on_where_fewer_ended(tmp_path, uninterrupted):
+def test_more_epochs_resume_where_fewer_ended(tmp_path, uninterrupted):
     run = make()
     seed_all(5)
     run.fit(1, progress=False, checkpoint_dir=tmp_path)
     assert_same(*train("plain", tmp_path), uninterrupted("plain"))
 
 
-def test_epochs_are_counted_anew_without_a_folder():
+def test_epochs_are_counted_from_zero_without_a_folder():
     run = make()
     assert len(run.fit(2, progress=False)) == 2
     assert len(run.fit(1, progress=False)) == 1
@@ -149,7 +149,7 @@ def test_evaluation_of_an_epoch_is_not_lost(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_save_and_load_in_a_loop_of_ones_own(asynchronous, tmp_path):
+def test_save_and_load_in_the_users_own_loop(asynchronous, tmp_path):
     run = make("accumulating")
     batches = iter(run.loader)
     for _ in range(3):
@@ -181,7 +181,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_changes_nothing(name, tmp_path):
-    """The run goes on as its twin does that has never seen the file."""
+    """A run that refused the file trains like its twin, which loaded no file."""
     run, twin = make(), make()
     paths = tmp_path / "run.pt", tmp_path / "twin.pt"
     for each, path in zip((run, twin), paths, strict=True):
@@ -202,7 +202,7 @@ def test_what_does_not_fit_changes_nothing(name, tmp_path):
     assert equal(*losses)
 
 
-def test_a_state_stays_what_it_was_when_training_goes_on(tmp_path):
+def test_a_state_is_unchanged_while_training_continues(tmp_path):
     run = make()
     for batch in run.loader:
         run.step(batch)
@@ -256,23 +256,23 @@ def test_what_memory_has_shown_is_known_to_the_next_process(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*nan:RuntimeWarning")
-def test_a_watch_for_infinities_begins_anew(tmp_path):
+def test_the_count_of_bad_steps_restarts_after_a_load(tmp_path):
     good, bad = ((torch.full((4, 6), x), torch.zeros(4, dtype=torch.long)) for x in (1.0, torch.nan))
     run = make_with([good])
     run.stop_after_bad = 3
     run.save(tmp_path / "a.pt")
-    for batches in ((bad, bad), (bad, bad), (good,) * 4):  # two bad ones are never three
+    for batches in ((bad, bad), (bad, bad), (good,) * 4):  # two bad steps stay below the limit of three
         for batch in batches:
             run.step(batch)
         run.load(tmp_path / "a.pt")
     assert run.stop_after_bad == 3
     for _ in range(2):
         run.step(bad)
-    with pytest.raises(FloatingPointError, match=r"\b3\b"):  # it looks, although these numbers were seen before
+    with pytest.raises(FloatingPointError, match=r"\b3\b"):  # the watch reads these step numbers a second time
         run.step(bad)
 
 
-def test_other_decisions_are_told(tmp_path):
+def test_other_decisions_are_reported(tmp_path):
     run = make("plain")
     run.save(tmp_path / "a.pt")
     other = make("bf16")
@@ -305,7 +305,7 @@ def test_a_script_that_asks_for_techniques_is_started_as_often_as_it_takes(kind,
 
 
 class Endless:
-    """Batches of a loader that cannot tell where it is."""
+    """Loader without a position that a checkpoint could store."""
 
     def __iter__(self):
         for i in range(4):
@@ -319,7 +319,7 @@ def make_with(loader):
     return flatout.optimize(model, loader, optimizer, functional.cross_entropy, budget=0)
 
 
-def test_a_loader_without_a_position_begins_its_epoch_again_and_says_so(tmp_path):
+def test_a_loader_without_a_position_restarts_its_epoch_and_reports_it(tmp_path):
     run = make_with(Endless())
     before_step(run, 6, stop)
     with pytest.warns(UserWarning, match="epoch"), pytest.raises(Stopped):
@@ -354,7 +354,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_goes_on(name, tmp_path):
+def test_every_scheduler_resumes(name, tmp_path):
     def made():
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
@@ -396,7 +396,7 @@ def interrupt():
 
 @pytest.fixture
 def interruptible():
-    """Where a shell started the tests in the background, SIGINT was ignored from the start."""
+    """Restore Python's SIGINT handler, because a shell ignores SIGINT in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -415,12 +415,12 @@ def test_sigterm_saves_and_ends(tmp_path, uninterrupted):
         signal.signal(signal.SIGTERM, before)
     assert run.steps == 8  # the step was finished
     assert len(history) == 1
-    assert heard == [8]  # whoever handled it before hears of it when everything is on disk
+    assert heard == [8]  # the previous handler is called after the save
     assert newest_in(tmp_path)["steps"] == 8
     assert_same(*train("plain", tmp_path), uninterrupted("plain"))
 
 
-def test_sigterm_in_an_evaluation_is_saved_behind_it(tmp_path):
+def test_sigterm_in_an_evaluation_saves_after_the_evaluation(tmp_path):
     batches = [(torch.ones(4, 6), torch.zeros(4, dtype=torch.long))]
     expected = make().fit(2, batches, progress=False)
     run = make()
@@ -483,7 +483,7 @@ def test_the_handler_of_sigterm_is_put_back(tmp_path):
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", ["plain", "accumulating", "fused"])
-def test_an_interrupt_is_one_behind_the_save(kind, tmp_path, uninterrupted, capsys):
+def test_an_interrupt_is_raised_after_the_save(kind, tmp_path, uninterrupted, capsys):
     run = make(kind)
     seed_all(5)
     before_step(run, 7, interrupt)
@@ -491,7 +491,7 @@ def test_an_interrupt_is_one_behind_the_save(kind, tmp_path, uninterrupted, caps
         run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
     assert run.steps == 8  # the step was finished
     assert newest_in(tmp_path)["steps"] == 8
-    assert capsys.readouterr().err.count("\n") == 1  # tells that it saves first
+    assert capsys.readouterr().err.count("\n") == 1  # reports the save
     assert_same(*train(kind, tmp_path), uninterrupted(kind))
 
 
@@ -524,7 +524,7 @@ def test_a_second_interrupt_may_come_while_it_is_saved(tmp_path):
     assert newest_in(tmp_path)["steps"] == 3
 
 
-def test_who_handles_interrupts_hears_of_it_behind_the_save_and_of_a_second_at_once(tmp_path):
+def test_the_users_handler_is_called_after_the_save_and_at_once_for_a_second_interrupt(tmp_path):
     run = make()
     heard = []
     before_step(run, 2, interrupt)
@@ -556,7 +556,7 @@ def test_both_signals_are_obeyed(tmp_path):
 
 
 class InterruptedInWorker(torch.utils.data.Dataset):
-    """Presses Ctrl-C in a terminal, which interrupts the main process and its workers alike, at one of its samples."""
+    """Dataset that interrupts the main process and its worker at sample 20, as Ctrl-C in a terminal does."""
 
     def __init__(self, is_waited_for):
         self.main, self.is_waited_for = os.getpid(), is_waited_for
@@ -575,7 +575,7 @@ class InterruptedInWorker(torch.utils.data.Dataset):
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_an_interrupt_of_the_workers_costs_no_step(method, tmp_path):
-    """Forked ones go on; others end, and the batch that does not come is no step."""
+    """Forked workers continue. Other workers end, and the missing batch does not count as a step."""
     is_waited_for = multiprocessing.get_context(method).Event()
     samples = InterruptedInWorker(is_waited_for)
     loader = DataLoader(samples, 4, num_workers=1, prefetch_factor=1, multiprocessing_context=method)
@@ -611,7 +611,7 @@ def test_a_second_interrupt_in_an_evaluation_is_one_at_once(tmp_path):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_evaluation_that_fails_behind_an_interrupt_costs_no_epoch(tmp_path):
+def test_an_evaluation_that_fails_after_an_interrupt_costs_no_epoch(tmp_path):
     class Broken:
         def __iter__(self):
             interrupt()

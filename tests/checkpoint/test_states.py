@@ -1,4 +1,4 @@
-"""States made by hand: what is not of this training is refused, and nothing has changed then."""
+"""Rejection of invalid states. A rejected state changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def put(state: State, *keys: Any, value: Any) -> State:
-    """The state with another value at that place."""
+    """Return a copy of the state with another value at this path."""
     changed = copy.deepcopy(state)
     place: Any = changed
     for key in keys[:-1]:
@@ -113,7 +113,7 @@ def _deep() -> list[Any]:
 def test_what_is_no_state_changes_nothing(name: str, run: flatout.Run, good: State) -> None:
     run.load_state_dict(good)
     loaded = everything(run)
-    with torch.no_grad():  # elsewhere than in the state: what is loaded of one that is refused would be seen
+    with torch.no_grad():  # differ from the state, so that a partial load would show
         for p in run.model.parameters():
             p.add_(1)
     torch.manual_seed(7)
@@ -126,7 +126,7 @@ def test_what_is_no_state_changes_nothing(name: str, run: flatout.Run, good: Sta
 
 
 def leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all that is in a state, but for the many numbers of generators."""
+    """Yield the path of every entry of a state."""
     if keys:
         yield keys
     if isinstance(state, dict):
@@ -173,8 +173,6 @@ def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, goo
         loaded += 1
         run.load_state_dict(good)
         now = run.state_dict()
-        now["scheduler"] = {
-            name: now["scheduler"][name] for name in good["scheduler"]
-        }  # it keeps what else it is given
+        now["scheduler"] = {name: now["scheduler"][name] for name in good["scheduler"]}  # it also keeps unknown entries
         assert equal(now, good), seed
     assert 0 < loaded < 100

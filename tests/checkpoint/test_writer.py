@@ -1,4 +1,4 @@
-"""States that are written while training goes on: of one step, whole, and with what went wrong told."""
+"""Asynchronous writes: consistent states of one step, and reported errors."""
 
 import collections
 import os
@@ -22,7 +22,7 @@ def writer():
 
 
 def test_a_state_is_that_of_the_step_it_was_written_at(writer, tmp_path, held_disk):
-    """Whatever the writing thread is slow at, training goes on beside it."""
+    """Training continues while the writing thread is blocked."""
     weights, groups = [torch.zeros(1000) for _ in range(4)], {"lr": 1.0}
     writer.write(tmp_path / "a.pt", {"weights": weights, "group": groups}, asynchronous=True)
     assert held_disk.reached.wait(60)
@@ -117,14 +117,14 @@ def test_containers_keep_what_they_are(writer, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_nobody_could_read_is_refused_by_its_place(writer, tmp_path, asynchronous):
+def test_an_unreadable_value_is_refused_with_its_path(writer, tmp_path, asynchronous):
     with pytest.raises(TypeError, match=r"state\['scheduler'\]\[1\].*function"):
         writer.write(tmp_path / "a.pt", {"scheduler": [1, lambda: 0]}, asynchronous=asynchronous)
     assert os.listdir(tmp_path) == []
 
 
 class Part(torch.Tensor):
-    """What a tensor that is spread over processes looks like from here."""
+    """Stand-in for a tensor that is sharded over processes."""
 
 
 def test_tensors_of_other_classes_are_refused():

@@ -12,7 +12,7 @@ from flatout.techniques import Technique
 
 @pytest.fixture
 def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique], None]:
-    """``the_only_technique(technique)``: ``optimize`` has no other. No argument adds a technique of a test's own."""
+    """Function that makes a technique the only one of ``optimize``, because no argument adds a technique."""
 
     def register(technique: Technique) -> None:
         monkeypatch.setattr(sys.modules["flatout.optimize"], "REGISTRY", (technique,))

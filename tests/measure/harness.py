@@ -1,4 +1,4 @@
-"""Parts of the tuner that tests drive one by one, without a call of ``optimize``."""
+"""Candidates and trials for tests of the tuner's parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.techniques import StepTechnique, Switch
 
 
 class Change(Switch):
-    """Candidate that is turned on and off by two functions."""
+    """Candidate that two functions enable and disable."""
 
     def __init__(self, label: str, on: Callable[[], object], off: Callable[[], object]) -> None:
         self.label = self.value = label
@@ -26,7 +26,7 @@ class Change(Switch):
 
 
 class OneCandidate(StepTechnique):
-    """Technique of one candidate, whose numerics are checked. Subclasses define ``change``."""
+    """Technique with one candidate, whose numerics are checked. Subclasses define ``change``."""
 
     name = "candidate"
     title = "a candidate"

@@ -1,4 +1,4 @@
-"""Outputs, gradients and losses of a candidate beside the baseline's: what passes, what fails, and what is said."""
+"""Comparison of outputs, gradients and losses between a candidate and the baseline."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_gradients_and_losses_are_those_of_the_loss_that_steps_compute() -> None
     assert by["losses"] == pytest.approx(2, rel=0.01)  # Adam's steps hardly depend on the gradients' size
 
 
-def test_each_of_the_three_fails_by_itself_and_says_so() -> None:
+def test_each_of_the_three_differences_fails_alone_with_its_reason() -> None:
     ones = {"a": torch.ones(4), "b": torch.ones(2)}
     same = Observed(torch.float32, ones, ones, {"1": torch.ones(())})
     assert not any(d.fails for d in compare(same, same))
@@ -106,7 +106,7 @@ def test_a_tensor_of_nothing_but_rounding_does_not_count_by_its_own_size() -> No
     assert apart(old, old | {"bias": torch.full((10,), 0.1)})[0] > 0.5
 
 
-def test_the_coarser_of_the_two_dtypes_says_what_is_allowed() -> None:
+def test_the_coarser_of_the_two_dtypes_sets_the_tolerance() -> None:
     model = Net()
     switch = AutocastSwitch(model, "cpu", "bf16")
     assert compute_dtype(model) is torch.float32
@@ -131,7 +131,7 @@ def test_nudging_stays_within_half_a_unit_in_the_last_place() -> None:
 
 
 class Wrong(OneCandidate):
-    """Changes what a model computes: its outputs, its gradients alone, or what an update does."""
+    """Candidate that changes the outputs, only the gradients, or the updates of a model."""
 
     def __init__(self, how: str) -> None:
         self._how = how
@@ -172,7 +172,7 @@ def test_a_failing_candidates_row_shows_how_far_it_was_off(how: str, the_only_te
 
 
 def test_a_model_that_multiplies_rounding_errors_keeps_its_16_bits(clock: Clock) -> None:
-    """What fails is held against what nudging the weights changes; the tables alone would refuse it."""
+    """A failed comparison is repeated against nudged weights. Fixed tolerances alone would reject the candidate."""
 
     class Fragile(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The memory of a step: what it allocates at its height, and what the tuner makes of it."""
+"""Peak memory of a step, and decisions that depend on memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_there_is_one_profiler_only() -> None:
     assert step_memory(lambda: None, CPU) == 0
 
 
-def test_out_of_memory_is_told_by_type_and_on_the_host_by_name() -> None:
+def test_out_of_memory_is_recognized_by_type_and_on_the_host_by_message() -> None:
     assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
@@ -73,7 +73,7 @@ def test_what_saves_memory_must_cost_no_speed() -> None:
     even, slower, unsure = Gain(1.0, 0.985, 1.03), Gain(0.97, 0.95, 0.99), Gain(1.0, 0.58, 1.76)
     assert saves_memory(trial(even, 200, 180))
     assert not saves_memory(trial(even, 200, 192))
-    assert not saves_memory(trial(even, 20, 10))  # nobody runs out of that
+    assert not saves_memory(trial(even, 20, 10))  # too little to matter
     assert not saves_memory(trial(slower, 200, 10))
     assert not saves_memory(trial(unsure, 200, 10))
     assert not saves_memory(trial(even, 200, 180, pairs=3))
@@ -83,7 +83,7 @@ def test_what_saves_memory_must_cost_no_speed() -> None:
 
 
 class Eats(OneCandidate):
-    """Its candidate makes the model's forward run out of memory, with something large in its hands."""
+    """Technique whose candidate runs out of memory in the forward while it holds a large tensor."""
 
     def __init__(self) -> None:
         self.held: list[weakref.ref[Any]] = []
@@ -121,7 +121,7 @@ def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
     assert snapshot(model, opt) == before
 
 
-def test_the_report_tells_the_memory_of_a_step(clock: Clock) -> None:
+def test_the_report_shows_the_memory_of_a_step(clock: Clock) -> None:
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=QUICK, budget=1000)
     timed = [t for row in run.report.rows for t in row.trials if t.gain is not None and t.baseline_bytes]

@@ -1,4 +1,4 @@
-"""Techniques that pay in each other's company alone: tried as a pair, kept as two rows."""
+"""Techniques that pay only in combination: tried as a pair, kept as two rows."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class WrongIn16Bits(Attends):
 
 @pytest.fixture
 def tuned(clock):
-    """``tuned(bf16, math, both)``: a run where steps take those seconds; and its rows by technique."""
+    """Function ``tuned(bf16, math, both)`` that returns a run with these seconds per step and its rows by technique."""
     runs = []
 
     def tune(bf16, math, both, model=Attends, **techniques):
@@ -59,7 +59,7 @@ def tuned(clock):
 
 
 def timed(row):
-    """Seconds of a step without and with each candidate."""
+    """Return the seconds per step of baseline and candidate for each trial."""
     return [(round(trial.baseline_ms / 1e3, 2), round(trial.candidate_ms / 1e3, 2)) for trial in row.trials]
 
 

@@ -429,7 +429,7 @@ class Stuck(nn.Module):
         return x
 
 
-def test_restoring_goes_on_past_a_failure():
+def test_restoring_continues_after_a_failure():
     stuck, model = Stuck(), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = snapshot(model, optimizer)

@@ -1,4 +1,4 @@
-"""paired_gain: the median of ratios and its bootstrap interval."""
+"""Median of paired ratios and its bootstrap interval."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_the_interval_holds_the_ratio_and_inverts_with_the_roles(baseline, seed)
         assert paired_gain(candidate, baseline).ratio == pytest.approx(1 / gain.ratio)
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+def test_the_interval_covers_the_truth_about_as_often_as_its_level():
     random = np.random.default_rng(1)
     covered = 0
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""What the rates and times of the report rest on."""
+"""Measurement of the rates and times in the report."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_a_pace_is_of_the_middle_half():
     assert pace_of([lucky, disturbed]).total_ms == pytest.approx(450.5)
 
 
-def test_a_stretch_is_what_its_pace_says(clock):
+def test_the_time_of_a_stretch_matches_its_pace(clock):
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
     took = one.stretch(4, settle=1)
     assert took == pytest.approx(4 * 0.8, rel=1e-2)
@@ -62,7 +62,7 @@ def test_the_loaders_own_rate_is_of_batches_without_steps(clock):
 
 
 class FirstOnesAtOnce(Sampler):
-    """Order of 800 samples. Past the first ones, the next of a worker's samples takes time to draw."""
+    """Order of 800 samples. After the first samples, each index takes time to draw."""
 
     def __init__(self, clock, at_once, seconds):
         self.clock, self.at_once, self.seconds = clock, at_once, seconds
@@ -78,7 +78,7 @@ class FirstOnesAtOnce(Sampler):
 
 def test_what_workers_have_ready_does_not_count(clock):
     data = TensorDataset(torch.ones(800))
-    # Three batches wait, one is taken first. Drawn are as many as are taken, and three more.
+    # Three batches are prefetched, so three more batches are drawn than are taken.
     sampler = FirstOnesAtOnce(clock, at_once=8 * (4 + 3), seconds=0.1)
     one = track(DataLoader(data, batch_size=8, sampler=sampler, num_workers=1, prefetch_factor=3))
     assert one.fewest_alone == 3 + 1 + 1
@@ -144,7 +144,7 @@ def test_the_report_knows_what_trials_kept_and_the_loaders_rate(clock):
     assert summary.notes == ()
 
 
-def test_a_loader_that_cannot_be_rewound_has_a_pace_before_and_after_and_says_what_is_missing(clock):
+def test_a_loader_that_cannot_be_rewound_has_a_pace_before_and_after_and_a_note(clock):
     summary = tuned(DataLoader(Stream(), batch_size=8), TimedStep(clock, fused_pays)).report.summary
     assert summary.before.total_ms == pytest.approx(2000, rel=1e-3)
     assert summary.after.total_ms == pytest.approx(1000, rel=1e-3)
@@ -154,14 +154,14 @@ def test_a_loader_that_cannot_be_rewound_has_a_pace_before_and_after_and_says_wh
     assert any("not-rewindable" in reasons(note) for note in summary.notes)
 
 
-def test_what_is_won_is_told_in_the_order_of_the_trials(clock):
+def test_won_techniques_are_in_the_order_of_the_trials(clock):
     loader = DataLoader(TimedSamples(clock, 0.1), batch_size=8)
     assert tuned(loader, TimedStep(clock, fused_pays)).report.summary.won == ("fused_optimizer", "in_memory")
 
 
-def test_what_is_slower_together_is_taken_back(clock):
+def test_a_technique_that_is_slower_together_is_reverted(clock):
     step = TimedStep(clock, fused_pays)
-    # The race alone reads the loader, whose samples take longer beside the fused optimizer.
+    # Only the race reads the loader, whose samples take longer with the fused optimizer.
     samples = TimedSamples(clock, lambda: 1.0 if step.active else 0.1)
     run = tuned(DataLoader(samples, batch_size=8), step, in_memory=False)
     summary = run.report.summary
@@ -175,8 +175,8 @@ def test_what_is_slower_together_is_taken_back(clock):
     assert summary.after.total_ms == summary.before.total_ms
 
 
-def test_a_loader_that_is_slower_together_is_taken_back_too(clock):
-    """Beside the fused optimizer samples take long to load, and steps on samples in memory take five seconds."""
+def test_a_loader_that_is_slower_together_is_reverted_too(clock):
+    """With the fused optimizer, samples load slowly, and steps on samples in memory take five seconds."""
     reads, is_cached = [0], [False]  # samples since the latest step; whether all were read in one go
 
     def seconds(samples, active):
@@ -198,7 +198,7 @@ def test_a_loader_that_is_slower_together_is_taken_back_too(clock):
     assert run.plan.decisions == {}
     reads[0] = 0
     assert len(list(run.loader)) == 8
-    assert reads[0] == 64  # by the user's own loader
+    assert reads[0] == 64  # by the user's loader
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(900, False), (2000, True)])
@@ -218,7 +218,7 @@ def test_a_race_that_does_not_fit_is_not_made_up(clock, budget, fits):
         assert ("nothing-raced" in reasons(text)) != fits
 
 
-def test_nothing_beyond_the_budget_is_looked_at(clock):
+def test_nothing_beyond_the_budget_is_measured(clock):
     loader = DataLoader(TimedSamples(clock, 0.0), batch_size=8)
     summary = tuned(loader, TimedStep(clock, 2.0), budget=1).report.summary
     assert summary.before.loader_per_second is None
@@ -232,7 +232,7 @@ def test_training_is_the_first_to_run_what_was_gathered_in_a_trial():
         generator = torch.Generator().manual_seed(3)
         return DataLoader(
             data, 8, shuffle=True, generator=generator, num_workers=1, persistent_workers=True
-        )  # workers that stay are given their seed once
+        )  # persistent workers receive their seed once
 
     expected = InMemoryLoader(loader())
     order = [batch[1].tolist() for _ in range(2) for batch in expected]

@@ -23,7 +23,7 @@ def test_the_row_of_a_faster_candidate_has_its_gain() -> None:
     assert len(row.trials) == 2
 
 
-def test_the_row_of_a_candidate_that_is_kept_for_its_memory_says_so() -> None:
+def test_the_row_of_a_candidate_that_is_kept_for_its_memory_has_that_reason() -> None:
     best = trial(EVEN, after=100)
     row = verdict(ROW, [best], best)
     assert (row.status, row.gain, row.memory) == ("kept", EVEN, 0.5)

@@ -1,4 +1,4 @@
-"""Use of one technique on its own: the only file of the tests that knows today's protocol of techniques."""
+"""Use of a single technique. No other test file depends on the internal protocol of techniques."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def step(job: Job, batch: Any) -> Tensor:
 
 
 def count_work(job: Job, batch: Any) -> None:
-    """Count the FLOPs of a step, as ``optimize`` does before it looks at techniques."""
+    """Count the FLOPs of a step, as ``optimize`` does before it considers techniques."""
     job.work(batch)
 
 
 def share_of_flops(job: Job, module: str) -> float | None:
-    """Return the share of a step's FLOPs that a module takes; None where it is not known."""
+    """Return a module's share of a step's FLOPs, or None if the share is unknown."""
     return job.share_of_flops(module)
 
 
-# -- what a technique says about a job -----------------------------------------------------------------------
+# -- applicability of a technique to a job --------------------------------------------------------------------
 
 
 def unable(reason: str) -> Exception:
-    """Return the error with which a candidate says that it cannot serve."""
+    """Return the error that a candidate raises if it cannot be used."""
     return NothingBetter(reason)
 
 
@@ -69,7 +69,7 @@ def refused(work: Callable[[], Any]) -> set[str] | None:
 
 
 def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
-    """Return the reason codes if the technique has nothing to do, to try or to say, else None."""
+    """Return the reason codes if the technique refuses the job, else None."""
     technique = TECHNIQUES[name]
     if isinstance(technique, Advice):
         return refused(lambda: findings(name, job))
@@ -79,7 +79,7 @@ def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
 
 
 def refuses_whatever_else_is_decided(name: str, job: Job) -> bool:
-    """Return whether the technique refuses the job for a reason that no other technique can remove."""
+    """Return True if the technique refuses the job for a reason that no other technique can remove."""
     try:
         TECHNIQUES[name].check(job)
     except NotApplicable as reason:
@@ -88,7 +88,7 @@ def refuses_whatever_else_is_decided(name: str, job: Job) -> bool:
 
 
 def findings(name: str, job: Job, seconds: float = 1.0) -> list[str]:
-    """Return the lines of an advice."""
+    """Return the lines of an advice technique."""
     technique = TECHNIQUES[name]
     assert isinstance(technique, Advice)
     technique.check(job)
@@ -96,7 +96,7 @@ def findings(name: str, job: Job, seconds: float = 1.0) -> list[str]:
 
 
 def candidates(name: str, job: Job, pace: Pace = STARVED) -> list[Candidate]:
-    """Return what the technique would try on this job, most promising first."""
+    """Return the technique's candidates for this job, most promising first."""
     technique = TECHNIQUES[name]
     technique.check(job)
     if isinstance(technique, LoaderTechnique):
@@ -106,7 +106,7 @@ def candidates(name: str, job: Job, pace: Pace = STARVED) -> list[Candidate]:
 
 
 def setup_seconds(name: str, job: Job, pace: Pace) -> float:
-    """Return the estimate of what a candidate takes before its first step."""
+    """Return the estimated setup time of a candidate."""
     technique = TECHNIQUES[name]
     assert isinstance(technique, Measured)
     return technique.setup_estimate(job, pace)
@@ -116,7 +116,7 @@ def setup_seconds(name: str, job: Job, pace: Pace) -> float:
 
 
 class Candidate:
-    """A change to a job that is on inside ``with`` alone; or, of a loader, what makes another one."""
+    """Change to a job, active inside ``with``. A loader's candidate builds another loader instead."""
 
     def __init__(self, switch: Any) -> None:
         self._switch = switch
@@ -131,7 +131,7 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """What finding a loader's candidate showed."""
+        """Sentence in which the tuner explains its choice of a loader's settings."""
         return self._switch.reason
 
     def __enter__(self) -> Candidate:
@@ -142,20 +142,20 @@ class Candidate:
         self._switch.disable()
 
     def end_warmup(self) -> None:
-        """Use from here on only what the calls so far have prepared."""
+        """End the warm-up: later calls use only the code that earlier calls compiled or recorded."""
         self._switch.freeze()
 
     def on_batch(self, batch: Any) -> None:
-        """Show a batch of the training to it."""
+        """Pass a training batch to the candidate."""
         self._switch.saw(batch)
 
     def free(self) -> None:
-        """Free what is kept only for turning it on again."""
+        """Free the memory that only another ``enable`` would need."""
         self._switch.release()
 
     @property
     def stopped(self) -> set[str]:
-        """Reason codes of why it has stopped working; empty while it works."""
+        """Reason codes for which the candidate fell back; empty while it is in use."""
         return _codes(self._switch.why_off) if self._switch.why_off else set()
 
     def make(self) -> Any:
@@ -176,12 +176,12 @@ def forced(name: str, value: Any, job: Job) -> Candidate:
 
 @dataclass
 class Outcome:
-    """What trials of some techniques came to.
+    """Result of the trials of some techniques.
 
     Attributes:
-        rows: by technique.
-        values: those of what was kept, as a plan stores them.
-        loader: what training would iterate.
+        rows: rows of the report by technique.
+        values: values of the kept techniques, as a plan stores them.
+        loader: loader that training would iterate.
     """
 
     rows: dict[str, Row]
@@ -191,12 +191,12 @@ class Outcome:
 
 @contextlib.contextmanager
 def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
-    """Decide about these techniques alone, one after the other; inside, what is kept is on.
+    """Decide about these techniques alone, one after the other. Kept techniques are active inside the block.
 
     Args:
-        names: of the techniques.
-        job: as of ``job_of``; it has batches.
-        budget: as of ``optimize``.
+        names: names of the techniques.
+        job: job from ``job_of`` with batches.
+        budget: as for ``optimize``.
     """
     state = State.capture(job.modules, job.optimizer, job.loader, job.code)
     with state.guarded():
@@ -220,9 +220,9 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
     """Give every trial of a loader the same result.
 
     Args:
-        old: seconds that a stretch takes with the user's loader.
-        new: the same with a candidate.
-        pace: that of the job before any trial.
+        old: seconds per stretch with the user's loader.
+        new: seconds per stretch with a candidate.
+        pace: pace of the job before any trial.
     """
 
     def alternate(*_: Any, **__: Any) -> tuple[list[float], list[float]]:
@@ -234,11 +234,11 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tuned_workers(workers: int, busy: float = 0.0) -> Iterator[None]:
-    """Have the tuner of workers find a given number, where it would measure.
+    """Replace the measurement of the worker tuner by a given result.
 
     Args:
-        workers: what it finds.
-        busy: share of a core that each of them keeps busy.
+        workers: number of workers that the tuner chooses.
+        busy: share of a core that each worker keeps busy.
     """
 
     def tune(loader: Any, step_time: float) -> Tuned:
@@ -262,7 +262,7 @@ def tuned_workers(workers: int, busy: float = 0.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def usable_cores(count: int) -> Iterator[None]:
-    """Have this process so many cores to use."""
+    """Set the number of cores that this process can use."""
     with contextlib.ExitStack() as stack:
         for module in ("data.tuning", "techniques.workers", "techniques.cpu_threads"):
             stack.enter_context(mock.patch(f"flatout.{module}.usable_cores", return_value=count))
@@ -271,7 +271,7 @@ def usable_cores(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cudnn_benchmark_without_a_gpu() -> Iterator[None]:
-    """Have the technique apply to every job."""
+    """Make the technique apply to every job."""
     with mock.patch.object(CudnnBenchmark, "check", return_value=None):
         yield
 
@@ -282,7 +282,7 @@ def cudnn_benchmark_without_a_gpu() -> Iterator[None]:
 def job_under(run: flatout.Run) -> Job:
     """Return the job of a run.
 
-    Nothing public shows it. Tests of graphs put a recorder under a run that is set up already.
+    No public attribute holds the job. Tests of graphs attach a recorder to a run that is already set up.
     """
     return run._job
 
@@ -300,19 +300,19 @@ def recorder_of(run: flatout.Run) -> Rerun:
 def rates_of(candidate: Candidate) -> list[Tensor]:
     """Return the learning rates that recorded updates read.
 
-    Nothing public shows when they are written: a rate that is written too often gives the same weights.
+    No public attribute shows when the rates are written: too many writes give the same weights.
     """
     return candidate._switch.whole_step._constants.rates._slots
 
 
 def change_setting(run: flatout.Run, **settings: Any) -> None:
-    """Change what a recorded step has as a constant and no public call changes, such as ``max_grad_norm``."""
+    """Change settings that recorded steps hold as constants and no public call changes, such as ``max_grad_norm``."""
     for name, value in settings.items():
         setattr(job_under(run), name, value)
 
 
 def change_loss(run: flatout.Run, factor: float) -> None:
-    """Have steps compute a multiple of the loss, as a technique that replaces the loss would."""
+    """Multiply the loss of every step, as a technique that replaces the loss would."""
     job = job_under(run)
     job.compiled_loss = lambda batch: factor * job.loss(batch)
 
@@ -321,7 +321,7 @@ class Recorders(list[Rerun]):
     """Recorders that the technique has made.
 
     Attributes:
-        error: of those that it makes from here on.
+        error: error of all later recorders; None for none.
     """
 
     error: Exception | None = None
@@ -329,7 +329,7 @@ class Recorders(list[Rerun]):
 
 @contextlib.contextmanager
 def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
-    """Have the technique record steps on the CPU, by their functions; yields the recorders that it makes."""
+    """Make the technique record steps on the CPU as functions. Yield the recorders that it makes."""
     made = Recorders()
 
     def candidates(self: CudaGraph, job: Job) -> list[GraphSwitch]:
@@ -346,11 +346,11 @@ def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
         yield made
 
 
-# -- which way a call went -----------------------------------------------------------------------------------
+# -- eager and compiled calls --------------------------------------------------------------------------------
 
 
 class PythonCalls:
-    """Number of times that Python ran a function inside ``with``: compiled and scripted calls do not count."""
+    """Count of the eager calls of a function inside ``with``. Compiled and scripted calls do not count."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.count = 0

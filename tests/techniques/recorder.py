@@ -1,4 +1,4 @@
-"""Recordings of steps on the CPU, for tests of what CUDA graphs replay."""
+"""Emulation of CUDA graphs on the CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flatout.measure.state import State
 
 
 class Rerun:
-    """Records a step by its function: a recording changes nothing, and a replay writes into the same tensors.
+    """Recorder that keeps a step as a function. Recording changes no state; replaying writes to the same tensors.
 
     Attributes:
         recorded: recordings made so far.
         replayed: replays so far.
-        eager: steps of signatures that may be recorded later, run as they are.
-        given_back: how often the memory of all recordings was freed.
-        error: raised by recordings and replays; None: they work.
+        eager: eager steps whose signatures may be recorded later.
+        given_back: number of times that the memory of all recordings was freed.
+        error: error that recordings and replays raise; None for none.
     """
 
     def __init__(self, job: Any) -> None:
@@ -45,7 +45,7 @@ class Rerun:
         finally:
             begun = {p: entry for p, entry in optimizer.state.items() if p not in known}
             state.restore()
-            optimizer.state.update(begun)  # what the host has begun stays, without its numbers
+            optimizer.state.update(begun)  # entries that the host has created stay, with their values reset
             for scale, value in scales:
                 scale.copy_(value)
         if self.error is not None:
@@ -66,9 +66,9 @@ class Rerun:
         return replay, result
 
     def unseen(self, work: Callable[[], Any]) -> Any:
-        """Do the work as a device does it: what the host keeps of a step stays as it was.
+        """Do the work as a device does: the host's own state of a step is unchanged.
 
-        The scaler's ``last_step_skipped`` has no public setter, and only the host's part of a step may change it.
+        The scaler's ``last_step_skipped`` has no public setter, and only the host may change it.
         """
         model, scaler = self.job.model, self.job.scaler
         parameters: tuple[Tensor, ...] = tuple(model.parameters())

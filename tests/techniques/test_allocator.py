@@ -1,4 +1,4 @@
-"""Expandable segments are advised where shapes vary on a GPU, and nowhere else."""
+"""Advice to use expandable segments: only on a GPU with varying shapes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.techniques.harness import findings, refusal
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Statistics of an allocator on a GPU; the retries may be changed."""
+    """Statistics of a GPU allocator. Tests may change the number of retries."""
     stats = {"num_alloc_retries": 0}
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)

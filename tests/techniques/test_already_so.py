@@ -1,4 +1,4 @@
-"""A forced technique that the job already has is no error."""
+"""Forced techniques that the job already uses."""
 
 from __future__ import annotations
 

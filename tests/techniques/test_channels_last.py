@@ -1,4 +1,4 @@
-"""Weights change their strides and nothing else; what breaks on the new strides is found out before training."""
+"""Change of weights to channels-last strides, and rejection of models that fail on the new strides."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_off_is_exactly_as_before_storage_included(warm):
 
 
 def test_the_format_reaches_weights_that_are_the_same_memory_in_both():
-    """The strides of a grey image's first weights, or of 1x1 kernels, tell a convolution what to give on."""
+    """A convolution chooses its output format by strides, also for one input channel or a 1x1 kernel."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1))
     image = torch.randn(2, 1, 5, 5)
     (candidate,) = candidates("channels_last", job_of(model))
@@ -123,5 +123,5 @@ def test_a_view_that_only_evaluation_takes_is_found_out(clock):
     assert "view" in row.trials[0].failure  # torch's message
 
 
-def test_models_without_convolutions_are_told_so():
+def test_models_without_convolutions_have_a_reason():
     assert "no-convolutions" in refusal("channels_last", job_of(nn.Linear(4, 2)))

@@ -1,4 +1,4 @@
-"""The compiled call: compiled for the inputs of the trial, plain for all others, gone when switched off."""
+"""Compiled calls: compiled for the inputs of the trial, eager for all others, reverted when disabled."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def repeat(times, work):
 
 @pytest.fixture
 def linear(compiler):
-    """A layer whose call is compiled, and the candidate that does it."""
+    """Layer whose call is compiled, and its candidate."""
     model = nn.Linear(4, 2)
     with forced("compile", True, job_of(model)) as candidate:
         yield model, candidate
@@ -80,7 +80,7 @@ def test_the_mode_is_part_of_what_was_compiled(linear, compiler):
     assert compiler.runs == 2
 
 
-def test_one_kind_of_call_that_training_goes_on_with_is_learnt(linear, compiler):
+def test_one_repeated_kind_of_call_is_compiled_later(linear, compiler):
     model, candidate = linear
     candidate.end_warmup()
     repeat(RELEARN_AFTER, lambda: model(torch.ones(8, 4)))
@@ -119,7 +119,7 @@ def test_sizes_that_begin_to_vary_in_training_are_learnt(linear, compiler):
     assert not candidate.stopped
 
 
-def test_a_call_tuned_under_inference_mode_serves_under_no_grad_and_for_inference_tensors(compiler):
+def test_a_call_tuned_under_inference_mode_works_under_no_grad_and_for_inference_tensors(compiler):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(8, 4)
     expected = model(x)
@@ -161,7 +161,7 @@ def test_flips_a_tail_batch_and_a_schedule_do_not_trip_the_watchdog(compiler):
 # -- on and off ----------------------------------------------------------------------------------------------
 
 
-def test_switching_leaves_nothing_behind(compiler):
+def test_switching_leaves_no_trace(compiler):
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     keys, names, x = list(model.state_dict()), set(vars(model)), torch.randn(8, 4)
     candidate = forced("compile", True, job_of(model))
@@ -268,7 +268,7 @@ def test_models_that_come_compiled_are_accepted_and_left_alone(make, fact):
     ("variable", "value", "code"),
     [("CXX", "no-such-compiler", "no-compiler"), ("TORCHDYNAMO_DISABLE", "1", "compile-disabled")],
 )
-def test_a_machine_that_cannot_compile_is_told_so_without_a_trial(variable, value, code, monkeypatch):
+def test_a_machine_that_cannot_compile_gets_a_reason_without_a_trial(variable, value, code, monkeypatch):
     assert refusal("compile", job_of(nn.Linear(4, 2))) is None
     monkeypatch.setenv(variable, value)
     assert code in refusal("compile", job_of(nn.Linear(4, 2)))
@@ -276,7 +276,7 @@ def test_a_machine_that_cannot_compile_is_told_so_without_a_trial(variable, valu
 
 @pytest.fixture
 def triton(monkeypatch):
-    """A machine with the package that GPU code is written in; nothing here imports it."""
+    """Make Triton findable. No test imports it."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else find_spec(name, *rest)
@@ -342,7 +342,7 @@ def test_a_compiler_that_fails_is_a_rejection_with_its_reason(compiler):
 
 
 class Counting(nn.Linear):
-    """An integer in Python that every step changes: Dynamo compiles for each value."""
+    """Layer with a Python integer that every step changes, so that Dynamo recompiles for each value."""
 
     def __init__(self):
         super().__init__(4, 2)
@@ -605,7 +605,7 @@ def test_where_no_step_computes_a_loss_of_the_users_the_model_is_compiled(model,
 
 
 class Unlisted:
-    """What no signature looks into."""
+    """Batch class whose fields no signature includes."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -670,7 +670,7 @@ def test_the_modes_of_model_and_loss_are_part_of_what_was_compiled(compiler):
     assert (len(compiler.graphs), compiler.runs) == (1, 2)
 
 
-def test_a_counter_around_the_model_hears_of_every_step(compiler):
+def test_a_counter_around_the_model_counts_every_step(compiler):
     model = Net()
     job = trained_job(model=model)
     with forced("compile", True, job):
@@ -702,7 +702,7 @@ def test_losses_that_break_the_graph_train_and_do_not_use_up_each_others_compila
         assert compiler.runs > before[1]
 
 
-def test_a_loss_that_fails_compiled_goes_on_plain(compiler):
+def test_a_loss_that_fails_compiled_continues_eagerly(compiler):
     job = trained_job()
     with forced("compile", True, job) as candidate:
         step(job, BATCH)

@@ -1,4 +1,4 @@
-"""The number of threads is tried, kept and given back."""
+"""Number of CPU threads: trials, kept values and reverts."""
 
 import pytest
 import torch

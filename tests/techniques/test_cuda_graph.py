@@ -1,4 +1,4 @@
-"""The whole step as a graph: what is replayed, what is not, and that no number tells which way a step went."""
+"""Steps as graphs: which steps are replayed, and bit-identical results of replayed and eager steps."""
 
 import copy
 import gc
@@ -66,7 +66,7 @@ OPTIMIZERS = {
 
 
 class Pair:
-    """The same training twice: eagerly, and with a graph where one serves."""
+    """Two identical trainings: one eager, one with a graph where possible."""
 
     def __init__(self, optimizer=adamw, schedule=None, changes=FUSED, **settings):
         self.runs = []
@@ -101,7 +101,7 @@ class Pair:
             change(run)
 
     def step(self, batch):
-        """A step of both; everything that shows has the same bits afterwards."""
+        """Step both trainings and check that their visible states are bit-identical."""
         losses = []
         for i, run in enumerate(self.runs):
             torch.set_rng_state(self.random[i])
@@ -190,7 +190,7 @@ def test_gradients_that_somebody_holds_are_not_written_by_eager_steps():
     assert all(p.grad is grad for p, grad in zip(pair.runs[1].model.parameters(), held, strict=True))
 
 
-def test_gradients_that_no_update_uses_up_go_on_growing():
+def test_gradients_that_no_update_uses_keep_accumulating():
     pair = Pair(lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1))
     pair.train(*[16] * (WARM_UP + 4))
     assert pair.recorder.replayed == 4
@@ -306,7 +306,7 @@ def optimizer_hook(run, calls):
 
 
 class Patched:
-    """A step of the user's own around the optimizer's."""
+    """Hook that wraps ``optimizer.step``."""
 
     def __init__(self, run, calls):
         self.optimizer, step = run.optimizer, run.optimizer.step
@@ -317,7 +317,7 @@ class Patched:
 
 
 @pytest.mark.parametrize("hook", [module_hook, gradient_hook, accumulated_hook, optimizer_hook, Patched])
-def test_whoever_listens_is_told_of_every_step(hook):
+def test_hooks_are_called_in_every_step(hook):
     pair = Pair().warmed()
     calls = []
     handle = hook(pair.runs[1], calls)
@@ -413,7 +413,7 @@ def test_a_replay_shows_in_the_version_of_what_it_writes():
         loss.backward()
 
 
-def test_fp16_scaling_goes_on_and_says_what_it_skipped():
+def test_fp16_scaling_continues_and_reports_skipped_steps():
     pair = Pair(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), changes=FUSED | {"precision": "fp16"})
     huge = [(x * 3e4, y) for x, y in batches_of(16)]
     skipped = []
@@ -508,7 +508,7 @@ def test_a_mistake_of_the_users_own_stays_theirs():
 
 
 class Late(nn.Module):
-    """A parameter that has its first gradient while the step is recorded."""
+    """Model whose second layer has its first gradient during the recording."""
 
     def __init__(self):
         super().__init__()
@@ -552,7 +552,7 @@ def test_the_warmup_steps_eagerly_and_captures_at_once_and_raises_what_goes_wron
         assert "waits-for-device" in refused(lambda: run.step(batches_of(5)[0]))
         assert not candidate.stopped
     state.restore()
-    pair.train(16, 16)  # nothing of the step that failed is left, such as a batch that waits for its update
+    pair.train(16, 16)  # the failed step leaves no state, such as a batch that waits for its update
 
 
 def test_graphs_that_are_freed_leave_gradients_of_their_own_and_come_again():
@@ -585,7 +585,7 @@ def test_the_candidate_does_not_keep_the_model_alive():
 
 
 class Tokens(dict):
-    """A mapping of its own kind, as tokenizers make them."""
+    """Subclass of dict, as tokenizers return."""
 
 
 def test_signatures_are_all_of_a_batch_but_its_numbers():
@@ -660,7 +660,7 @@ def test_inputs_are_copies_that_no_batch_of_the_callers_is():
 
 @pytest.fixture
 def recorders():
-    """The technique as on a GPU, with recordings that are made of functions."""
+    """Technique as on a GPU, with recordings emulated on the CPU."""
     with cuda_graph_without_a_gpu() as made:
         yield made
 

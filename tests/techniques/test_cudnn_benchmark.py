@@ -1,4 +1,4 @@
-"""The flag, the key that makes it count, and the watch that turns it off when shapes vary."""
+"""cuDNN's benchmark flag, and the watch that disables it when shapes vary."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from tests.techniques.harness import candidates, count_work, cudnn_benchmark_wit
 
 @pytest.fixture
 def applies():
-    """The flag exists without a GPU: what turns it needs none."""
+    """Make the technique apply, because the flag can be set without a GPU."""
     with cudnn_benchmark_without_a_gpu():
         yield
 
@@ -133,7 +133,7 @@ def tuned(batches, own_loop):
 @pytest.mark.usefixtures("applies")
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_varying_shapes_turn_it_off_with_one_warning(own_loop):
-    """pytorch #2759: each new input size is searched for, and training crawls."""
+    """pytorch #2759: cuDNN benchmarks each new input size, which slows training down."""
     run, epoch = tuned([batch(16) if i < 4 else batch(8 + i) for i in range(40)], own_loop)
     assert run.report.row("cudnn_benchmark").status == "kept"
     assert cudnn.benchmark

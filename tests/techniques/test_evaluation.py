@@ -1,4 +1,4 @@
-"""An evaluation loop that tracks gradients for nothing gets one warning, at its line; a training never does."""
+"""Warning about gradients in evaluation loops: once, with the line, and never in training."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def evaluate(model, times=10):
 
 
 def warned(work):
-    """Return the warnings that the remedy is in."""
+    """Return the warnings that recommend ``torch.inference_mode``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
@@ -43,7 +43,7 @@ def own_loop(techniques=QUICK):
 
 
 @pytest.mark.parametrize("techniques", [QUICK, FORCED_IN_OWN_LOOP], ids=["plain", "autocast"])
-def test_it_is_said_once_with_the_line(techniques):
+def test_the_warning_comes_once_with_the_line(techniques):
     model, _, _ = own_loop({k: v for k, v in techniques.items() if k not in ("fused_optimizer", "in_memory")})
     (said,) = warned(lambda: [evaluate(model) for _ in range(3)])
     assert f"{Path(said.filename).name}:{said.lineno}" == line_of(evaluate, "model(X)")
@@ -58,21 +58,21 @@ def without_gradients(model):
 
 
 def in_eval_mode(model):
-    """Fine-tuning with frozen statistics."""
+    """Fine-tune with frozen statistics."""
     model.eval()
     for _ in range(10):
         functional.cross_entropy(model(X), Y).backward()
 
 
 def late(model):
-    """One backward for many forwards."""
+    """Run one backward for many forwards."""
     model.eval()
     for _ in range(3):
         sum(model(X).sum() for _ in range(10)).backward()
 
 
 def through_the_input(model):
-    """An adversarial attack."""
+    """Compute gradients of the input, as an adversarial attack does."""
     model.eval().requires_grad_(False)
     for _ in range(10):
         x = X.clone().requires_grad_()
@@ -90,7 +90,7 @@ def written_into(model):
 
 
 def now_and_then(model):
-    """Fewer than it takes to be sure, between steps that are trained on."""
+    """Run fewer forwards than a warning takes between training steps."""
     for _ in range(5):
         evaluate(model, SURE_AFTER - 1)
         model(X).sum().backward()
@@ -105,7 +105,7 @@ def test_what_is_used_is_not_complained_about(use):
     assert warned(lambda: use(model)) == []
 
 
-def test_train_mode_is_not_looked_at():
+def test_train_mode_is_ignored():
     model, _, _ = own_loop()
     model.train()
     assert warned(lambda: [model(X) for _ in range(10)]) == []
@@ -139,7 +139,7 @@ def test_nothing_is_attached_where_the_run_evaluates():
 
 
 class Flagged(torch.autograd.Function):
-    """A node whose context holds an object that a weak reference can follow."""
+    """Autograd function whose context holds an object that a weak reference can follow."""
 
     @staticmethod
     def forward(ctx, x, held):

@@ -1,4 +1,4 @@
-"""A long full collection within an epoch is the last long one; afterwards all is as before."""
+"""Garbage collection: no second long pause in an epoch, and Python's settings restored."""
 
 import gc
 
@@ -21,7 +21,7 @@ def as_before():
 
 @pytest.fixture
 def collections(clock):
-    """A clock on which each collection takes ``collections.seconds``: by default 20 ms, which is long."""
+    """Simulated duration of each collection, in ``collections.seconds``: by default 20 ms, which is long."""
 
     def pass_time(phase, _):
         if phase == "stop":
@@ -41,7 +41,7 @@ def loader_of(own_loop=True):
 
 @pytest.fixture
 def epoch(collections):
-    """The batches of an epoch in which nothing was set aside yet."""
+    """Iterator over an epoch in which no object is frozen yet."""
     batches = iter(loader_of())
     next(batches)
     yield batches

@@ -1,4 +1,4 @@
-"""Row 13: what serves a job's data from memory, and the batches that it makes."""
+"""Row 13: data in memory, and the batches made from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.techniques.harness import candidates, forced, refusal, refused, setup
 
 
 class Decoded(Dataset):
-    """Says in shared memory how often each sample was made."""
+    """Dataset that counts in shared memory how often each sample is made."""
 
     def __init__(self, extra=lambda: 0.0):
         self.extra = extra

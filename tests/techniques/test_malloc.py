@@ -1,4 +1,4 @@
-"""Freed memory is kept by malloc, and given back as before with the settings that glibc had come to."""
+"""malloc settings that keep freed memory, and their revert to glibc's own values."""
 
 import subprocess
 import sys
@@ -26,10 +26,10 @@ def optimized() -> flatout.Run:
 
 
 def in_another_process(script: str) -> None:
-    """Run a script in a heap of its own, which has been through little.
+    """Run a script in a new process, whose heap holds few objects.
 
-    Thresholds that were set once glibc moves no more, and one more object may be in the way of a block. So the scripts
-    import no more than what sets malloc.
+    glibc stops adapting a threshold that was set once, and any object may keep a block from being freed. Therefore, the
+    scripts import only the module that sets malloc.
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 

@@ -1,4 +1,4 @@
-"""Layers whose sizes tensor cores cannot use fully, by name."""
+"""Names of the layers whose sizes underuse tensor cores."""
 
 import re
 
@@ -15,7 +15,7 @@ from tests.techniques.harness import count_work, findings, refusal, share_of_flo
 
 
 class Gpt(nn.Module):
-    """nanoGPT's shape, small."""
+    """Small model with the layers of nanoGPT."""
 
     def __init__(self, vocabulary=257, width=32):
         super().__init__()
@@ -96,14 +96,14 @@ def test_layers_in_their_own_dtype():
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    """A GPU that has them."""
+    """Simulated GPU with tensor cores."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
 @pytest.mark.usefixtures("tensor_cores")
 def test_the_findings_are_about_layers_that_matter():
     model = Gpt().bfloat16()
-    model.extra = nn.Linear(3, 1).bfloat16()  # odd, and nothing
+    model.extra = nn.Linear(3, 1).bfloat16()  # odd, but negligible
 
     def loss(m, b):
         return m(b).float().mean() + m.extra(torch.ones(3, dtype=torch.bfloat16)).sum()
@@ -117,7 +117,7 @@ def test_the_findings_are_about_layers_that_matter():
 
 
 @pytest.mark.usefixtures("tensor_cores")
-def test_a_model_that_suits_is_told_so():
+def test_a_model_without_odd_sizes_gets_no_advice():
     assert "sizes-suit" in refusal("multiples_of_8", job_of(Gpt(264).bfloat16(), device="cuda"))
 
 

@@ -1,4 +1,4 @@
-"""Another attention kernel: asked for in an order, tried where it can serve, put back exactly."""
+"""Attention kernels: their order of preference, trials and exact reverts."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_a_forced_kernel_is_on_until_undo():
 
 
 class Direct(nn.Module):
-    """In inference MultiheadAttention has a path of its own that calls no attention kernel."""
+    """Attention without MultiheadAttention, whose inference path calls no attention kernel."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_kernel_that_the_user_has_turned_off_stays_off():
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_models_without_attention_are_told_so(counted):
+def test_models_without_attention_have_a_reason(counted):
     batch = torch.randn(4, 8), torch.randint(0, 3, (4,))
     job = job_of(Net(), [batch], loss_fn=functional.cross_entropy)
     if counted:

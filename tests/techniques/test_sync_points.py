@@ -1,4 +1,4 @@
-"""Lines of model and loss that would make Python wait are named, and nothing else is."""
+"""Names of the lines in model and loss that would synchronize with a GPU."""
 
 import re
 
@@ -91,7 +91,7 @@ def test_lines_of_the_loss_and_of_a_backward_are_named():
 
 
 @pytest.mark.parametrize("form", ["run", "own loop", "inference"])
-def test_every_form_is_looked_at(form):
+def test_every_form_is_checked(form):
     model = Waits().train(form != "inference")
     settings = {
         "run": {"optimizer": torch.optim.Adam(model.parameters()), "loss_fn": functional.cross_entropy},
@@ -108,14 +108,14 @@ def test_torch_and_flatout_themselves_are_not_named():
     assert "no-waits" in refusal("sync_points", small_job(model, **form))
 
 
-def test_waits_of_torchs_own_modules_are_not_said_of_the_line_that_asked():
+def test_waits_of_torchs_own_modules_are_not_reported_for_the_calling_line():
     model = nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3, 6], 2.0)  # which looks for non-zero elements
     batches = [{"input_": torch.randn(16, 8), "target_": torch.randint(0, 10, (16,))} for _ in range(2)]
     opt = torch.optim.SGD(model.parameters(), 0.01)
     assert "no-waits" in refusal("sync_points", job_of(model, batches, optimizer=opt))
 
 
-def test_optimize_says_it_in_a_row_and_looking_leaves_no_trace():
+def test_optimize_reports_it_in_a_row_without_side_effects():
     torch.manual_seed(0)
     model = Waits()
     opt = torch.optim.Adam(model.parameters(), 0.01)

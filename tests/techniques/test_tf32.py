@@ -1,4 +1,4 @@
-"""TF32 is turned on and off in both of torch's vocabularies, and stands back behind whoever has chosen."""
+"""TF32 in both of torch's APIs. The user's own setting takes precedence."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
 
 
 def fresh():
-    """As torch starts."""
+    """Set precisions to torch's defaults."""
     for module in (torch.backends.cudnn, torch.backends):
         module.fp32_precision = "none"
     torch.backends.cudnn.allow_tf32 = True
@@ -111,7 +111,7 @@ def test_state_restores_what_a_trial_turned(names, broken_off):
 
 @pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize("name", ["highest", "forbid", "matmul ieee", "cudnn ieee", "all ieee", "cudnn off"])
-def test_a_precision_chosen_by_hand_stands(name):
+def test_a_precision_set_by_the_user_is_kept(name):
     assert [candidate.label for candidate in candidates("tf32", on_gpu())] == ["tf32"]
     SETTINGS[name]()
     assert "set-by-user" in refusal("tf32", on_gpu())

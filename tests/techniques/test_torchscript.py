@@ -1,4 +1,4 @@
-"""TorchScript stands in for the model where it was shown to do the same, and steps aside everywhere else."""
+"""TorchScript: used where its results match the eager model, and eager calls everywhere else."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = [
 
 
 def unheard(work: Callable[[], Any]) -> Any:
-    """As models do whose authors know of the tracer's warnings, and do not want to."""
+    """Suppress the tracer's warnings, as some models do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return work()
 
 
 class Branch(nn.Linear):
-    """What a trace loses."""
+    """Layer with a data-dependent branch, which a trace loses."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.linear(x, self.weight, self.bias)
@@ -47,7 +47,7 @@ class Branch(nn.Linear):
 
 
 class HiddenBranch(nn.Linear):
-    """The same with no warning."""
+    """Layer with a data-dependent branch that the tracer does not warn about."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -55,7 +55,7 @@ class HiddenBranch(nn.Linear):
 
 
 class FirstIsLargest(nn.Linear):
-    """A branch that only another order of the inputs takes."""
+    """Layer whose other branch needs another order of the samples."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -63,7 +63,7 @@ class FirstIsLargest(nn.Linear):
 
 
 class Loop(nn.Linear):
-    """A trace repeats it as often as the batch that it was traced with had samples."""
+    """Layer with a loop over samples, whose length a trace makes constant."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -73,7 +73,7 @@ class Loop(nn.Linear):
 
 
 class OnlyInEval(nn.Linear):
-    """Training shows nothing of its branch."""
+    """Layer with a branch in eval mode only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -92,7 +92,7 @@ def optimize(model: nn.Module, value: Any = True, **changes: Any) -> Any:
 
 
 def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call the model as its author wrote it: copies leave TorchScript behind."""
+    """Call the model eagerly: a copy of the model does not use TorchScript."""
     return copy.deepcopy(model)(x)
 
 
@@ -324,7 +324,7 @@ def test_it_is_tried_where_every_trial_of_compile_failed(compiler: Any, clock: C
     assert [trial.candidate for trial in outcome.rows["torchscript"].trials] == ["script"]
 
 
-def test_it_is_left_alone_where_compile_serves_and_in_a_loop_of_ones_own() -> None:
+def test_it_is_refused_where_compile_works_and_in_the_users_own_loop() -> None:
     model, _, opt = make_job()
     assert {"deprecated", "superseded-by-compile"} <= (refusal("torchscript", job_of(model, optimizer=opt)) or set())
     assert "own-loop" in (refusal("torchscript", job_of(model)) or ())
@@ -400,7 +400,7 @@ def test_tied_and_repeated_modules_are_followed() -> None:
 
 
 class Breakable(nn.Linear):
-    """Fails in TorchScript alone, once its buffer says so."""
+    """Layer that fails only in TorchScript, once its buffer is set."""
 
     def __init__(self) -> None:
         super().__init__(8, 3)
@@ -412,7 +412,7 @@ class Breakable(nn.Linear):
         return functional.linear(x, self.weight, self.bias)
 
 
-def test_a_failure_while_training_falls_back_and_says_why() -> None:
+def test_a_failure_while_training_falls_back_with_a_reason() -> None:
     model, x = Breakable(), torch.randn(16, 8)
     with forced("torchscript", "script", job_of(model)) as candidate:
         model(x)

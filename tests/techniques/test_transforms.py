@@ -1,4 +1,4 @@
-"""The advice row: what it says, when it says nothing, and that looking leaves no trace."""
+"""Advice about slow transforms: its text, its limits, and no side effects."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.techniques.harness import findings, refusal
 
 
 class Scaled(SlowSamples):
-    """Samples of which torch operations take nearly all the time."""
+    """Samples that spend nearly all their time in torch operations."""
 
     def __getitem__(self, i):
         return torch.from_numpy(np.full(100_000, i, np.float32)).mul(2).sub(1), i % 3
@@ -44,7 +44,7 @@ def row_of(loader, **options):
     return run.report.row("transforms")
 
 
-def test_work_for_the_device_is_told_by_file_and_line():
+def test_work_for_the_device_is_reported_with_file_and_line():
     finding, advice = findings("transforms", over(DataLoader(Scaled(), 8, shuffle=True)))
     assert line_of(Scaled.__getitem__, "mul(2)") in finding
     assert "(mul, sub)" in finding
@@ -52,7 +52,7 @@ def test_work_for_the_device_is_told_by_file_and_line():
 
 
 class Broken(SlowSamples):
-    """Trained on by keys that are not the numbers from 0 on."""
+    """Dataset whose valid keys begin at 64."""
 
     def __len__(self):
         return 128
@@ -83,7 +83,7 @@ def test_samples_in_memory_are_left_alone():
     assert "samples-in-memory" in reasons(row)
 
 
-def test_nothing_is_looked_at_with_no_budget_with_a_plan_or_when_forbidden():
+def test_nothing_is_analyzed_with_no_budget_with_a_plan_or_when_forbidden():
     loader = DataLoader(Scaled(), 8)
     forbidden = row_of(loader, techniques={"transforms": False})
     assert (forbidden.status, forbidden.trials) == ("not tried", ())
@@ -115,7 +115,7 @@ def test_it_takes_a_twentieth_of_the_budget_at_most(clock):
     assert " 0.2 s" in row.why
 
 
-def test_optimize_says_it_in_a_row_and_looking_leaves_no_trace():
+def test_optimize_reports_it_in_a_row_without_side_effects():
     class Random(Scaled):
         def __getitem__(self, i):
             return super().__getitem__(i)[0][:8] + torch.rand(8), i % 3

@@ -1,4 +1,4 @@
-"""Row 2: what the tuner finds is tried on real steps, kept, planned and explained."""
+"""Row 2: trials of the tuner's workers on real steps, plans and explanations."""
 
 import re
 import time
@@ -30,7 +30,7 @@ FED = Pace(step_ms=10.0, load_ms=0.01, samples_per_second=100.0)
 
 
 class Numbers(Dataset):
-    """A sample says its number, and which worker made it: -1 is the training process."""
+    """Samples that hold their number and the worker that made them. The training process is -1."""
 
     def __len__(self):
         return 64
@@ -67,7 +67,7 @@ def numbers_of(loader):
 # -- what there is to try ------------------------------------------------------------------------------------
 
 
-def test_the_tuner_says_what_to_try():
+def test_the_candidate_is_the_tuners_choice():
     loader = DataLoader(Numbers(), 4)
     with tuned_workers(6):
         (found,) = candidates("workers", over(loader))  # loading keeps no core busy
@@ -96,7 +96,7 @@ def test_nothing_is_tried_where_the_user_has_what_the_tuner_finds():
         assert "loader-keeps-up" in refusal("workers", over(DataLoader(Numbers(), 4)))
 
 
-def test_a_loader_that_is_right_is_left_alone_and_the_row_says_why():
+def test_a_loader_with_good_settings_is_unchanged_and_the_row_explains_it():
     pace = Pace(1e4, 200.0, 1.0)
     loader = DataLoader(SlowSamples(), 4)
     assert "loading-negligible" in refusal("workers", over(loader), pace)
@@ -106,9 +106,9 @@ def test_a_loader_that_is_right_is_left_alone_and_the_row_says_why():
     assert "loading-negligible" in reasons(row)
 
 
-def test_an_error_while_tuning_is_a_reason_to_do_without():
+def test_an_error_while_tuning_rejects_workers():
     class Breaking(SlowSamples):
-        """Breaks on the second epoch, which is the tuner's."""
+        """Dataset that fails in the second epoch, which the tuner reads."""
 
         reads = 0
 
@@ -168,9 +168,9 @@ def test_a_plan_makes_the_same_loader(tmp_path):
     assert workers_of(again.loader) == workers_of(run.loader) == {0, 1}
 
 
-def test_oversubscription_is_lowered_where_it_makes_nothing_slower_and_the_row_says_why():
+def test_oversubscription_is_reduced_if_that_costs_no_speed_and_the_row_explains_it():
     class Working(Dataset):
-        """A sample keeps a core busy for 5 ms."""
+        """Samples that keep a core busy for 5 ms each."""
 
         def __len__(self):
             return 64
@@ -280,7 +280,7 @@ def test_the_users_other_settings_stay():
 
 
 class Stream(IterableDataset):
-    """Each sample is seen once, whatever is iterated how often."""
+    """Stream that yields each sample once over all iterators."""
 
     def __init__(self, n):
         self.left = iter(range(n))
@@ -291,11 +291,11 @@ class Stream(IterableDataset):
 
 
 class Subclassed(DataLoader):
-    """What libraries make of a DataLoader: not known to be rewindable."""
+    """Subclass of DataLoader, as libraries define. flatout does not know that it is rewindable."""
 
 
 class Shuffled(Sampler):
-    """A sampler with a position of its own: each index is named once."""
+    """Sampler that keeps its position and yields each index once."""
 
     def __init__(self, n):
         self.left = iter(torch.randperm(n).tolist())
