@@ -368,7 +368,7 @@ def test_auto_names_the_loader_that_cannot_be_rebuilt(loader):
     assert "loader-not-resizable" in reasons(row)
 
 
-def test_a_model_that_knows_one_size_keeps_it(steps_take):
+def test_a_model_with_a_fixed_batch_size_keeps_it(steps_take):
     class Rigid(nn.Module):
         def forward(self, x):
             return x.view(4, 6)

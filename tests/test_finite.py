@@ -231,7 +231,7 @@ def test_a_gpu_is_asked_for_every_fiftieth_loss_while_all_is_well(delay: int, de
         (5, 63),  # 51 arrives in step 56; then 56, 57 and 58 arrive in 61, 62 and 63
     ],
 )
-def test_what_arrives_late_is_counted_from_the_first_bad_step_that_was_read(
+def test_late_losses_are_counted_from_the_first_bad_step_that_was_read(
     delay: int, raised_at: int, device: Device
 ) -> None:
     device.delay = delay
@@ -240,7 +240,7 @@ def test_what_arrives_late_is_counted_from_the_first_bad_step_that_was_read(
     assert device.step == raised_at
 
 
-def test_bad_steps_with_finite_ones_between_them_are_not_counted_together(device: Device) -> None:
+def test_bad_steps_between_finite_ones_are_not_counted_together(device: Device) -> None:
     device.delay = 3
     with pytest.warns(RuntimeWarning):
         device.watch(2, [math.nan if step % 3 == 1 else 1.0 for step in range(1, 400)])
@@ -311,11 +311,11 @@ def test_elements_are_finite_or_not_in_every_layout_and_dtype(converted: Callabl
     "converted",
     [lambda x: torch.arange(3), lambda x: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)],
 )
-def test_what_is_no_float_is_finite(converted: Callable[[Tensor], Any]) -> None:
+def test_other_dtypes_than_floats_are_finite(converted: Callable[[Tensor], Any]) -> None:
     assert "loss-not-finite" in reasons(diagnosis_of(Converts(converted)))
 
 
-def test_what_a_forward_makes_infinite_between_modules_is_named_by_its_own_module() -> None:
+def test_an_infinity_between_modules_is_named_by_the_enclosing_module() -> None:
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()

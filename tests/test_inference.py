@@ -47,7 +47,7 @@ def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None
     assert type(model) is Net
 
 
-def test_its_steps_are_forwards_alone(loader: DataLoader) -> None:
+def test_its_steps_are_only_forwards(loader: DataLoader) -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
     class Watched(nn.Linear):

@@ -67,7 +67,7 @@ WHAT_WAS_ASKED_FOR = {
 
 
 @pytest.mark.parametrize("asked", WHAT_WAS_ASKED_FOR.values(), ids=WHAT_WAS_ASKED_FOR)
-def test_what_a_plan_was_made_with_may_be_asked_for_again(tmp_path: Path, asked: Any) -> None:
+def test_arguments_that_match_the_plan_are_accepted(tmp_path: Path, asked: Any) -> None:
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, budget=0, **asked)
     run.plan.save(tmp_path / "plan.json")
@@ -87,7 +87,7 @@ def test_what_a_plan_was_made_with_may_be_asked_for_again(tmp_path: Path, asked:
         ({"cpu_threads": 1}, {"techniques": {"cpu_threads": 2}}, "cpu_threads.*1.*2"),
     ],
 )
-def test_what_a_plan_has_decided_otherwise_is_refused_by_both_values(decided: Any, asked: Any, facts: str) -> None:
+def test_a_conflict_with_the_plan_is_refused_with_both_values(decided: Any, asked: Any, facts: str) -> None:
     model, loader, opt = make_job()
     before = snapshot(model, opt)
     with pytest.raises(ValueError, match=facts):
@@ -328,7 +328,7 @@ def test_such_values_are_refused_as_techniques_too(technique: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ValueError, match="special"):
         flatout.Plan.load(special_file(tmp_path, kind))
 

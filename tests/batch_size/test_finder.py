@@ -154,7 +154,7 @@ def ran(trials):
 
 
 @given(any_machine, st.integers(1, 8))
-def test_what_is_chosen_was_tried_and_fits(machine, most_probes):
+def test_the_chosen_size_was_tried_and_fits(machine, most_probes):
     assume(machine.ends or machine.counts)
     trials = Trials(machine)
     found = trials.find(most_probes=most_probes)
@@ -170,7 +170,7 @@ def test_what_is_chosen_was_tried_and_fits(machine, most_probes):
 
 
 @given(st.data(), st.integers(1, 600), st.integers(1, 600), st.integers(0, 5000), st.none() | st.integers(0, 2000))
-def test_no_answers_make_it_try_a_size_twice(data, start, more, resident, limit):
+def test_no_sequence_of_results_makes_it_try_a_size_twice(data, start, more, resident, limit):
     taken = []
 
     def probe(samples: int) -> Probe | None:
@@ -240,7 +240,7 @@ def test_it_gets_no_slower(machine):
 
 
 @given(machines())
-def test_of_equally_fast_sizes_the_users_own_is_nearest(machine):
+def test_among_equally_fast_sizes_the_nearest_to_the_users_is_chosen(machine):
     found = Trials(machine).find()
     rates = {probe.samples: probe.rate for probe in found.probes}
     best = max(rates.values())
@@ -259,7 +259,7 @@ def test_the_users_size_stays_where_nothing_is_gained(machine, overhead, seed):
 
 @given(any_machine, st.integers())
 @example(Machine(overhead=5, start=8, largest=4096, capacity=4096, cliff=300, dearer=3, noise=0.1), 8)
-def test_what_no_line_explains_is_chosen_as_measured(machine, seed):
+def test_times_that_fit_no_line_are_chosen_as_measured(machine, seed):
     found = Trials(machine, seed).find()
     rates = {probe.samples: probe.rate for probe in found.probes if machine.fits(probe.samples)}
     assume(found.samples in rates)
@@ -416,7 +416,7 @@ def test_the_line_that_predicts_more_memory_counts():
     assert taken == [100, 56, 160, 240, 320, 384]
 
 
-def test_where_nothing_fits_the_smallest_is_tried_before_giving_up():
+def test_if_nothing_fits_the_smallest_size_is_tried_last():
     trials = Trials(Machine(overhead=1, start=10**6, largest=10**6, capacity=0))
     found = trials.find()
     assert trials.taken == [10**6, 125_000, 1952, 3, 1]

@@ -47,7 +47,7 @@ def written(tmp_path_factory):
     return path
 
 
-def test_what_is_written_is_read(written):
+def test_a_written_file_reads_back_the_same(written):
     assert equal(read(written), STATE)
 
 
@@ -58,7 +58,7 @@ def test_torch_reads_it_without_flatout(written):
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_a_flipped_bit_anywhere_is_noticed(written, tmp_path_factory, data):
+def test_a_flipped_bit_anywhere_is_detected(written, tmp_path_factory, data):
     content = bytearray(written.read_bytes())
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
@@ -79,7 +79,7 @@ def test_every_bit_of_the_trailer_counts(written, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0, 1, 19, 20, 21, 0.5, -21, -20, -1])
-def test_a_file_that_was_cut_short_is_noticed(written, tmp_path, left):
+def test_a_truncated_file_is_detected(written, tmp_path, left):
     content = written.read_bytes()
     cut = tmp_path / "cut.pt"
     cut.write_bytes(content[: int(left * len(content)) if isinstance(left, float) else left])
@@ -160,7 +160,7 @@ def test_a_foreign_file_with_a_valid_trailer_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+def test_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path, kind):
     path = special_file(tmp_path, kind)
     with pytest.raises(DamagedCheckpoint, match=path.name):
         read(path)
@@ -197,7 +197,7 @@ def test_another_version_is_whole_and_refused(tmp_path):
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
-def test_what_would_run_code_is_refused(tmp_path):
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     class Runs:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "made"),)
@@ -209,7 +209,7 @@ def test_what_would_run_code_is_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_missing_file_is_that(tmp_path):
+def test_a_missing_file_raises_a_filenotfounderror(tmp_path):
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none.pt")
 
@@ -223,7 +223,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_a_full_disk_is_that(tmp_path):
+def test_a_full_disk_raises_an_oserror(tmp_path):
     with room_for_files(100_000), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         write(tmp_path / "a.pt", {"weights": torch.ones(1_000_000)})
     assert os.listdir(tmp_path) == []
@@ -237,7 +237,7 @@ def test_a_write_takes_the_place_of_one_that_was_killed(tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_others_may_read_it_as_any_file(tmp_path):
+def test_the_file_has_default_permissions(tmp_path):
     before = os.umask(0o022)
     try:
         write(tmp_path / "a.pt", {})

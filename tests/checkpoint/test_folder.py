@@ -37,7 +37,7 @@ def test_a_step_beyond_ten_digits_is_newer(tmp_path):
     assert filled(tmp_path, [9_999_999_999, 10_000_000_000]).newest() == {"steps": 10_000_000_000}
 
 
-def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(tmp_path):
+def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_used(tmp_path):
     folder = filled(tmp_path, [1, 2, 3])
     damage(folder.path_of(3))
     with pytest.warns(RuntimeWarning, match=r"step-0000000003\.pt.*step-0000000002\.pt"):
@@ -45,7 +45,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_it_used(tmp_path):
     assert "step-0000000003.pt.damaged" in os.listdir(tmp_path)
 
 
-def test_a_damaged_one_does_not_count_among_those_to_keep(tmp_path):
+def test_a_corrupt_checkpoint_does_not_count_among_those_to_keep(tmp_path):
     folder = filled(tmp_path, [1, 5], keep=2)
     damage(folder.path_of(5))
     with pytest.warns(RuntimeWarning):
@@ -55,7 +55,7 @@ def test_a_damaged_one_does_not_count_among_those_to_keep(tmp_path):
     assert folder.path_of(2).exists()
 
 
-def test_of_the_damaged_ones_the_last_two_are_left_to_be_looked_into(tmp_path):
+def test_the_last_two_corrupt_checkpoints_are_kept_for_inspection(tmp_path):
     folder = filled(tmp_path, [1, 2, 3, 4], keep=4)
     for step in (2, 3, 4):
         damage(folder.path_of(step))
@@ -80,7 +80,7 @@ def test_if_all_files_are_corrupt_it_raises_and_renames_none(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_what_is_whole_and_cannot_be_read_is_no_reason_to_go_back(tmp_path):
+def test_an_intact_unreadable_checkpoint_is_no_reason_to_use_an_older_one(tmp_path):
     folder = filled(tmp_path, [1, 2])
     of_a_later_version(folder.path_of(2))
     with pytest.raises(ValueError, match=r"step-0000000002\.pt"):
@@ -97,7 +97,7 @@ def test_looking_changes_nothing(tmp_path):
     assert newest_in(tmp_path / "nowhere") is None
 
 
-def test_what_a_crash_left_half_written_is_removed_and_nothing_else(tmp_path):
+def test_only_partial_files_of_a_crash_are_removed(tmp_path):
     folder = filled(tmp_path, [1])
     (tmp_path / ".step-0000000002.pt.tmp").write_bytes(b"half")
     for name in ("notes.txt", "step-2.txt", ".hidden"):

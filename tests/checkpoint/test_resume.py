@@ -110,7 +110,7 @@ def test_epochs_are_counted_from_zero_without_a_folder():
     assert run.steps == STEPS
 
 
-def test_a_fit_that_was_interrupted_is_no_beginning_of_the_next():
+def test_an_interrupted_fit_does_not_count_in_the_next():
     run = make()
     before_step(run, 2, stop)
     with pytest.raises(Stopped):
@@ -180,7 +180,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_changes_nothing(name, tmp_path):
+def test_a_refused_file_changes_nothing(name, tmp_path):
     """A run that refused the file trains like its twin, which loaded no file."""
     run, twin = make(), make()
     paths = tmp_path / "run.pt", tmp_path / "twin.pt"
@@ -215,7 +215,7 @@ def test_a_state_is_unchanged_while_training_continues(tmp_path):
         assert equal(kept, expected)
 
 
-def test_what_the_optimizer_trains_outside_the_model_comes_back(tmp_path):
+def test_parameters_of_the_optimizer_outside_the_model_are_restored(tmp_path):
     def made():
         torch.manual_seed(0)
         model, heat = nn.Linear(6, 3), nn.Parameter(torch.ones(()))
@@ -454,7 +454,7 @@ def test_sigterm_at_an_epochs_end_is_saved_before_its_evaluation(tmp_path):
     assert make().fit(2, batches, progress=False, checkpoint_dir=tmp_path) == expected
 
 
-def test_where_sigterm_is_ignored_it_stays_ignored(tmp_path):
+def test_an_ignored_sigterm_stays_ignored(tmp_path):
     run = make()
     before_step(run, 3, terminate)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -496,7 +496,7 @@ def test_an_interrupt_is_raised_after_the_save(kind, tmp_path, uninterrupted, ca
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_interrupt_is_one_at_once_and_saves_nothing(tmp_path, uninterrupted):
+def test_a_second_interrupt_is_raised_at_once_and_saves_nothing(tmp_path, uninterrupted):
     run = make()
     seed_all(5)
     before_step(run, 7, lambda: (interrupt(), interrupt()))
@@ -598,7 +598,7 @@ def test_an_interrupt_of_the_workers_costs_no_step(method, tmp_path):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_interrupt_in_an_evaluation_is_one_at_once(tmp_path):
+def test_a_second_interrupt_in_an_evaluation_is_raised_at_once(tmp_path):
     class Evaluated:
         def __iter__(self):
             interrupt()

@@ -110,7 +110,7 @@ def _deep() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_state_changes_nothing(name: str, run: flatout.Run, good: State) -> None:
+def test_an_invalid_state_changes_nothing(name: str, run: flatout.Run, good: State) -> None:
     run.load_state_dict(good)
     loaded = everything(run)
     with torch.no_grad():  # differ from the state, so that a partial load would show

@@ -58,7 +58,7 @@ def test_what_is_to_come_then_comes_when_the_file_is_there(writer, tmp_path, asy
 
 
 @pytest.mark.filterwarnings("ignore:.*nowhere:RuntimeWarning")
-def test_what_goes_wrong_beside_the_training_is_raised_once_by_the_next_call_which_writes(writer, tmp_path):
+def test_an_error_in_the_writing_thread_is_raised_once_by_the_next_call_which_writes(writer, tmp_path):
     writer.write(tmp_path / "nowhere" / "a.pt", {}, asynchronous=True)
     with pytest.raises(FileNotFoundError):
         writer.write(tmp_path / "b.pt", {}, asynchronous=True)

@@ -82,7 +82,7 @@ def test_each_of_the_three_differences_fails_alone_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("other", [{}, {"a": torch.ones(3)}, {"a": torch.full((2,), torch.nan)}])
-def test_what_is_missing_of_another_shape_or_nan_is_infinitely_far(other: dict[str, torch.Tensor]) -> None:
+def test_missing_tensors_other_shapes_and_nan_are_infinitely_far(other: dict[str, torch.Tensor]) -> None:
     here = {"a": torch.ones(2)}
     assert apart(here, other) == (float("inf"), "a")
     assert apart(other, here)[0] == float("inf")

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
 
 
-def test_the_height_of_a_step_counts() -> None:
+def test_the_peak_of_a_step_counts() -> None:
     def step() -> None:
         first = torch.ones(MEGABYTE, dtype=torch.uint8)
         second = first + 1
@@ -69,7 +69,7 @@ def test_out_of_memory_is_recognized_by_type_and_on_the_host_by_message() -> Non
     assert not ran_out_of_memory(RuntimeError("shapes differ"))
 
 
-def test_what_saves_memory_must_cost_no_speed() -> None:
+def test_a_candidate_that_saves_memory_must_cost_no_speed() -> None:
     even, slower, unsure = Gain(1.0, 0.985, 1.03), Gain(0.97, 0.95, 0.99), Gain(1.0, 0.58, 1.76)
     assert saves_memory(trial(even, 200, 180))
     assert not saves_memory(trial(even, 200, 192))

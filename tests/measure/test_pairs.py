@@ -75,7 +75,7 @@ def attends_by_products():
     return not torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_what_pays_together_alone_is_kept_as_two(tuned):
+def test_candidates_that_pay_only_together_are_kept_as_two(tuned):
     before = attention()
     run, rows = tuned(bf16=SLOWER, math=SLOWER, both=FASTER)
     assert run.plan.decisions == {"precision": "bf16", "sdpa_backend": "math"}
@@ -113,7 +113,7 @@ def test_a_pair_that_is_slower_too_leaves_each_to_its_own_trial(tuned):
     assert not computes_in_16_bits(run)
 
 
-def test_what_pays_alone_is_tried_alone(tuned):
+def test_a_candidate_that_pays_alone_is_tried_alone(tuned):
     run, rows = tuned(bf16=FASTER, math=1.0, both=1.0)
     assert run.plan.decisions == {"precision": "bf16"}
     assert timed(rows["precision"]) == [(1.0, FASTER)]
@@ -126,7 +126,7 @@ def test_a_companion_that_was_decided_about_makes_no_pair(tuned, choice):
     assert timed(rows["precision"]) == [(1.0, SLOWER)]
 
 
-def test_what_failed_makes_no_pair(tuned):
+def test_a_failed_candidate_makes_no_pair(tuned):
     _, rows = tuned(bf16=SLOWER, math=SLOWER, both=FASTER, model=WrongIn16Bits)
     assert "numerics-differ" in reasons(rows["precision"])
     assert len(rows["precision"].trials) == 1

@@ -76,7 +76,7 @@ class FirstOnesAtOnce(Sampler):
             yield i
 
 
-def test_what_workers_have_ready_does_not_count(clock):
+def test_prefetched_batches_do_not_count(clock):
     data = TensorDataset(torch.ones(800))
     # Three batches are prefetched, so three more batches are drawn than are taken.
     sampler = FirstOnesAtOnce(clock, at_once=8 * (4 + 3), seconds=0.1)
@@ -86,7 +86,7 @@ def test_what_workers_have_ready_does_not_count(clock):
     one.close()
 
 
-def test_the_last_has_its_share_of_the_budget(clock):
+def test_a_share_of_the_budget_is_left_after_the_deadline(clock):
     budget = Budget(100.0)
     clock.now = 40.0
     budget.allow(0.05)
@@ -202,7 +202,7 @@ def test_a_loader_that_is_slower_together_is_reverted_too(clock):
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(900, False), (2000, True)])
-def test_a_race_that_does_not_fit_is_not_made_up(clock, budget, fits):
+def test_a_race_that_exceeds_the_budget_has_no_result(clock, budget, fits):
     """A race takes twelve stretches of four steps of a second, and has a twentieth of the budget."""
 
     def spends_the_budget_when_it_is_profiled(samples, active):

@@ -47,7 +47,7 @@ def loader() -> DataLoader[Any]:
         ),
     ],
 )
-def test_what_is_forced_and_already_so_stays(
+def test_forced_techniques_that_the_job_already_uses_stay(
     technique: str, value: Any, model: Callable[[], nn.Module], batches: Callable[[], Iterable[Any]]
 ) -> None:
     module = model()

@@ -111,7 +111,7 @@ def test_it_goes_with_the_fused_optimizer_in_use(optimizer):
     train(model, loader, opt)
 
 
-def test_a_view_that_only_evaluation_takes_is_found_out(clock):
+def test_a_view_in_evaluation_only_is_detected(clock):
     model, loader, opt = make(view=True)
     loss_fn = TimedStep(clock, 0.01)
     job = job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn)

@@ -25,7 +25,7 @@ def small_job(loss_fn=functional.cross_entropy, **settings):
     return job_of(model, list(loader), optimizer=opt, loss_fn=loss_fn, **settings)
 
 
-def test_the_number_is_set_and_given_back():
+def test_the_number_is_set_and_reverted():
     before = torch.get_num_threads()
     run = optimized(1)
     assert torch.get_num_threads() == 1
@@ -110,7 +110,7 @@ def test_timing_decides_nothing_where_bits_matter():
     assert "deterministic" in reasons(row)
 
 
-def test_the_number_is_given_back_however_often():
+def test_the_number_is_reverted_after_each_nested_use():
     torch.set_num_threads(2)
     candidate = forced("cpu_threads", 1, small_job())
     for _ in range(3):

@@ -261,7 +261,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_graph_has_as_constants_is_seen_to_change(change):
+def test_changed_constants_of_a_graph_are_detected(change):
     pair = Pair().warmed()
     pair.each(CHANGES[change])
     pair.train(16)

@@ -232,7 +232,7 @@ def test_a_flag_that_the_user_has_set_stays_his():
     assert cudnn.benchmark
 
 
-def test_it_can_be_forced_where_shapes_vary_and_by_true_alone():
+def test_it_can_be_forced_where_shapes_vary_and_only_by_true():
     assert forced("cudnn_benchmark", True, on_gpu(Net(), VARYING)).value is True
     with pytest.raises(ValueError, match=r"cudnn_benchmark.*'on'"):
         forced("cudnn_benchmark", "on", on_gpu(Net()))

@@ -100,7 +100,7 @@ TRAININGS = [without_gradients, in_eval_mode, late, through_the_input, frozen, w
 
 
 @pytest.mark.parametrize("use", TRAININGS)
-def test_what_is_used_is_not_complained_about(use):
+def test_used_gradients_cause_no_warning(use):
     model, _, _ = own_loop()
     assert warned(lambda: use(model)) == []
 

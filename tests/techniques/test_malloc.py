@@ -34,7 +34,7 @@ def in_another_process(script: str) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
-def test_it_is_set_and_put_back():
+def test_malloc_is_set_and_reverted():
     run = optimized()
     assert malloc()
     assert run.report.row("malloc").status == "kept"
