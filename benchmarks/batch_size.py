@@ -21,9 +21,9 @@ from support.loops import tuned
 from support.training_jobs import JOBS
 from support.turns import Lane, fastest, ratio, take_turns
 
-from flatout.batch_size.trials import SizeTrials
 from flatout.data import resized
-from flatout.job import Job
+from flatout.training.job import Job
+from flatout.tuning.size_trials import SizeTrials
 
 SMALLEST = 8
 LARGEST = 4096

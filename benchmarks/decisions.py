@@ -20,8 +20,8 @@ from support.loops import tuned
 from support.training_jobs import JOBS, Job
 from support.turns import Lane, Rates, closing, fastest, ratio, take_turns
 
-from flatout.data.machine import usable_cores
-from flatout.measure.state import State
+from flatout.core.machine import usable_cores
+from flatout.core.snapshot import State
 
 CONVERTED = {
     "precision": "bf16",

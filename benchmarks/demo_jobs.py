@@ -14,8 +14,8 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from flatout.demo import JOBS
-from flatout.demo.training import Naive, Optimized, take_turns
+from flatout.cli.demo_jobs import JOBS
+from flatout.cli.demo_jobs.loops import Naive, Optimized, take_turns
 
 BUDGET = 45.0
 """Seconds that tuning may take."""

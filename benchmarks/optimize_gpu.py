@@ -28,9 +28,9 @@ from support.loops import DEVICE, LONG, kept_by, size_of, steps_of
 from support.turns import Alone, Lane, alone, closing, ratio, take_turns
 
 import flatout
-from flatout import words
+from flatout.core import formatting
+from flatout.core.snapshot import State
 from flatout.data import map_tensors, to_device
-from flatout.measure.state import State
 from flatout.mfu import FlopCount, count_flops, peak_flops
 
 ON_GPU = DEVICE.type == "cuda"
@@ -128,7 +128,7 @@ def share_of_bf16(flops_per_second: float) -> float | None:
 
 
 def percent(value: float | None) -> str:
-    return "-" if value is None else words.share(value, 1)
+    return "-" if value is None else formatting.share(value, 1)
 
 
 def on_the_gpu(watched: Alone) -> str:

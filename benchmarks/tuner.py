@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
+from flatout.core.machine import usable_cores
 from flatout.data import Prefetcher, clone_loader, tune
-from flatout.data.machine import usable_cores
 
 ROUNDS = 5
 SECONDS = 0.4  # of one cell in one round

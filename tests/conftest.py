@@ -145,4 +145,4 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten trials, for tests of state that does not depend on the length of a trial."""
-    monkeypatch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.2)
+    monkeypatch.setattr("flatout.tuning.bench.TRIAL_SECONDS", 0.2)

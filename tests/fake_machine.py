@@ -19,8 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
-from flatout import _native, doctor
-from flatout.data import machine
+from flatout import native
+from flatout.cli import diagnosis
+from flatout.core import machine
 
 GIB = 2**30
 HEADER = "usr/include/python3/Python.h"
@@ -178,7 +179,7 @@ def on(fake: Machine, root: Path) -> Iterator[None]:
     """Run the block on a fake machine, with its files in ``root``."""
     put_files(root, {**FILES, **fake.files})
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, fake.environment, clear=True):
-        for module in (doctor, machine):
+        for module in (diagnosis, machine):
             move_paths(patch, module, root)
         put = patch.setattr
         patch.setitem(sys.modules, "pynvml", fake.nvml)  # type: ignore[arg-type]
@@ -202,8 +203,8 @@ def on(fake: Machine, root: Path) -> Iterator[None]:
         put(torch.cuda, "get_device_properties", lambda index: raise_or_return(fake.gpus)[index].properties())
         put(torch.cuda, "get_device_capability", lambda: raise_or_return(fake.gpus)[0].capability)
         put(torch.cuda, "get_arch_list", lambda: list(fake.torch_code))
-        put(_native, "BUILT_WITH_CUDA", fake.built_with_kernels)
-        put(_native, "has_cuda_kernels", lambda index: raise_or_return(fake.gpus)[index].runs_kernels)
+        put(native, "BUILT_WITH_CUDA", fake.built_with_kernels)
+        put(native, "has_cuda_kernels", lambda index: raise_or_return(fake.gpus)[index].runs_kernels)
         yield
 
 

@@ -6,8 +6,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
-from flatout.job import Job
 from flatout.techniques import REGISTRY, Measured
+from flatout.training.job import Job
 
 NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
 """All that optimize could choose, forbidden."""

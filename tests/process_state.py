@@ -89,13 +89,13 @@ def set_cuda_random(states: list[torch.Tensor]) -> None:
 
 def malloc() -> bool:
     """Return whether freed memory is kept. malloc does not tell it, so flatout is asked, which alone sets it here."""
-    module = sys.modules.get("flatout._malloc")
+    module = sys.modules.get("flatout.core.mallopt")
     return module is not None and module.keeps()
 
 
 def set_malloc(keeps: bool) -> None:
     if malloc() != keeps:
-        sys.modules["flatout._malloc"].keep(keeps)
+        sys.modules["flatout.core.mallopt"].keep(keeps)
 
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader, Prefetcher, cache_in_memory
-from flatout.data.replay import Replayed
+from flatout.data.replay_buffer import Replayed
 from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_job
 
 FIXED = ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.data.batch import with_own_containers
+from flatout.core.batches import with_own_containers
 from tests.helpers import bits
 from tests.jobs import QUICK, train, tried
 

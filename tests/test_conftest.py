@@ -37,11 +37,11 @@ def flip_attention(name: str) -> Callable[[], None]:
 
 
 def keep_memory() -> None:
-    from flatout import _malloc
+    from flatout.core import mallopt
 
-    if why := _malloc.why_not():
+    if why := mallopt.why_not():
         pytest.skip(why)
-    _malloc.keep(not _malloc.keeps())
+    mallopt.keep(not mallopt.keeps())
 
 
 CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout import doctor
-from flatout.cli import main
+from flatout.cli import diagnosis, main
+from flatout.cli.diagnosis import Finding
 from flatout.cli.doctor import show
-from flatout.doctor import Finding
 from tests.fake_machine import DRIVER, GIB, HEADER, UNLIMITED, WITHOUT_GPU, DoctorNvml, Gpu, Machine, on
 from tests.reasons import finding_code
 from tests.renderings.rendered import drawn
@@ -31,7 +30,7 @@ def examine(tmp_path_factory: pytest.TempPathFactory) -> Examine:
 
     def look(machine: Machine) -> tuple[Finding, ...]:
         with on(machine, tmp_path_factory.mktemp("machine")):
-            return doctor.examine()
+            return diagnosis.examine()
 
     return look
 
@@ -48,7 +47,7 @@ def named(findings: tuple[Finding, ...], name: str) -> Finding:
 
 def test_this_machine_is_examined_and_nothing_is_changed() -> None:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    findings = doctor.examine()
+    findings = diagnosis.examine()
     assert {finding.topic for finding in findings} >= {"install", "GPU", "CPU", "memory"}
     assert all(finding.name and finding.found for finding in findings)
     assert all(finding.fix for finding in findings if finding.verdict in ("slow", "broken"))
@@ -408,7 +407,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor"]) == 1
         assert "pytorch.org" in capsys.readouterr().out
         assert main(["doctor", "--json"]) == 1
-        assert json.loads(capsys.readouterr().out) == doctor.as_dicts(doctor.examine())
+        assert json.loads(capsys.readouterr().out) == diagnosis.as_dicts(diagnosis.examine())
     (tmp_path / DRIVER).unlink()
     with on(WITHOUT_GPU, tmp_path):
         assert main(["doctor"]) == 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import flatout
-from flatout import finite, logs
+from flatout.training import logged_metrics, non_finite
 from tests.jobs import NO_TECHNIQUES, job_of, make_data
 from tests.reasons import reasons
 
@@ -178,7 +178,7 @@ class Device:
     def watch(self, stop_after: int, losses: Iterable[float]) -> None:
         model = nn.Linear(8, 3)
         job = job_of(model, [], torch.optim.SGD(model.parameters(), lr=0.01))
-        watch = finite.FiniteWatch(job, stop_after)
+        watch = non_finite.FiniteWatch(job, stop_after)
         for self.step, loss in enumerate(losses, 1):
             if self.step >= watch.next_look:
                 watch.look(self.step, OnDevice(torch.tensor(loss)), None)
@@ -204,7 +204,7 @@ class Slot:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(logs, "_slots", lambda dtype: [Slot(device) for _ in range(64)])
+    monkeypatch.setattr(logged_metrics, "_slots", lambda dtype: [Slot(device) for _ in range(64)])
     return device
 
 

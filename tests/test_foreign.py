@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 import flatout
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from tests.helpers import Operators, bits, snapshot
 from tests.jobs import NO_TECHNIQUES, QUICK, train, tried
 

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from flatout._kineto import quiet_allocator
+from flatout.core.kineto import quiet_allocator
 
 ERROR = 2
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import flatout
-from flatout.logs import Logs
+from flatout.training.logged_metrics import Logs
 from tests.jobs import QUICK, make_job
 
 VALUES = [

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout import _gradients, _native
+from flatout import native
+from flatout.core import gradients
 
 
 def test_the_operators_are_registered() -> None:
@@ -12,17 +13,17 @@ def test_the_operators_are_registered() -> None:
 
 
 def test_kernels_need_a_gpu() -> None:
-    assert _native.has_cuda_kernels() == (_native.BUILT_WITH_CUDA and torch.cuda.is_available())
+    assert native.has_cuda_kernels() == (native.BUILT_WITH_CUDA and torch.cuda.is_available())
 
 
 def test_each_device_is_asked_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may hold a GPU that the kernels were compiled for beside one that they were not."""
-    monkeypatch.setattr(_native, "_kernels_run", lambda device: device == 1)
+    monkeypatch.setattr(native, "_kernels_run", lambda device: device == 1)
     devices = [torch.device("cuda", index) for index in (0, 1)]
-    assert [_gradients.has_kernels(device) for device in devices] == [False, True]
+    assert [gradients.has_kernels(device) for device in devices] == [False, True]
 
 
-@pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels")
+@pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels")
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA streams")
 def test_torchs_current_stream_is_found_without_a_gpu() -> None:
     assert torch.ops.flatout_testing.stream_lookup_works()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def native(name: str) -> Path:
     """The installed library ``name`` ("_C" or "_host")."""
-    spec = importlib.util.find_spec("flatout._host")
+    spec = importlib.util.find_spec("flatout.native._host")
     assert spec is not None
     assert spec.origin is not None
     host = Path(spec.origin)
@@ -52,7 +52,7 @@ def test_the_host_module_needs_no_torch_at_all() -> None:
 
 
 def test_a_torch_that_is_too_old_is_refused_by_both_versions() -> None:
-    result = run_python("import torch; torch.__version__ = '2.10.1+cu128'; import flatout._native")
+    result = run_python("import torch; torch.__version__ = '2.10.1+cu128'; import flatout.native")
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (
         "ImportError: flatout needs torch >= 2.11, found torch 2.10.1+cu128: pip install --upgrade torch"
@@ -68,13 +68,13 @@ def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> No
         "torch.version.cuda = '13.0'\n"
         "spec = importlib.util.find_spec('flatout')\n"
         "package = types.ModuleType('flatout'); package.__path__ = list(spec.submodule_search_locations)\n"
-        "host = types.ModuleType('flatout._host')\n"
+        "host = types.ModuleType('flatout.native._host')\n"
         f"host.built_with_cuda = {built_with_cuda}\n"
         "sys.modules['flatout'] = package\n"
         "package._host = host\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
-        "    import flatout._native, flatout._native\n"
+        "    import flatout.native, flatout.native\n"
         "ours = [str(w.message) for w in caught if 'flatout' in str(w.message)]\n"
         "print(len(ours), *ours)"
     )

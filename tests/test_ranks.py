@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 import flatout
-from flatout.ranks import why_apart, world_size
+from flatout.tuning.ranks import why_apart, world_size
 from tests.jobs import QUICK, Net, make_data
 from tests.ranks import RankPool
 from tests.reasons import reasons

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import flatout
-from flatout._subclass import instance_class, take_class_out, users_class
+from flatout.core.instance_class import instance_class, take_class_out, users_class
 
 
 class Plain(nn.Module):

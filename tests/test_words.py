@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 
 import flatout
-from flatout import words
 from flatout.cli import doctor, main
-from flatout.doctor import Finding
+from flatout.cli.diagnosis import Finding
+from flatout.core import formatting
 from flatout.mfu import MfuCounter
 from flatout.mfu.reading import Reading
 from flatout.report import Summary
-from flatout.report.progress import EpochProgress
+from flatout.training.progress_bar import EpochProgress
 from tests.report.report_sample import sample
 
 
@@ -37,14 +37,14 @@ from tests.report.report_sample import sample
     ],
 )
 def test_share(part: float | None, digits: int | None, said: str) -> None:
-    assert words.share(part, digits) == said
+    assert formatting.share(part, digits) == said
 
 
 @pytest.mark.parametrize(
     ("value", "said"), [(12_340.4, "12,340"), (9.87, "9.9"), (2.0, "2"), (0.25, "0.25"), (0, "0"), (math.inf, "?")]
 )
 def test_count(value: float, said: str) -> None:
-    assert words.count(value) == said
+    assert formatting.count(value) == said
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_count(value: float, said: str) -> None:
     ],
 )
 def test_size_of(value: float, said: str) -> None:
-    assert words.size_of(value) == said
+    assert formatting.size_of(value) == said
 
 
 def test_capital() -> None:
-    assert words.capital("the GPU idles") == "The GPU idles"
-    assert words.capital("") == ""
+    assert formatting.capital("the GPU idles") == "The GPU idles"
+    assert formatting.capital("") == ""
 
 
 def test_large_rates_and_long_steps_are_told_in_plain_numbers() -> None:
@@ -80,14 +80,14 @@ CONTROLS = [chr(n) for n in range(0xA0) if unicodedata.category(chr(n)) == "Cc" 
 
 
 def test_format_characters_are_shown_by_their_number_and_control_characters_are_not() -> None:
-    assert words.visible("a\u202etxt.exe") == r"a\u202etxt.exe"
-    assert words.visible("\U000e0041") == r"\U000e0041"
-    assert words.visible(" zażółć 訓練 \N{MAN} é ") == " zażółć 訓練 \N{MAN} é "
+    assert formatting.visible("a\u202etxt.exe") == r"a\u202etxt.exe"
+    assert formatting.visible("\U000e0041") == r"\U000e0041"
+    assert formatting.visible(" zażółć 訓練 \N{MAN} é ") == " zażółć 訓練 \N{MAN} é "
     for character in FORMATS:
-        shown = words.visible(f"a{character}b")
+        shown = formatting.visible(f"a{character}b")
         assert shown.isascii()
         assert shown.encode().decode("unicode_escape") == f"a{character}b"
-    assert words.visible("".join(CONTROLS)) == ""
+    assert formatting.visible("".join(CONTROLS)) == ""
 
 
 def hostile(summary: Summary) -> Summary:

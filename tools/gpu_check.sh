@@ -91,7 +91,7 @@ build() {
     -C "cmake.define.FLATOUT_CUDA_ARCHS=$ARCHS")
   "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --upgrade --target "$site" \
     "${cmake_args[@]}" . || return
-  cd "$work" && "$python" -c 'import flatout._native as n; print("CUDA kernels usable:", n.has_cuda_kernels())'
+  cd "$work" && "$python" -c 'import flatout.native as n; print("CUDA kernels usable:", n.has_cuda_kernels())'
 }
 
 # `timeout` ends a phase with SIGTERM: pytest then writes what it has, as at Ctrl-C.

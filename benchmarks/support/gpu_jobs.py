@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from flatout.cli.demo_jobs.gpt import Block, read_text
 from flatout.data import InMemoryLoader
-from flatout.demo.gpt import Block, read_text
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from flatout.demo import digits, gpt
+from flatout.cli.demo_jobs import digits, gpt
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from support.loops import DEVICE
 
-from flatout.measure.state import State
-from flatout.measure.trial import synchronize
+from flatout.core.snapshot import State
 from flatout.monitor import GpuSample, Sample, Sampler
+from flatout.tuning.trial import synchronize
 
 WARM_UP_SECONDS = 0.5
 SETTLING_SECONDS = 1.0

@@ -4,13 +4,13 @@
 checklist on the user's own step, keeps what pays, undoes what does not, and ``print(run.report)`` explains it.
 """
 
-from flatout import _native  # noqa: I001, F401  (first: it refuses a torch that is too old)
+from flatout import native  # noqa: I001, F401  (first: it refuses a torch that is too old)
 from flatout import amp, data, mfu, optim
-from flatout.checkpoint import DamagedCheckpoint
+from flatout.training.checkpoint.file import DamagedCheckpoint
 from flatout.optimize import optimize
 from flatout.plan import Plan
 from flatout.report import Report
-from flatout.reproducible import reproducible
+from flatout.core.reproducible import reproducible
 from flatout.run import Run, undo
 
 __version__ = "0.1.0"

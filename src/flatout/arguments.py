@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from flatout.batch_size.learning_rate import lr_factor
 from flatout.data.loaders import check_reiterable, is_rewindable
 from flatout.techniques import REGISTRY, Advice, BatchSize, LoaderTechnique, Measured, NotApplicable, Rule
+from flatout.training.learning_rate import lr_factor
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
 """The technique that ``optimize`` decides first where it can, because all others depend on it."""

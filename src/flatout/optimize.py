@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from flatout import mfu, words
-from flatout._cleanup import add_note, run_all
+from flatout import mfu
 from flatout.arguments import (
     BATCH_SIZE,
     check_applicable,
@@ -30,31 +29,33 @@ from flatout.arguments import (
     forced_by_name,
     planned_batch_size,
 )
-from flatout.batch_size.change import Change
-from flatout.data import batch_size_of, is_rewindable, objects_of, tensors_of, to_device
-from flatout.data.batch import cloned
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
+from flatout.core.cleanup import add_note, run_all
+from flatout.core.reproducible import check_seed, is_reproducible, seed_all
+from flatout.core.snapshot import State
+from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, first_batches
-from flatout.data.replay import Replayed
-from flatout.export import example_of
-from flatout.job import Job
-from flatout.measure.bench import Bench
-from flatout.measure.budget import Budget
-from flatout.measure.first_step import check_step
-from flatout.measure.judge import judged
-from flatout.measure.state import State
-from flatout.measure.tuner import Tuner
-from flatout.micro_batches import LossWeight
+from flatout.data.replay_buffer import Replayed
 from flatout.plan import Plan, fingerprint
-from flatout.ranks import why_apart
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
-from flatout.reproducible import check_seed, is_reproducible, seed_all
 from flatout.run import Run, attach, detach
 from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.determinism import seeded_where_random
-from flatout.training_loader import TrainingLoader
+from flatout.training.batch_size_change import Change
+from flatout.training.device_verdict import judged
+from flatout.training.export import example_of
+from flatout.training.first_step import check_step
+from flatout.training.job import Job
+from flatout.training.loader import TrainingLoader
+from flatout.training.micro_batches import LossWeight
+from flatout.tuning.bench import Bench
+from flatout.tuning.budget import Budget
+from flatout.tuning.ranks import why_apart
+from flatout.tuning.tuner import Tuner
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take, whatever trials have left: it is cheap, and they take all there is."""
@@ -258,7 +259,7 @@ def optimize(
         try:
             run_all(restore)
         except BaseException as failure:
-            add_note(error, f"Not everything could be restored: {words.first_line(failure)}")
+            add_note(error, f"Not everything could be restored: {formatting.first_line(failure)}")
         raise
     finally:
         guard.close()
@@ -395,7 +396,7 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     except Exception as error:  # of the user's code, which training has not run into
-        return replace(row, status="not applicable", why=f"looking failed with {words.first_line(error)}")
+        return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout._files import is_special
-from flatout.checkpoint import newest_in
-from flatout.data import objects_of, tensors_of
-from flatout.data.machine import usable_cores
+from flatout.core.batches import objects_of, tensors_of
+from flatout.core.files import is_special
+from flatout.core.formatting import first_line
+from flatout.core.machine import usable_cores
 from flatout.techniques import REGISTRY, Measured
-from flatout.words import first_line
+from flatout.training.checkpoint.folder import newest_in
 
 SCHEMA_VERSION = 2
 

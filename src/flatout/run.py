@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout import checkpoint
-from flatout.checkpoint.copies import mapped
-from flatout.checkpoint.kinds import check_kinds, check_number
-from flatout.data import batch_size_of, to_device
-from flatout.data.generators import RandomState, generators_in
+from flatout.core.batches import batch_size_of, to_device
+from flatout.core.formatting import first_line
+from flatout.core.kinds import check_kinds, check_number
+from flatout.core.random_state import RandomState, generators_in
+from flatout.core.snapshot import State
 from flatout.data.loaders import check_reiterable
-from flatout.export import export, export_weights
-from flatout.finite import FiniteWatch
-from flatout.fit import Fitted, Keeper, fit
-from flatout.job import Job
-from flatout.logs import Logs
-from flatout.measure.judge import judged
-from flatout.measure.state import State
 from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
-from flatout.recovery import Recovery
 from flatout.report import Report
-from flatout.report.progress import EpochProgress
 from flatout.techniques import Switch
-from flatout.training_loader import TrainingLoader
-from flatout.words import first_line
+from flatout.training import checkpoint
+from flatout.training.checkpoint.copies import mapped
+from flatout.training.device_verdict import judged
+from flatout.training.export import export, export_weights
+from flatout.training.fit import Fitted, Keeper, fit
+from flatout.training.job import Job
+from flatout.training.loader import TrainingLoader
+from flatout.training.logged_metrics import Logs
+from flatout.training.non_finite import FiniteWatch
+from flatout.training.progress_bar import EpochProgress
+from flatout.training.recovery import Recovery
 
 STATE_VERSION = 1
 """Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout import _gradients
+from flatout.core import gradients
 
 
 @pytest.fixture
@@ -11,4 +11,4 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Each machine that runs these tests has kernels for all its devices.
     """
-    monkeypatch.setattr(_gradients, "has_kernels", lambda device: False)
+    monkeypatch.setattr(gradients, "has_kernels", lambda device: False)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from flatout.batch_size.finder import NOISE, WITHIN, Found, Probe, find
+from flatout.tuning.size_finder import NOISE, WITHIN, Found, Probe, find
 from tests.reasons import bounds
 
 SLOPE = 1000

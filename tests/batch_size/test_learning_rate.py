@@ -17,7 +17,7 @@ from torch.optim import SGD, lr_scheduler, swa_utils
 from torch.utils.data import DataLoader
 
 import flatout.optim as fo
-from flatout.batch_size import ScaledSchedule, lr_factor
+from flatout.training.learning_rate import ScaledSchedule, lr_factor
 
 LRS = (0.1, 0.02, 0.3)
 """Rates of the parameter groups."""

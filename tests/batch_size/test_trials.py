@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.batch_size.trials import MARGIN, SizeTrials, memory_limit, resident_bytes
-from flatout.data.machine import available_memory
+from flatout.core.machine import available_memory
+from flatout.tuning.size_trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from tests.helpers import bits
 from tests.jobs import job_of
 from tests.trap import Trap

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flatout
-from flatout.reproducible import seed_all
+from flatout.core.reproducible import seed_all
 from tests.checkpoint.test_file import equal
 
 WORLD = 2

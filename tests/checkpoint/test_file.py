@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.checkpoint import DamagedCheckpoint, read, write
-from flatout.checkpoint.file import temporary_of
+from flatout.training.checkpoint import DamagedCheckpoint, read, write
+from flatout.training.checkpoint.file import temporary_of
 from tests.checkpoint.sealing import content_of, of_a_later_version, sealed
 from tests.helpers import room_for_files, special_file
 

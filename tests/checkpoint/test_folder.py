@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from flatout.checkpoint import DamagedCheckpoint, Folder, newest_in, write
+from flatout.training.checkpoint import DamagedCheckpoint, Folder, newest_in, write
 from tests.checkpoint.sealing import of_a_later_version
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flatout.checkpoint import read
+from flatout.training.checkpoint import read
 from tests.checkpoint.test_file import equal
 from tests.checkpoint.training import KINDS, train_and_tell
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.checkpoint import Folder, newest_in, read, write
-from flatout.reproducible import seed_all
+from flatout.core.reproducible import seed_all
+from flatout.training.checkpoint import Folder, newest_in, read, write
 from tests.checkpoint.test_file import equal
 from tests.checkpoint.training import EPOCHS, KINDS, Stopped, before_step, make, stop, train
 

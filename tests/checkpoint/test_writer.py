@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.checkpoint import Writer, file, read
-from flatout.checkpoint.copies import HostCopies, mapped
+from flatout.training.checkpoint import Writer, file, read
+from flatout.training.checkpoint.copies import HostCopies, mapped
 
 
 @pytest.fixture

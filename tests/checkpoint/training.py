@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
-from flatout.checkpoint import write
-from flatout.reproducible import seed_all
+from flatout.core.reproducible import seed_all
 from flatout.techniques import REGISTRY, Measured
+from flatout.training.checkpoint import write
 
 EPOCHS = 3
 BATCH = 8

@@ -17,22 +17,22 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flatout import _host
+from flatout.core import machine
 from flatout.data import (
     CachedDataset,
     InMemoryLoader,
     MovableWork,
     Prefetcher,
     Tuned,
-    machine,
     movable,
     movable_transforms,
     tune,
 )
 from flatout.data.normalize import _is_native
 from flatout.data.prefetcher import _Ahead
+from flatout.data.rate_trials import Try
 from flatout.data.transfer import NativeCopier
-from flatout.data.trials import Try
+from flatout.native import _host
 from tests.clock import Clock, simulated_time
 from tests.helpers import native_threads
 
@@ -49,7 +49,7 @@ def simulated_machine(cores: int = 2, memory: int = PLENTY, shared_memory: int =
     with (
         simulated_time(TICK) as clock,
         _resources(cores, memory, shared_memory),
-        mock.patch("flatout.data.trials.wanted_core_seconds", clock.core_seconds),
+        mock.patch("flatout.data.rate_trials.wanted_core_seconds", clock.core_seconds),
     ):
         yield clock
 
@@ -212,7 +212,7 @@ def impatient_trials() -> Iterator[None]:
     """
     with (
         _resources(2, PLENTY, PLENTY),
-        mock.patch("flatout.data.trials._PATIENCE", (0.5, 1)),
+        mock.patch("flatout.data.rate_trials._PATIENCE", (0.5, 1)),
         mock.patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1),
     ):
         yield

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from flatout.core.batches import cloned
 from flatout.data import batch_size_of, map_tensors, tensors_of, to_device
-from flatout.data.batch import cloned
 
 
 class Pair(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 import flatout
 from flatout.data import InMemoryLoader, Prefetcher
-from flatout.data.replay import Replayed
+from flatout.data.replay_buffer import Replayed
 from tests.data.harness import CopyingPrefetcher
 
 DATA = TensorDataset(torch.arange(20.0), torch.arange(20))

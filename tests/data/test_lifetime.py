@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flatout import _host
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
+from flatout.native import _host
 from tests.data.harness import CopyingPrefetcher, eventually, rings_of, threads_end
 from tests.helpers import in_child, native_threads
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.core.random_state import generators_in
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples
-from flatout.data.generators import generators_in
 from flatout.data.loaders import first_batches, original_of, why_not_resized, why_random, with_batch_size
 
 DATA = TensorDataset(torch.arange(10))

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader, Prefetcher, cache_in_memory, seed_samples
-from flatout.data.replay import Replayed
+from flatout.data.replay_buffer import Replayed
 from tests.jobs import FORCED, Net, SlowSamples, make_data
 
 pytestmark = pytest.mark.usefixtures("short_trials")

@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
-from flatout.data.replay import Replayed
+from flatout.data.replay_buffer import Replayed
 from tests.jobs import QUICK, Net
 
 pytestmark = pytest.mark.usefixtures("short_trials")

@@ -25,8 +25,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.core.random_state import RandomState
 from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory, clone_loader
-from flatout.data.generators import RandomState
 from tests.data.harness import CopyingPrefetcher
 
 SAMPLES = 22

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from flatout import _host
 from flatout.data import CachedDataset, NotCacheable
 from flatout.data.samples import taken_apart
 from flatout.data.table import SharedBytes, Table
+from flatout.native import _host
 from tests.data.harness import columns_of, memory_left
 from tests.samples import Counted, Made, own_memory, same
 

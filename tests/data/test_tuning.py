@@ -26,8 +26,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from flatout.data import Prefetcher, clone_loader, machine, tune
-from flatout.data.trials import Try
+from flatout.core import machine
+from flatout.data import Prefetcher, clone_loader, tune
+from flatout.data.rate_trials import Try
 from tests.data.harness import (
     TICK,
     MachineFiles,

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from flatout.cli import main
-from flatout.demo import JOBS, run_demo
+from flatout.cli.demo_jobs import JOBS, run_demo
 from flatout.report import Report
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.demo import JOBS, digits, gpt
-from flatout.demo.job import Job
-from flatout.demo.training import Naive, Outcome, Tick, make_model, take_turns
+from flatout.cli.demo_jobs import JOBS, digits, gpt
+from flatout.cli.demo_jobs.demo_job import Job
+from flatout.cli.demo_jobs.loops import Naive, Outcome, Tick, make_model, take_turns
 
 CPU = torch.device("cpu")
 
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_weights_and_the_same_training(name: str) -
 def test_turns_change_nothing_about_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS["digits"]("quick")
     alone = naive(job, 2).metrics
-    monkeypatch.setattr("flatout.demo.training.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("flatout.cli.demo_jobs.loops.TURN_SECONDS", 0.0)
     lanes = [Naive(job, CPU, 2, ignore) for _ in range(2)]
     take_turns(lanes)
     assert [lane.outcome().metrics for lane in lanes] == [alone, alone]

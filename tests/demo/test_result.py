@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from flatout.demo.result import DemoResult
+from flatout.cli.demo_jobs.result import DemoResult
 from flatout.report import Report
 from tests.renderings.rendered import in_terminal
 from tests.renderings.samples import demo_result

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from tests.helpers import bits, native_threads
 from tests.process_state import attention
 

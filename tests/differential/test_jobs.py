@@ -22,9 +22,9 @@ from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
 def shortest_trials() -> Iterator[None]:
     """Shorten trials: their traces depend neither on their length nor on their precision."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.measure.bench.TRIAL_SECONDS", 0.02)
-        patch.setattr("flatout.measure.bench.STRETCH_SECONDS", 0.005)
-        patch.setattr("flatout.measure.bench.PHASE_SECONDS", 0.02)
+        patch.setattr("flatout.tuning.bench.TRIAL_SECONDS", 0.02)
+        patch.setattr("flatout.tuning.bench.STRETCH_SECONDS", 0.005)
+        patch.setattr("flatout.tuning.bench.PHASE_SECONDS", 0.02)
         yield
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.checkpoint import read, write
-from flatout.checkpoint.copies import HostCopies
+from flatout.training.checkpoint import read, write
+from flatout.training.checkpoint.copies import HostCopies
 from tests.checkpoint.test_file import equal
 
 

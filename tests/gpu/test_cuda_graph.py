@@ -16,9 +16,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.replay import WholeStep
-from flatout.replay.whole_step import WARM_UP
 from flatout.techniques import REGISTRY, Measured
+from flatout.training.graphed_step import WARM_UP, WholeStep
 from tests.gpu.trace import traced
 from tests.helpers import snapshot, trained_state
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.logs import _BLOCK, Logs
+from flatout.training.logged_metrics import _BLOCK, Logs
 from tests.gpu.trace import traced
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none found")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout import _native
+from flatout import native
 from flatout.data import Normalize
 from tests.gpu.trace import traced
 from tests.images import DTYPES, FORMATS, SHAPES, assert_normalized, constants, exact, images
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
+    pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
 ]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 

@@ -11,14 +11,15 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout import _host, _native
+from flatout import native
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.transfer import TorchCopier, make_copier
+from flatout.native import _host
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none found")
 
 DEVICE = torch.device("cuda")
-NATIVE = _native.BUILT_WITH_CUDA and _host.cuda_usable()
+NATIVE = native.BUILT_WITH_CUDA and _host.cuda_usable()
 ROWS = 64
 SHAPE = (ROWS, 64, 1024)  # 16 MiB of float32 per batch: a copy takes long enough to be caught half done
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.reproducible import CUBLAS
+from flatout.core.reproducible import CUBLAS
 from tests.helpers import bits
 
 

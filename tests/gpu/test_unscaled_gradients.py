@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from flatout import _native
+from flatout import native
 from flatout.amp import GradScaler
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
+    pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
 ]
 SIZES = [1, 3, 0, 35, 16383, 16384, 16385, 100_003, 0]
 KINDS = [

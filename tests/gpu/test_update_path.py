@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from flatout import _native
+from flatout import native
 from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
 from flatout.optim import update
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
+    pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
 ]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 3, 0, 35, 16383, 16384, 16385, 100_003, 0]
@@ -37,7 +37,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def test_the_kernels_are_there():
-    assert _native.has_cuda_kernels(), "compiled in, but the driver or the architecture does not fit"
+    assert native.has_cuda_kernels(), "compiled in, but the driver or the architecture does not fit"
 
 
 # float32 alone under compute-sanitizer: what depends on the dtype there, alignment, test_rewriting_forms has too.

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import flatout.optim as fo
-from flatout import _native
+from flatout import native
 from flatout.amp import GradScaler, clip_grad_norm_
 from flatout.optim import update
 from tests.gpu.trace import traced
@@ -20,7 +20,7 @@ from tests.optim.cases import BRAIN, CODES, FLOAT, HALF, Case, Run, Step, bits, 
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(not _native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
+    pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
 ]
 EVERYTHING: list[tuple[torch.dtype, dict[str, Any]]] = [
     (FLOAT, {}),
@@ -235,7 +235,7 @@ def test_a_table_is_for_its_stream():
 def test_a_graph_keeps_a_table_of_its_own():
     """Captured before and between eager steps, replayed after the optimizer has let go of its own."""
     params = [torch.nn.Parameter(torch.zeros(n, device="cuda")) for n in (7, 900)]
-    assert _native.has_cuda_kernels(params[0].device.index)
+    assert native.has_cuda_kernels(params[0].device.index)
     optimizer = fo.SGD(params, lr=torch.tensor(1.0, device="cuda"))
     for p in params:
         p.grad = torch.ones_like(p)

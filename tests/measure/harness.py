@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flatout.job import Job
-from flatout.measure.trial import FEWEST_PAIRS
 from flatout.report import Gain, Trial
 from flatout.techniques import StepTechnique, Switch
+from flatout.training.job import Job
+from flatout.tuning.trial import FEWEST_PAIRS
 
 
 class Change(Switch):

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.job import Job
-from flatout.measure.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from flatout.techniques import Switch
 from flatout.techniques.precision import AutocastSwitch
+from flatout.training.job import Job
+from flatout.tuning.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import Net, job_of, make_data, make_job

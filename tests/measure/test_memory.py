@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout._memory import ran_out_of_memory
-from flatout.measure.memory import step_memory
-from flatout.measure.trial import saves_memory
+from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.report import Gain
 from flatout.techniques import Switch
+from flatout.tuning.step_memory import step_memory
+from flatout.tuning.trial import saves_memory
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
@@ -134,7 +134,7 @@ def test_the_report_shows_the_memory_of_a_step(clock: Clock) -> None:
 NOISY = """
 import os, warnings
 import torch
-from flatout.measure.memory import step_memory
+from flatout.tuning.step_memory import step_memory
 
 older = [torch.ones(8) for _ in range(10)]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from tests.helpers import bits, snapshot
 
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.measure.statistics import paired_gain
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, interleave, pays
 from flatout.report.model import Gain
+from flatout.tuning.statistics import paired_gain
+from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, interleave, pays
 
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=40)
 

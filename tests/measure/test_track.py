@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import flatout
 from flatout.data import InMemoryLoader
-from flatout.measure.bench import off
-from flatout.measure.budget import Budget
-from flatout.measure.track import Stretch, Track, pace_of
 from flatout.report import Report
+from flatout.tuning.bench import off
+from flatout.tuning.budget import Budget
+from flatout.tuning.loader_timer import Stretch, Track, pace_of
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flatout.measure.trial import FEWEST_PAIRS
-from flatout.measure.verdict import earns, rank, ratio, serves, spares, verdict
 from flatout.report import Gain, Row, Trial
+from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
+from flatout.tuning.trial import FEWEST_PAIRS
 from tests.measure.harness import trial
 from tests.reasons import reasons
 

@@ -18,9 +18,9 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from flatout._host import StepCounter
 from flatout.mfu import MfuCounter, peaks
 from flatout.mfu.wrapped import Calls, UnderWay
+from flatout.native._host import StepCounter
 from tests.clock import Clock
 
 CLOCK = Path(__file__).parents[1] / "native" / "steady_clock.cpp"

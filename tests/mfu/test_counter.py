@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout.mfu
-from flatout._host import StepCounter
 from flatout.mfu import FlopCount, FlopNode, MfuCounter
+from flatout.native._host import StepCounter
 from tests.mfu.harness import core_of
 
 seconds = st.floats(0, 1e4, allow_subnormal=False)

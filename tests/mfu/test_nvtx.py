@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import _host
+from flatout.native import _host
 
 RECORDER = Path(__file__).parents[1] / "native" / "nvtx_recorder.cpp"
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import flatout
-from flatout._host import StepCounter
 from flatout.mfu import MfuCounter, Phases, Reading
+from flatout.native._host import StepCounter
 from tests.mfu.harness import CallWithSteadyClock, SteadyClock, core_of, process_with_steady_clock
 
 STEPS = 8
@@ -225,14 +225,14 @@ def test_an_unknown_phase_is_named() -> None:
 
     with MfuCounter(device="cpu").step() as step, pytest.raises(ValueError, match=r"h2d, forward.* 3$"):
         step.phase(3)  # type: ignore[arg-type]
-    assert flatout._host.PHASES == NAMES
+    assert flatout.native._host.PHASES == NAMES
 
 
 def test_steps_and_phases_leave_nothing_behind() -> None:
     counter = MfuCounter(device="cpu", phases_every=2)
     with counter.step():
         pass
-    objects = core_of(counter), flatout.mfu.range, flatout._host.Step, flatout._host.Phase
+    objects = core_of(counter), flatout.mfu.range, flatout.native._host.Step, flatout.native._host.Phase
     held = [sys.getrefcount(each) for each in objects]
     for listened in (False, True):
         with torch.autograd.profiler.profile(enabled=listened):

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import flatout
-from flatout._host import signature
-from flatout.data.batch import tensors_of
+from flatout.core.batches import tensors_of
 from flatout.mfu import FlopCount, FlopNode, signatures
 from flatout.mfu.signatures import CountedWork
+from flatout.native._host import signature
 from tests.clock import Clock, simulated_time
 
 Pair = namedtuple("Pair", "left right")

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout._host import StepCounter, StepTimer
 from flatout.mfu.timers import TorchEventTimer
+from flatout.native._host import StepCounter, StepTimer
 from tests.mfu.harness import SimulatedGpu
 
 
@@ -172,7 +172,7 @@ def test_errors_of_a_timer_reach_the_loop() -> None:
 def test_daemon_threads_may_be_within_a_timer_when_python_ends() -> None:
     program = """
         import threading, time
-        from flatout._host import StepCounter, StepTimer
+        from flatout.native._host import StepCounter, StepTimer
 
         class Slow(StepTimer):
             def begin(self):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flatout.data import machine
+from flatout.core import machine
 from flatout.monitor import host, nvml
 from tests.clock import Clock
 from tests.fake_machine import move_paths, put_files

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout import _host
+from flatout.native import _host
 
 ops = torch.ops.flatout
 
@@ -145,7 +145,7 @@ def test_codes_share_no_memory_with_values():
         ops.encode_(memory.view(torch.float32), memory[:256], torch.zeros(1), True)
 
 
-# -- the classes of flatout._host ----------------------------------------------------------------------------
+# -- the classes of flatout.native._host ----------------------------------------------------------------------------
 
 
 def test_a_window_holds_a_step():

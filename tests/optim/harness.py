@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatout.optim as fo
-from flatout.optim.base import NativeStep
+from flatout.optim.native_step import NativeStep
 
 
 @contextlib.contextmanager

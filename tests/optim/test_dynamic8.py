@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.optim as fo
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from flatout.optim import dynamic8
 from tests.optim.bounds import SMALLEST_SCALE, decoded, dynamic_map, in_memory_order, nearest_code
 from tests.optim.cases import BRAIN, CODES, DOUBLE, FLOAT, HALF, Case, Run, Step

@@ -9,7 +9,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatout.optim as fo
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from tests.optim.bounds import join
 from tests.optim.helpers import parameters, set_grads
 

@@ -13,7 +13,7 @@ import torch
 
 import flatout.optim as fo
 from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 from flatout.optim import update
 
 

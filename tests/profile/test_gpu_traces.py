@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.profile import Memory, Profile, charts, gaps, memory, operators
+from flatout.core.formatting import clean, share
+from flatout.profile import Memory, Profile, charts, gaps, memory_timeline, operators
 from flatout.profile.model import PHASES
 from flatout.profile.summary import summarise
 from flatout.profile.terminal import continued
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.profile.wording import LOOKS, sections
-from flatout.words import clean, share
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
@@ -381,7 +381,7 @@ def test_the_gpus_memory_comes_before_the_hosts_and_keeps_its_peak() -> None:
     for at in range(1, 999):
         for device, index, allocated in ((0, -1, 10**9), (1, 0, 5000 if at == 555 else at)):
             r.memory(at, {"Device Type": device, "Device Id": index, "Total Allocated": allocated})
-    seen = memory.memory(Trace(r.events))
+    seen = memory_timeline.memory(Trace(r.events))
     assert seen is not None
     assert (seen.device, seen.peak, seen.peak_phase) == ("cuda:0", 5000, "backward")
     assert len(seen.timeline) <= 400

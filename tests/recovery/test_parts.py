@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.micro_batches import part_sizes
+from flatout.training.micro_batches import part_sizes
 from tests.recovery.harness import (
     OPTIMIZERS,
     assert_recovers,

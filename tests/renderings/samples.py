@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from flatout.cli.demo_jobs.loops import Outcome
+from flatout.cli.demo_jobs.result import DemoResult, JobResult
+from flatout.cli.diagnosis import Finding
 from flatout.cli.doctor import show
-from flatout.demo.result import DemoResult, JobResult
-from flatout.demo.training import Outcome
-from flatout.doctor import Finding
 from flatout.monitor.view import View
 from flatout.report import Pace, Report, Row, Summary
 from tests.monitor import monitor_sample

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flatout import words
+from flatout.core import formatting
 from flatout.report import Gain, Pace, Report, Row, Summary, Trial, terminal, wording
 from tests.reasons import reasons
 from tests.renderings.rendered import in_terminal, root_of
@@ -51,7 +51,7 @@ def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None
 def test_reasons_are_complete_in_narrow_terminals() -> None:
     text = squeezed(in_terminal(Report(sample()), 80))
     for row in sample().rows:
-        assert squeezed(words.clean(row.why)) in text
+        assert squeezed(formatting.clean(row.why)) in text
 
 
 def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
@@ -147,10 +147,10 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path: object) -> Non
     assert "url(" not in text
     assert "@import" not in text
     said = "".join(root.itertext())
-    assert words.clean(HOSTILE) in said
+    assert formatting.clean(HOSTILE) in said
     for row in sample().rows:
         assert row.title in said
-        assert words.clean(row.why) in said
+        assert formatting.clean(row.why) in said
     assert all(row.expected in said and row.chosen in said for row in sample().rows)
     assert "prefers-color-scheme:dark" in text
 
@@ -253,7 +253,7 @@ def test_row_by_name() -> None:
     [(1.25, "+25 %"), (1.031, "+3.1 %"), (0.985, "−1.5 %"), (1.0, "0.0 %"), (0.9999, "0.0 %"), (math.nan, "?")],
 )
 def test_percent(ratio: float, said: str) -> None:
-    assert words.percent(ratio) == said
+    assert formatting.percent(ratio) == said
 
 
 def test_interval_has_the_decimals_of_its_gain() -> None:
@@ -266,12 +266,12 @@ def test_interval_has_the_decimals_of_its_gain() -> None:
     [(0.0, "0.00 ms"), (0.4123, "0.412 ms"), (6.234, "6.23 ms"), (184.2, "184 ms"), (2100, "2,100 ms")],
 )
 def test_milliseconds(value: float, said: str) -> None:
-    assert words.milliseconds(value) == said
+    assert formatting.milliseconds(value) == said
 
 
 @pytest.mark.parametrize(("value", "said"), [(8.44, "8.4 s"), (75.2, "75 s"), (250.0, "4 min 10 s")])
 def test_seconds(value: float, said: str) -> None:
-    assert words.seconds(value) == said
+    assert formatting.seconds(value) == said
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.05), (-0.5, 0.6), (-0.9, 12.0), (0.0, 0.2)])

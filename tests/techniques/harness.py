@@ -12,18 +12,18 @@ from unittest import mock
 from torch import Tensor
 
 import flatout
+from flatout.core.snapshot import State
 from flatout.data import is_rewindable
 from flatout.data.tuning import Tuned
-from flatout.job import Job
-from flatout.measure.bench import Bench
-from flatout.measure.budget import Budget
-from flatout.measure.state import State
-from flatout.measure.track import Track
-from flatout.measure.tuner import Tuner
 from flatout.report.model import Pace, Row
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
 from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
+from flatout.training.job import Job
+from flatout.tuning.bench import Bench
+from flatout.tuning.budget import Budget
+from flatout.tuning.loader_timer import Track
+from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
 from tests.techniques.recorder import Rerun
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatout.measure.state import State
+from flatout.core.snapshot import State
 
 
 class Rerun:

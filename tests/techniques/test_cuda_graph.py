@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.measure import State
+from flatout.core.snapshot import State
 from flatout.mfu import MfuCounter
-from flatout.replay import sign
-from flatout.replay.whole_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
+from flatout.training.capture_guards import sign
+from flatout.training.graphed_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
 from tests.clock import TimedStep
 from tests.helpers import bits, snapshot, trained_state
 from tests.jobs import NO_TECHNIQUES, job_of

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.measure import State
+from flatout.core.snapshot import State
 from tests.jobs import job_of, make_job
 from tests.process_state import malloc
 from tests.reasons import reasons

@@ -9,7 +9,7 @@ from torch.backends import cuda
 from torch.nn import functional
 
 import flatout
-from flatout.measure import State
+from flatout.core.snapshot import State
 from flatout.techniques.sdpa_backend import KERNELS
 from tests.clock import TimedStep
 from tests.helpers import Operators, snapshot

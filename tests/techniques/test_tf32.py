@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.measure import State
+from flatout.core.snapshot import State
 from tests.jobs import job_of, make_job
 from tests.reasons import reasons
 from tests.techniques.harness import candidates, forced, refusal

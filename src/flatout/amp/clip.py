@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flatout import _dtensor, _gradients
+from flatout.core import dtensor, gradients
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -32,12 +32,12 @@ def unscale_and_check_(tensors: Tensor | Iterable[Tensor], inv_scale: Tensor | f
     grads: list[Tensor] = []
     for tensor in _as_list(tensors):
         if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
-            grads += _gradients.gradients_of([tensor])
+            grads += gradients.gradients_of([tensor])
         else:
             grads.append(tensor)
     if not grads:
         return torch.zeros(()), torch.zeros(())
-    return _gradients.together(_gradients.unscale_(grads, inv_scale))
+    return gradients.together(gradients.unscale_(grads, inv_scale))
 
 
 @torch.no_grad()
@@ -73,18 +73,18 @@ def clip_grad_norm_(
     listed = _as_list(parameters)
     if is_generator and not listed:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
-    grads = _gradients.gradients_of(listed)
+    grads = gradients.gradients_of(listed)
     if not grads:
         return torch.tensor(0.0)
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
-    look = _gradients.check(grads, None, max_norm, norm_type)
+    look = gradients.check(grads, None, max_norm, norm_type)
     if error_if_nonfinite and not bool(look.grad_norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
             "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
             "set `error_if_nonfinite=False`"
         )
-    _gradients.scale_(grads, look.grad_factor)
-    return _dtensor.replicated(look.grad_norm, grads)
+    gradients.scale_(grads, look.grad_factor)
+    return dtensor.replicated(look.grad_norm, grads)

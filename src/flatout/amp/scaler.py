@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from flatout import _gradients
-from flatout.optim.base import NativeStep
+from flatout.core import gradients
+from flatout.optim.native_step import NativeStep
 from flatout.optim.update import apply, spoils_buffers, update
 
 
@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         native = isinstance(optimizer, NativeStep)
         if "closure" in kwargs or ((args or kwargs) and (native or not self._enabled)):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled or clips.")
-        _gradients.check_max_norm(max_grad_norm)
+        gradients.check_max_norm(max_grad_norm)
         lazy = max_grad_norm is not None
         if max_grad_norm == math.inf:
             max_grad_norm = None
@@ -122,9 +122,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         own = optimizer.__dict__.pop("grad_scale", None)
         factor = None if own is None else _inverse(own)
-        grads = _gradients.of_optimizer(optimizer)
+        grads = gradients.of_optimizer(optimizer)
         if max_grad_norm is not None and grads:
-            factor = _gradients.check(grads, factor, max_grad_norm).grad_factor
+            factor = gradients.check(grads, factor, max_grad_norm).grad_factor
         apply(optimizer, factor, _found_inf(record), unscale_grads=not lazy)
 
     def _must_not_skip(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
@@ -139,9 +139,9 @@ class GradScaler(torch.amp.GradScaler):
     def _clip(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, record: dict[str, Any]) -> None:
         if record["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        grads = _gradients.of_optimizer(optimizer)
+        grads = gradients.of_optimizer(optimizer)
         if grads:
-            _gradients.scale_(grads, _gradients.check(grads, None, max_grad_norm).grad_factor)
+            gradients.scale_(grads, gradients.check(grads, None, max_grad_norm).grad_factor)
 
     @torch.compiler.disable
     def _unscale_grads_(
@@ -152,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """torch's hook behind ``unscale_``: one pass that checks and rewrites."""
-        grads = _gradients.of_optimizer(optimizer)
+        grads = gradients.of_optimizer(optimizer)
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
                 "Attempting to unscale FP16 gradients. (step(optimizer, max_grad_norm=...) of a flatout "
@@ -160,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         found: dict[torch.device, Tensor] = {}
         if grads:
-            for new, _ in _gradients.unscale_(grads, inv_scale):
+            for new, _ in gradients.unscale_(grads, inv_scale):
                 found[new.device] = torch.maximum(found[new.device], new) if new.device in found else new
         return found
 
@@ -178,4 +178,4 @@ def _inverse(scale: Tensor) -> Tensor:
 def _found_inf(record: dict[str, Any]) -> Tensor | None:
     """Over all devices, not 0 where something was inf or NaN; None where nothing was looked at."""
     found = record["found_inf_per_device"].values()
-    return functools.reduce(lambda a, b: a + _gradients.move(b, a.device), found) if found else None
+    return functools.reduce(lambda a, b: a + gradients.move(b, a.device), found) if found else None

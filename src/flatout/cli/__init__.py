@@ -11,7 +11,7 @@ import torch
 import flatout
 from flatout.cli import demo, doctor, monitor, profile
 from flatout.cli.command import Command, CommandError
-from flatout.words import clean
+from flatout.core.formatting import clean
 
 COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
-from flatout.demo import JOBS, run_demo
-from flatout.words import clean
+from flatout.cli.demo_jobs.runner import JOBS, run_demo
+from flatout.core.formatting import clean
 
 DESCRIPTION = """\
 Trains two models on real data that needs no download, each twice: as people

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 
 import flatout
-from flatout import _native
-from flatout.data import machine
-from flatout.data.machine import available_memory, free_shared_memory, total_memory, usable_cores
+from flatout import native
+from flatout.core import machine
+from flatout.core.machine import available_memory, free_shared_memory, total_memory, usable_cores
 from flatout.mfu.peaks import gpu_of
 from flatout.monitor.nvml import throttle_words
 
@@ -86,7 +86,7 @@ def as_dicts(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
 def check_flatout() -> Iterator[Finding]:
     """flatout, and whether it brings its CUDA kernels."""
     found = f"{flatout.__version__}, Python {platform.python_version()}"
-    if _native.BUILT_WITH_CUDA:
+    if native.BUILT_WITH_CUDA:
         yield Finding("install", "flatout", f"{found}, with CUDA kernels")
     elif torch.version.cuda:
         fix = f"set CUDA_HOME to a CUDA {torch.version.cuda} toolkit with nvcc, and install flatout again"
@@ -171,7 +171,7 @@ def _gpu(index: int) -> Iterator[Finding]:
         found = f"torch {torch.__version__} is built for {', '.join(torch.cuda.get_arch_list())}"
         fix = f"install a torch whose build has sm_{properties.major}{properties.minor}"
         yield Finding("GPU", f"{name} torch", found, "broken", fix)
-    if _native.BUILT_WITH_CUDA and not _native.has_cuda_kernels(index):
+    if native.BUILT_WITH_CUDA and not native.has_cuda_kernels(index):
         fix = f"{_newer_driver()}; or build flatout for sm_{properties.major}{properties.minor}"
         yield Finding("GPU", f"{name} kernels", "flatout's kernels cannot run, torch's own serve", "slow", fix)
     if gpu_of(properties.name.partition(" MIG ")[0]) is None:

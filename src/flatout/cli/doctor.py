@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.cli.command import Command
-from flatout.doctor import Finding, Verdict, as_dicts, examine
-from flatout.words import visible
+from flatout.cli.diagnosis import Finding, Verdict, as_dicts, examine
+from flatout.core.formatting import visible
 
 DESCRIPTION = """\
 Looks at the machine and the install for what keeps training from running

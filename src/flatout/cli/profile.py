@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
+from flatout.core.formatting import clean
 from flatout.profile import Profile, nsight
 from flatout.profile.record import SEARCHED_STEPS, Recording
 from flatout.profile.script import Ended, capture_script, profile_script
-from flatout.words import clean
 
 DESCRIPTION = """\
 Runs a training script and profiles some of its updates: time by part of the

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout._reach import reachable
-from flatout._step_hook import before_steps
-from flatout.measure.saved import Saved, is_stateful
+from flatout.core.reachable import reachable
+from flatout.core.saved import Saved, is_stateful
+from flatout.core.step_hooks import before_steps
 
 _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 """Types of objects whose tensors are copied at once because they are small."""

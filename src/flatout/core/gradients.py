@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _dtensor, _native
-from flatout._dtensor import PLAIN, Ranks
+from flatout import native
+from flatout.core import dtensor
+from flatout.core.dtensor import PLAIN, Ranks
 
 _ops = torch.ops.flatout
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -43,7 +44,7 @@ class GradCheck:
 
 def has_kernels(device: torch.device) -> bool:
     """True when the native operators run on ``device``."""
-    return device.type == "cpu" or (device.type == "cuda" and _native.has_cuda_kernels(device.index))
+    return device.type == "cpu" or (device.type == "cuda" and native.has_cuda_kernels(device.index))
 
 
 def is_native(tensor: Tensor) -> bool:
@@ -111,9 +112,9 @@ def _by_place(
             groups[device, None] = group
             continue
         for grad in group:
-            settled = _dtensor.is_settled(grad)
-            place = device, _dtensor.ranks_of(grad) if settled else None
-            groups.setdefault(place, []).append(_dtensor.local(grad) if settled else grad)
+            settled = dtensor.is_settled(grad)
+            place = device, dtensor.ranks_of(grad) if settled else None
+            groups.setdefault(place, []).append(dtensor.local(grad) if settled else grad)
     return {place: _split(group, place[0], norm_type) for place, group in groups.items()}
 
 
@@ -168,12 +169,12 @@ def _is_about_memory(error: RuntimeError) -> bool:
 
 
 def _found_inf(grads: Sequence[Tensor]) -> Tensor:
-    return 1.0 - torch.stack([_dtensor.whole(grad.isfinite().all()) for grad in grads]).all().float()
+    return 1.0 - torch.stack([dtensor.whole(grad.isfinite().all()) for grad in grads]).all().float()
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = [
-        _dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
+        dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
         for grad in grads
         if grad.numel()
     ]
@@ -229,10 +230,10 @@ def check(
     if len(places) == 1 and ranks is None and not others:
         return GradCheck(*_look_natively(native, on_device(inv_scale, device), max_norm, norm_type))
     looks = []
-    for (device, ranks), (native, others) in places.items():
+    for (device, ranks), (ours, others) in places.items():
         inverse = on_device(inv_scale, device)
         here = []
-        if native:
+        if ours:
             here.append(_look_natively(native, inverse, None, norm_type)[:2])
         if others:
             norm = _norm(others, norm_type)
@@ -310,16 +311,16 @@ def _rewrite(
     if len(places) > 1 or any(others for _, others in places.values()):
         _refuse_expanded(grads)  # native operators see only their own before they write
     results: list[tuple[Ranks | None, Any]] = []
-    for (device, ranks), (native, others) in places.items():
+    for (device, ranks), (ours, others) in places.items():
         here = on_device(factor, device)
-        if native:
+        if ours:
             try:
-                results.append((ranks, native_op(native, here)))
+                results.append((ranks, native_op(ours, here)))
             except RuntimeError as error:
                 if not _is_about_memory(error):
                     raise
-                _refuse_expanded(native)
-                others = native + others
+                _refuse_expanded(ours)
+                others = ours + others
         if others:
             results.append((ranks, by_torch(others, here)))
     torch.autograd.graph.increment_version(list(grads))
@@ -327,7 +328,7 @@ def _rewrite(
 
 
 def _refuse_expanded(grads: Sequence[Tensor]) -> None:
-    for i, grad in enumerate(map(_dtensor.local, grads)):
+    for i, grad in enumerate(map(dtensor.local, grads)):
         if grad.numel() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
             raise RuntimeError(f"gradient {i} is expanded, several elements in one place: clone() it to rewrite it")
 

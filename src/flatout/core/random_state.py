@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout._cleanup import run_all
-from flatout._reach import reachable
+from flatout.core.cleanup import run_all
+from flatout.core.reachable import reachable
 
 
 @dataclass(frozen=True)

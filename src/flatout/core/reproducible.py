@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.data.generators import RandomState
+from flatout.core.random_state import RandomState
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_CONFIGS = (":4096:8", ":16:8")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flatout._cleanup import run_all
+from flatout.core.cleanup import run_all
 
 
 def owned(tensor: Tensor) -> Tensor:

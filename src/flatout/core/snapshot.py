@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout._backends import AttentionKernels, Float32Precision
-from flatout._cleanup import run_all
-from flatout._malloc import MallocSetting
-from flatout.data.generators import RandomState
+from flatout.core.cleanup import run_all
+from flatout.core.foreign import StepGuard, add_foreign, copied_before_writes
+from flatout.core.mallopt import MallocSetting
+from flatout.core.random_state import RandomState
+from flatout.core.saved import Saved
+from flatout.core.torch_flags import AttentionKernels, Float32Precision
 from flatout.data.loaders import LoaderPosition
-from flatout.measure.foreign import StepGuard, add_foreign, copied_before_writes
-from flatout.measure.saved import Saved
 
 
 class _BackendFlags:

@@ -1,6 +1,6 @@
 """The data path: loaders that keep a training loop fed."""
 
-from flatout.data.batch import (
+from flatout.core.batches import (
     batch_size_of,
     map_tensors,
     objects_of,
@@ -11,8 +11,8 @@ from flatout.data.batch import (
     to_device,
 )
 from flatout.data.cache import CachedDataset, cache_in_memory
+from flatout.data.in_memory_loader import InMemoryLoader, why_not_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable
-from flatout.data.memory import InMemoryLoader, why_not_in_memory
 from flatout.data.movable import MovableWork, NotExamined, movable_transforms
 from flatout.data.normalize import Normalize
 from flatout.data.prefetcher import Prefetcher

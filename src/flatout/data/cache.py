@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate
 
-from flatout.data.batch import cloned, map_tensors
+from flatout.core.batches import cloned, map_tensors
+from flatout.core.machine import available_memory
+from flatout.core.random_state import RandomState, generators_in
 from flatout.data.forwarding import Forwarding
-from flatout.data.generators import RandomState, generators_in
-from flatout.data.machine import available_memory
-from flatout.data.memory import InMemoryLoader, why_not_collated
+from flatout.data.in_memory_loader import InMemoryLoader, why_not_collated
 from flatout.data.order import why_not_ordered
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.samples import Layout, NotCacheable, taken_apart

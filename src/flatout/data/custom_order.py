@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from flatout.data.generators import RandomState
+from flatout.core.random_state import RandomState
 from flatout.data.order import Foreign, Position, Span, as_indices, is_int
 
 

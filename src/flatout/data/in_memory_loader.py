@@ -16,14 +16,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from flatout import _host
-from flatout.data.batch import to_device
+from flatout.core.batches import to_device
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import seeds_workers_once, set_epoch
 from flatout.data.order import Foreign, Order, Replayed, Span, as_indices, why_not_ordered
-from flatout.data.progress import Progress
+from flatout.data.position import Progress
+from flatout.native import _host
 
 
 def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from flatout.data.batch import cloned, tensors_of
-from flatout.data.generators import RandomState
+from flatout.core.batches import cloned, tensors_of
+from flatout.core.random_state import RandomState
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate, default_convert
 
-from flatout.data.batch import tensors_of
-from flatout.data.generators import RandomState
+from flatout.core.batches import tensors_of
+from flatout.core.random_state import RandomState
 from flatout.data.operations import MOST, Operation, Recorder, Recording, memory_of
-from flatout.data.places import Place
+from flatout.data.transform_places import Place
 
 WORTH_NAMING = 0.03
 """Share of a sample's time from which work is named."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout._dtensor import PLAIN
-from flatout._gradients import has_kernels
-from flatout.data.batch import map_tensors
+from flatout.core.batches import map_tensors
+from flatout.core.dtensor import PLAIN
+from flatout.core.gradients import has_kernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LEAST, _GREATEST = 1e-18, 1e18  # outside, float32 has too few digits on the way to a result that is bit-equal

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flatout.data.batch import tensors_of
-from flatout.data.generators import RandomState
-from flatout.data.places import Place, Places, is_own, package_of, transform_of
+from flatout.core.batches import tensors_of
+from flatout.core.random_state import RandomState
+from flatout.data.transform_places import Place, Places, is_own, package_of, transform_of
 
 MOST = 2000
 """Operations that are looked at in one call; a sample with more is a program of its own."""

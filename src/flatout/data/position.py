@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from flatout.checkpoint.kinds import check_kinds, check_number
-from flatout.data.asked import Asked
-from flatout.data.generators import RandomState, generators_in
+from flatout.core.kinds import check_kinds, check_number
+from flatout.core.random_state import RandomState, generators_in
+from flatout.data.custom_order import Asked
 from flatout.data.loaders import TORCHS_SAMPLERS
 from flatout.data.openmp import serial
 from flatout.data.order import Foreign, Order, Position, Replayed, Span, blocks_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flatout.data.batch import cloned, map_tensors, move_object, tensors_of
+from flatout.core.batches import cloned, map_tensors, move_object, tensors_of
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch

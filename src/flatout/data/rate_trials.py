@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from flatout.data.batch import tensors_of
+from flatout.core.batches import tensors_of
+from flatout.core.machine import private_memory, wanted_core_seconds
 from flatout.data.loaders import clone_loader
-from flatout.data.machine import private_memory, wanted_core_seconds
 from flatout.data.remote import InWorker
 
 PREFETCH = 2

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatout.data.batch import cloned
+from flatout.core.batches import cloned
+from flatout.core.random_state import RandomState
 from flatout.data.forwarding import CopiedAsWrapped
-from flatout.data.generators import RandomState
 from flatout.data.source import Epoch, Source, source_of
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
-from flatout.data.generators import RandomState, generators_in
+from flatout.core.random_state import RandomState, generators_in
 from flatout.data.loaders import SEEDED_FROM, clone_loader, set_epoch
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SubsetRandomSampler
 
-from flatout.checkpoint.kinds import check_number
+from flatout.core.kinds import check_number
+from flatout.data.in_memory_loader import InMemoryLoader
 from flatout.data.loaders import clone_loader, seeds_workers_once
-from flatout.data.memory import InMemoryLoader
 from flatout.data.order import Foreign, Order, Span
-from flatout.data.progress import Progress
+from flatout.data.position import Progress
 from flatout.data.remote import InWorker, WorkerError, death_of_a_worker, watch
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout import _host
-from flatout.data.machine import free_shared_memory
+from flatout.core.machine import free_shared_memory
 from flatout.data.samples import Layout, Leaf
+from flatout.native import _host
 
 _ALIGNMENT = 64  # bytes: a cache line
 _LONGEST_NOTE = 511  # bytes

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flatout import _host, _native
+from flatout import native
+from flatout.native import _host
 
 
 class Copy(Protocol):
@@ -61,7 +62,7 @@ def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool) -> 
 
 def make_ring(device: torch.device, depth: int) -> Any:
     """Pinned staging memory for :class:`NativeCopier`; ``None`` where that one does not work."""
-    if device.type == "cuda" and _native.BUILT_WITH_CUDA and _host.cuda_usable():
+    if device.type == "cuda" and native.BUILT_WITH_CUDA and _host.cuda_usable():
         return _host.Ring(device=_index_of(device), max_idle=depth + 2)
     return None
 
@@ -78,7 +79,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
-        if _native.BUILT_WITH_CUDA and _host.cuda_usable():
+        if native.BUILT_WITH_CUDA and _host.cuda_usable():
             torch.cuda.current_stream(device)  # torch makes the device's context before we use it
             _side_streams[index] = torch.cuda.ExternalStream(_host.create_stream(index), device=device)
         else:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from flatout import words
-from flatout.data.generators import RandomState
+from flatout.core import formatting
+from flatout.core.machine import available_memory, free_shared_memory, usable_cores
+from flatout.core.random_state import RandomState
 from flatout.data.loaders import clone_loader, is_rewindable
-from flatout.data.machine import available_memory, free_shared_memory, usable_cores
-from flatout.data.trials import LOOK, PREFETCH, STROLL, Trials, Try
+from flatout.data.rate_trials import LOOK, PREFETCH, STROLL, Trials, Try
 
 SECONDS = 3.0
 """What finding out may take."""
@@ -271,7 +271,7 @@ class _Search:
         try:
             self._tries[workers] = self._trials.with_workers(workers)
         except Exception as error:
-            self._failure = f"{_workers(workers)} failed with {words.first_line(error)}"
+            self._failure = f"{_workers(workers)} failed with {formatting.first_line(error)}"
             return self._trials.start_otherwise(error) and self._try(workers)
         return True
 

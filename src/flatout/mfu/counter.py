@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from flatout._host import PHASES, Step, StepCounter, StepReading
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.reading import Phases, Reading
 from flatout.mfu.timers import use_gpu_clock
 from flatout.mfu.wrapped import Calls, count_calls
+from flatout.native._host import PHASES, Step, StepCounter, StepReading
 
 Batch = TypeVar("Batch")
 Model = TypeVar("Model", bound=nn.Module)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.data.generators import RandomState
-from flatout.measure.saved import ModuleSlots, SavedTensor
+from flatout.core.random_state import RandomState
+from flatout.core.saved import ModuleSlots, SavedTensor
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
 from flatout.mfu.formulas import is_abstract

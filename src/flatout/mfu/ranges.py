@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.autograd import profiler
 
-from flatout import _host
+from flatout.native import _host
 
 
 class range:

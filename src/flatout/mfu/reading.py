@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatout import words
-from flatout._host import PHASES
+from flatout.core import formatting
+from flatout.native._host import PHASES
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Phases:
         """Share and time of each: ``loader wait 10.0 % 1.2 ms, ...``."""
         whole = self.total or 1.0
         shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
-        return ", ".join(f"{name} {words.share(value / whole, 1)} {1e3 * value:.3g} ms" for name, value in shown)
+        return ", ".join(f"{name} {formatting.share(value / whole, 1)} {1e3 * value:.3g} ms" for name, value in shown)
 
 
 _TOLD: dict[str, Callable[[float], str]] = {
-    "step_seconds": lambda value: f"{words.milliseconds(1e3 * value)} a step",
-    "samples_per_second": lambda value: f"{words.count(value)} samples/s",
-    "tokens_per_second": lambda value: f"{words.count(value)} tokens/s",
+    "step_seconds": lambda value: f"{formatting.milliseconds(1e3 * value)} a step",
+    "samples_per_second": lambda value: f"{formatting.count(value)} samples/s",
+    "tokens_per_second": lambda value: f"{formatting.count(value)} tokens/s",
     "flops_per_second": lambda value: f"{1e-12 * value:.3g} TFLOP/s",
-    "mfu": lambda value: f"MFU {words.share(value, 1)}",
-    "hfu": lambda value: f"HFU {words.share(value, 1)}",
-    "stall_fraction": lambda value: f"stall {words.share(value, 1)}",
+    "mfu": lambda value: f"MFU {formatting.share(value, 1)}",
+    "hfu": lambda value: f"HFU {formatting.share(value, 1)}",
+    "stall_fraction": lambda value: f"stall {formatting.share(value, 1)}",
 }
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flatout import words
-from flatout._host import signature
-from flatout.data.batch import batch_size_of, objects_of, tensors_of, tensors_within, tokens_of
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, objects_of, tensors_of, tensors_within, tokens_of
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import taking_turns
+from flatout.native._host import signature
 
 MOST = 256
 """Most signatures that are counted: a count holds a tree of all modules."""
@@ -74,7 +74,7 @@ class CountedWork:
             work = work._replace(flops=self._count(*args, **kwargs))
         except Exception as error:  # of the user's code, or out of memory: training is not to end for a figure
             warnings.warn(
-                f"the FLOPs of a step could not be counted, its MFU is not known: {words.first_line(error)}",
+                f"the FLOPs of a step could not be counted, its MFU is not known: {formatting.first_line(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

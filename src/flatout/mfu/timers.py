@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from flatout import _native
-from flatout._host import StepCounter, StepTimer
+from flatout import native
+from flatout.native._host import StepCounter, StepTimer
 
 
 def use_gpu_clock(core: StepCounter, device: torch.device) -> None:
     """Time the steps on ``device``, in the best way there is."""
-    if _native.has_cuda_kernels(device.index):
+    if native.has_cuda_kernels(device.index):
         # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
         with contextlib.suppress(RuntimeError):
             core.use_events(device.index, torch._C._cuda_getCurrentRawStream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flatout import words
+from flatout.core import formatting
 from flatout.mfu.reading import Phases
 
 WORTH_TELLING = 0.1
@@ -83,14 +83,14 @@ class Verdict:
                 compared = (
                     f"; {self.family.name} usually reach {100 * low:.0f} to {100 * high:.0f} % ({self.family.source})"
                 )
-            parts.append(f"MFU {words.share(self.mfu, 1)} of {self.peak}{compared}")
+            parts.append(f"MFU {formatting.share(self.mfu, 1)} of {self.peak}{compared}")
         if self.utilisation is not None:
             parts.append(
-                f"NVML calls the GPU {words.share(self.utilisation, 0)} utilised: for so long some kernel ran, "
+                f"NVML calls the GPU {formatting.share(self.utilisation, 0)} utilised: for so long some kernel ran, "
                 "however little of the GPU it used"
             )
         parts.append(self.limit)
-        return " ".join(f"{words.capital(part)}." for part in parts if part)
+        return " ".join(f"{formatting.capital(part)}." for part in parts if part)
 
 
 def judge(
@@ -135,7 +135,7 @@ def _limit(
         }
     largest = max(outside, key=lambda name: outside[name])
     if outside[largest] >= WORTH_TELLING:
-        return f"{words.share(outside[largest], 0)} of the time goes to {largest}"
+        return f"{formatting.share(outside[largest], 0)} of the time goes to {largest}"
     if throttle:
         return f"the GPU's clocks are held down: {', '.join(throttle)}"
     if utilisation is not None and utilisation < 1 - WORTH_TELLING:

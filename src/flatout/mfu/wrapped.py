@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from flatout._host import PHASES, StepCounter
-from flatout._subclass import instance_class
-from flatout.data.batch import tensors_of
+from flatout.core.batches import tensors_of
+from flatout.core.instance_class import instance_class
 from flatout.mfu.counting import is_counting
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
+from flatout.native._host import PHASES, StepCounter
 
 if TYPE_CHECKING:
     from flatout.mfu.counter import MfuCounter

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flatout.data import machine
+from flatout.core import machine
 from flatout.monitor.reasons import reason
 from flatout.monitor.sample import HostSample, ProcessSample
 

@@ -11,9 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flatout.core.formatting import clean, size_of, visible
 from flatout.monitor.sample import GpuSample, HostSample, ProcessSample, Sample
 from flatout.monitor.sampler import KEPT
-from flatout.words import clean, size_of, visible
 
 _BAR, _ASCII_BAR = ("━", "─"), ("#", ".")
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇", "_.-=+*#"

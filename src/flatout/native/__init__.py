@@ -1,4 +1,4 @@
-"""Loads the native core: ``torch.ops.flatout.*`` and the torch-free classes of ``flatout._host``."""
+"""Loads the native core: ``torch.ops.flatout.*`` and the torch-free classes of ``flatout.native._host``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if _torch_version() < OLDEST_TORCH:
 
 def _operators() -> Path:
     """Path of the operator library, beside ``_host`` (an editable install keeps both outside this folder)."""
-    spec = importlib.util.find_spec("flatout._host")
+    spec = importlib.util.find_spec("flatout.native._host")
     if spec is None or spec.origin is None:
         raise ImportError("flatout's native core is not built: run `pip install .` in its source folder")
     return Path(spec.origin).with_name("_C.so")
@@ -35,7 +35,7 @@ def _operators() -> Path:
 torch.ops.load_library(str(_operators()))
 
 # After torch, so that its libraries are loaded first; the fakes need the operators.
-from flatout import _fakes, _host  # noqa: E402, F401
+from flatout.native import _host, fakes  # noqa: E402, F401
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""

@@ -1,13 +1,13 @@
 """Optimizers that move the least memory an update can: subclasses of torch's, and one-call updates."""
 
-from flatout import _native  # noqa: F401  (loads the operators)
+from flatout import native  # noqa: F401  (loads the operators)
 from flatout.optim.adam import Adam, AdamW
+from flatout.optim.atomic_update import UpdateCutInHalf
 from flatout.optim.ema import Averages
 from flatout.optim.fuse import fuse, unfuse, why_not_fusable
 from flatout.optim.lion import Lion
 from flatout.optim.sgd import SGD
 from flatout.optim.update import UpdateResult, update
-from flatout.optim.whole import UpdateCutInHalf
 
 __all__ = [
     "SGD",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flatout.optim.base import NativeStep
+from flatout.optim.native_step import NativeStep
 
 
 class _NativeAdam(NativeStep):

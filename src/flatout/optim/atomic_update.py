@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout._memory import parameters_of, ran_out_of_memory, versions
+from flatout.core.out_of_memory import parameters_of, ran_out_of_memory, versions
 
 _grad = attrgetter("grad")
 _HANDED = ("grad_scale", "found_inf")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _dtensor, _gradients
+from flatout.core import dtensor, gradients
 from flatout.optim import dynamic8
 from flatout.optim.options import Layout, compute_dtype
 
@@ -51,19 +51,19 @@ class Kind:
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
     """True when a bucket can hold ``parameter`` and be given ``grad``."""
-    if not _is_native(parameter) or not _dtensor.is_settled(parameter):
+    if not _is_native(parameter) or not dtensor.is_settled(parameter):
         return False
     return grad is None or (
         grad.device == parameter.device
         and grad.is_complex() == parameter.is_complex()
-        and _dtensor.alike(grad, parameter)
+        and dtensor.alike(grad, parameter)
         and _is_native(grad)
     )
 
 
 def _is_native(tensor: Tensor) -> bool:
     # The type comes first: tensors of other types, such as lazy parameters, may have no memory and raise when asked.
-    return type(_dtensor.local(tensor)) in _dtensor.PLAIN and _gradients.is_native(_real(tensor))
+    return type(dtensor.local(tensor)) in dtensor.PLAIN and gradients.is_native(_real(tensor))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -83,7 +83,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``tensor`` with the device and strides of ``leader``, in ``dtype``; a copy only where something differs."""
-    tensor = _dtensor.spread_like(tensor, leader).to(device=leader.device, dtype=dtype)
+    tensor = dtensor.spread_like(tensor, leader).to(device=leader.device, dtype=dtype)
     if _laid_out_like(tensor, leader):
         return tensor
     return torch.empty_like(leader, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -95,7 +95,7 @@ def _laid_out_like(tensor: Tensor, leader: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     """The real numbers in this process's memory behind ``tensor``."""
-    return _gradients.as_real(_dtensor.local(tensor).resolve_conj())
+    return gradients.as_real(dtensor.local(tensor).resolve_conj())
 
 
 def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
@@ -112,7 +112,7 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
         if not isinstance(count, Tensor):
             count = torch.full((), float(count), dtype=kind.count_dtype, device=p.device)
         dtype = count.dtype if count.dtype in (torch.float32, torch.float64) else kind.count_dtype
-        state["step"] = _gradients.move(count, p.device, dtype)
+        state["step"] = gradients.move(count, p.device, dtype)
     for name in kind.streams:
         keep_moment(state, name, p, moments)
     for name, dtype in kind.layout.extras.items():
@@ -122,7 +122,7 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
 
 def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype) -> None:
     """Begins a moment of ``p`` with zeros, or converts what is there: to ``dtype``, device and strides of ``p``."""
-    if not _gradients.is_dense(_dtensor.local(p)):
+    if not gradients.is_dense(dtensor.local(p)):
         p = torch.empty_like(p)  # moments are dense
     moment, absmax = state.get(name), dynamic8.absmax_name(name)
     if moment is not None and moment.dtype == torch.uint8:
@@ -142,7 +142,7 @@ def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> T
     if name == "remainder":
         return torch.zeros_like(p, dtype=dtype)
     first = torch.empty_like(p, dtype=dtype)
-    _dtensor.local(first).copy_(_dtensor.local(p) if name == "copy" else _weight(state, p))
+    dtensor.local(first).copy_(dtensor.local(p) if name == "copy" else _weight(state, p))
     return first
 
 
@@ -155,11 +155,11 @@ def drop_weights(state: dict[str, Any], kind: Kind) -> None:
 def _weight(state: dict[str, Any], p: Tensor) -> Tensor:
     """What is behind a parameter, or the part of it here: its master, what it forms with its remainder, or itself."""
     if "remainder" in state:
-        high = _dtensor.local(p).view(torch.int16).to(torch.int32) << 16
-        weight = (high + _dtensor.local(state["remainder"]).to(torch.int32)).view(torch.float32)
+        high = dtensor.local(p).view(torch.int16).to(torch.int32) << 16
+        weight = (high + dtensor.local(state["remainder"]).to(torch.int32)).view(torch.float32)
         # Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
         return torch.where(weight.isnan(), high.view(torch.float32), weight)
-    return _dtensor.local(state.get("master", p))
+    return dtensor.local(state.get("master", p))
 
 
 class Bucket:
@@ -178,11 +178,11 @@ class Bucket:
     def __init__(self, kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> None:
         self.kind = kind
         self.device = params[0].device
-        self.ranks = _dtensor.ranks_of(params[0])
+        self.ranks = dtensor.ranks_of(params[0])
         self._params = params
         self._positions = positions
         self._complex = params[0].is_complex()
-        self._distributed = any(map(_dtensor.is_distributed, params))
+        self._distributed = any(map(dtensor.is_distributed, params))
         # What stands for a parameter in the core. Not the parameter itself: torch.utils.swap_tensors refuses one that
         # somebody else holds. The kernels walk dense blocks of real numbers, so any other parameter is computed in a
         # block of its own and written back.
@@ -219,11 +219,11 @@ class Bucket:
         """True if the kernels read copies of some gradients, so that writing the copies would not change ``p.grad``."""
 
     def _is_walked(self, p: Tensor) -> bool:
-        return not self._complex and _gradients.is_dense(_dtensor.local(p))
+        return not self._complex and gradients.is_dense(dtensor.local(p))
 
     def _has_other_layout(self, i: int) -> bool:
-        p, leader = _dtensor.local(self._params[i]), _dtensor.local(self._leaders[i])
-        return p.shape != leader.shape or (_gradients.is_dense(p) and p.stride() != leader.stride())
+        p, leader = dtensor.local(self._params[i]), dtensor.local(self._leaders[i])
+        return p.shape != leader.shape or (gradients.is_dense(p) and p.stride() != leader.stride())
 
     def set_grads(self, grads: list[Tensor | None]) -> int:
         """Pass the gradients of this bucket to the core, which keeps them until the step, and return a status.
@@ -237,7 +237,7 @@ class Bucket:
         which = [i for i, grad in enumerate(mine) if grad is not None]
         if len(which) < len(mine):
             mine = [mine[i] for i in which]
-        if self._distributed and not all(map(_dtensor.alike, mine, [self._params[i] for i in which])):
+        if self._distributed and not all(map(dtensor.alike, mine, [self._params[i] for i in which])):
             return FOREIGN
         self.reads_copies = self._complex and any(map(Tensor.is_conj, mine))
         if self._complex or self._distributed:
@@ -285,7 +285,7 @@ class Bucket:
 
     def _seen(self) -> list[int]:
         """Which writes to the parameters there have been: torch.distributed.checkpoint writes the parts of DTensors."""
-        parts = list(map(_dtensor.local, self._params)) if self._distributed else []
+        parts = list(map(dtensor.local, self._params)) if self._distributed else []
         return list(map(_versions, self._params + parts))
 
     def refresh_masters(self) -> None:
@@ -304,7 +304,7 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
     waves: list[list[int]] = []
     seen: Counter[int] = Counter()
     for i, p in enumerate(params):
-        storage = _dtensor.local(p).untyped_storage().data_ptr()
+        storage = dtensor.local(p).untyped_storage().data_ptr()
         if seen[storage] == len(waves):
             waves.append([])
         waves[seen[storage]].append(i)
@@ -318,7 +318,7 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
 def sharing(params: list[Tensor]) -> tuple[int, int] | None:
     """Which two of the parameters share memory, or lie in one another's span."""
     spans = []
-    for i, p in enumerate(map(_dtensor.local, params)):
+    for i, p in enumerate(map(dtensor.local, params)):
         if p.numel():
             reach = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), i))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatout import _dtensor
+from flatout.core import dtensor
 from flatout.optim import options
 from flatout.optim.bucket import (
     FOREIGN,
@@ -26,7 +26,7 @@ from flatout.optim.bucket import (
 )
 
 if TYPE_CHECKING:
-    from flatout.optim.base import NativeStep
+    from flatout.optim.native_step import NativeStep
 
 _grads_are_apart = torch.ops.flatout.grads_are_apart
 _params = itemgetter("params")
@@ -67,7 +67,7 @@ class Plan:
         grads = list(map(_grad, params))
         known = _same(params, self._params)
         if not known:
-            self._distributed = any(map(_dtensor.is_distributed, params))
+            self._distributed = any(map(dtensor.is_distributed, params))
         if self._distributed:
             # Before anything that may go otherwise on another rank: this waits for all of them.
             given, grads = grads, [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
@@ -104,10 +104,10 @@ class Plan:
 
     @staticmethod
     def _here(grad: Tensor, parameter: Tensor) -> Tensor | None:
-        return None if _dtensor.is_elsewhere(parameter) else _dtensor.placed_like(grad, parameter)
+        return None if dtensor.is_elsewhere(parameter) else dtensor.placed_like(grad, parameter)
 
     def _where(self) -> list[list[Any]]:
-        return _places(list(map(_dtensor.local, self._stepped)) if self._distributed else self._stepped)
+        return _places(list(map(dtensor.local, self._stepped)) if self._distributed else self._stepped)
 
     def _set_grads(self, grads: list[Tensor | None]) -> int:
         newcomers = sum(map(is_not, grads, repeat(None)))
@@ -125,7 +125,7 @@ class Plan:
         if not all(takes(params[i], grads[i]) for i in members):
             return FOREIGN
         for i in members:
-            if overlaps_itself(_dtensor.local(params[i])):
+            if overlaps_itself(dtensor.local(params[i])):
                 raise ValueError(
                     f"parameter {i} of shape {tuple(params[i].shape)} must not overlap itself (strides "
                     f"{params[i].stride()}, as expand() makes them): use contiguous()"
@@ -161,7 +161,7 @@ class Plan:
         for position, (group, p) in enumerate(zip(groups, params, strict=True)):
             if position in members:
                 in_8_bits = options.in_8_bits(optimizer.param_groups[group], p)
-                found.setdefault((group, p.dtype, in_8_bits, p.device, _dtensor.ranks_of(p)), []).append(position)
+                found.setdefault((group, p.dtype, in_8_bits, p.device, dtensor.ranks_of(p)), []).append(position)
         return [
             (optimizer._kind(group, dtype, in_8_bits), positions)
             for (group, dtype, in_8_bits, *_), positions in found.items()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _dtensor
+from flatout.core import dtensor
 from flatout.optim.options import compute_dtype
 
 
@@ -56,7 +56,7 @@ class Averages:
         for i, average in state_dict["averages"].items():
             p = parameters[i][1]
             kept = average.to(device=p.device, dtype=compute_dtype(p.dtype), copy=True)
-            self._optimizer.state[p]["ema"] = _dtensor.spread_like(kept, p)
+            self._optimizer.state[p]["ema"] = dtensor.spread_like(kept, p)
 
     @torch.no_grad()
     def copy_to(self, parameters: Iterable[Tensor]) -> None:

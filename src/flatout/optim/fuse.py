@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from flatout import _gradients
+from flatout.core import gradients
 from flatout.optim import options
 from flatout.optim.adam import Adam, AdamW
-from flatout.optim.base import NativeStep, before_fuse, is_patched
 from flatout.optim.bucket import keep_moment, takes
 from flatout.optim.dynamic8 import coded
+from flatout.optim.native_step import NativeStep, before_fuse, is_patched
 from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -40,7 +40,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
         if group.get("differentiable"):
             return f"param_groups[{i}] has differentiable=True, which native steps cannot have."
         for p in group["params"]:
-            if not _gradients.has_kernels(p.device):
+            if not gradients.has_kernels(p.device):
                 return f"There are no native kernels for parameters on {p.device.type}."
             if is_lazy(p):
                 return f"param_groups[{i}] has a lazy parameter. Run the model on one batch first."

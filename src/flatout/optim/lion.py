@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flatout.optim.base import NativeStep
+from flatout.optim.native_step import NativeStep
 
 
 class _TorchLion(torch.optim.Optimizer):

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flatout import _gradients
-from flatout._memory import ran_out_of_memory
+from flatout.core import gradients
+from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.optim import options
+from flatout.optim.atomic_update import AllOrNothing, UpdateCutInHalf
 from flatout.optim.bucket import Bucket, Kind, keep_moment
+from flatout.optim.bucket_plan import Plan
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded
 from flatout.optim.ema import Averages
-from flatout.optim.plan import Plan
-from flatout.optim.whole import AllOrNothing, UpdateCutInHalf
 
 before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """Optimizers that ``fuse`` converted, with the ``step`` that an LR scheduler had put on the instance, or None."""
@@ -166,7 +166,7 @@ class NativeStep(torch.optim.Optimizer):
         if unscales and ready and not self._plan.can_unscale():
             for bucket in ready:
                 bucket.forget_grads()
-            _gradients.scale_(_gradients.of_optimizer(self), factor)
+            gradients.scale_(gradients.of_optimizer(self), factor)
             factor, unscales, ready = None, False, self._prepare()
         if ready is None:
             self._torch_update(factor, found_inf, unscales)
@@ -202,8 +202,8 @@ class NativeStep(torch.optim.Optimizer):
             "maximize": group["maximize"],
             "ema_decay": group.get("ema_decay") or 0.0,
             "seed": (group.get("seed") or 0) if bucket.kind.seeded else None,
-            "grad_factor": _gradients.on_device(factor, device),
-            "found_inf": None if found_inf is None else _gradients.move(found_inf, device, torch.float32),
+            "grad_factor": gradients.on_device(factor, device),
+            "found_inf": None if found_inf is None else gradients.move(found_inf, device, torch.float32),
         }
 
     def _prepare(self) -> list[Bucket] | None:
@@ -237,7 +237,7 @@ class NativeStep(torch.optim.Optimizer):
             )
         if found_inf is not None and found_inf.item():
             if unscales and factor is not None:
-                _gradients.scale_(_gradients.of_optimizer(self), factor)
+                gradients.scale_(gradients.of_optimizer(self), factor)
             return
         handed: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
@@ -245,9 +245,9 @@ class NativeStep(torch.optim.Optimizer):
         watch = AllOrNothing(self)
         try:
             with watch:
-                grads = _gradients.of_optimizer(self) if factor is not None else []
+                grads = gradients.of_optimizer(self) if factor is not None else []
                 if factor is not None and grads:
-                    _gradients.scale_(grads, factor)
+                    gradients.scale_(grads, factor)
                 unhooked_step(self._torch_class)(self)
         except RuntimeError as error:
             if watch.has_rewritten_gradients:  # the next call would do so once more
@@ -393,6 +393,6 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Ten
     """The rate as a number, or as a tensor on ``device`` when only the device knows it."""
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return float(lr), None
-    moved = _gradients.on_device(lr, device)
+    moved = gradients.on_device(lr, device)
     assert moved is not None
     return 0.0, moved.reshape(())

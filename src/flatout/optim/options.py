@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from flatout import _dtensor
+from flatout.core import dtensor
 from flatout.optim.dynamic8 import SMALLEST
 
 NEUTRAL: dict[str, Any] = {
@@ -69,7 +69,7 @@ def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
         and p.numel() >= SMALLEST
         and (p.dtype in _HALF or p.dtype == torch.float32)
     )
-    if wanted and _dtensor.is_distributed(p):
+    if wanted and dtensor.is_distributed(p):
         # Their absmaxes would have to be spread over ranks as the blocks are.
         raise ValueError("moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16")
     return wanted

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.optim.base import NativeStep
 from flatout.optim.dynamic8 import absmax_name
+from flatout.optim.native_step import NativeStep
 
 
 class SGD(NativeStep, torch.optim.SGD):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _gradients
-from flatout._dtensor import Ranks
-from flatout._step_hook import has_users_pre_hooks
-from flatout.optim.base import NativeStep, is_patched, unhooked_step
+from flatout.core import gradients
+from flatout.core.dtensor import Ranks
+from flatout.core.step_hooks import has_users_pre_hooks
 from flatout.optim.bucket import Bucket
+from flatout.optim.native_step import NativeStep, is_patched, unhooked_step
 
 _check_buckets = torch.ops.flatout.check_buckets
 
@@ -63,7 +63,7 @@ def update(
     """
     if skip_nonfinite is None:
         skip_nonfinite = isinstance(inv_scale, Tensor)
-    _gradients.check_max_norm(max_grad_norm)
+    gradients.check_max_norm(max_grad_norm)
     wants_look = skip_nonfinite or max_grad_norm is not None
     ready = optimizer._prepare() if isinstance(optimizer, NativeStep) else None
     prepared = ready or []
@@ -72,13 +72,13 @@ def update(
         if ready and wants_look:
             look = _look(ready, inv_scale, max_grad_norm)
         elif ready:
-            factor = _gradients.on_device(inv_scale, ready[0].device)
+            factor = gradients.on_device(inv_scale, ready[0].device)
     elif wants_look or inv_scale is not None:  # collecting sparse gradients coalesces them, which changes rounding
-        grads = _gradients.of_optimizer(optimizer)
+        grads = gradients.of_optimizer(optimizer)
         if grads and wants_look:
-            look = _gradients.check(grads, inv_scale, max_grad_norm)
+            look = gradients.check(grads, inv_scale, max_grad_norm)
         elif grads:
-            factor = _gradients.on_device(inv_scale, grads[0].device)
+            factor = gradients.on_device(inv_scale, grads[0].device)
     try:
         if look is None:
             apply(optimizer, factor, None, ready, unscale_grads)
@@ -90,18 +90,18 @@ def update(
             bucket.forget_grads()
 
 
-def _look(ready: list[Bucket], inv_scale: Tensor | float | None, max_norm: float | None) -> _gradients.GradCheck:
+def _look(ready: list[Bucket], inv_scale: Tensor | float | None, max_norm: float | None) -> gradients.GradCheck:
     """One look at the gradients set in buckets of any devices and ranks."""
     by_place: dict[tuple[torch.device, Ranks | None], list[int]] = {}
     for bucket in ready:
         by_place.setdefault((bucket.device, bucket.ranks), []).append(bucket.handle)
     looks = []
     for (device, ranks), handles in by_place.items():
-        here = _gradients.on_device(inv_scale, device)
+        here = gradients.on_device(inv_scale, device)
         if len(by_place) == 1 and ranks is None:
-            return _gradients.GradCheck(*_check_buckets(handles, here, max_norm))
-        looks.append(_gradients.agreed(_check_buckets(handles, here, None)[:2], ranks))
-    return _gradients.conclude(looks, inv_scale, max_norm)
+            return gradients.GradCheck(*_check_buckets(handles, here, max_norm))
+        looks.append(gradients.agreed(_check_buckets(handles, here, None)[:2], ranks))
+    return gradients.conclude(looks, inv_scale, max_norm)
 
 
 def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:
@@ -134,10 +134,10 @@ def apply(
         if not _steps_at_once(optimizer):
             ready = None
             if unscale_grads and factor is not None:
-                grads = _gradients.of_optimizer(optimizer)
+                grads = gradients.of_optimizer(optimizer)
                 # Unscaling before the step would round small float16 gradients to 0.
                 if all(grad.dtype != torch.float16 for grad in grads):
-                    _gradients.scale_(grads, factor)
+                    gradients.scale_(grads, factor)
                     factor = None
         _step_with(
             optimizer, _grad_factor=factor, found_inf=found_inf, _ready=ready, _unscales_grads=unscale_grads or None
@@ -147,7 +147,7 @@ def apply(
     if found_inf is not None and not skips and found_inf.item():
         return
     if factor is not None:
-        _gradients.scale_(_gradients.of_optimizer(optimizer), factor)
+        gradients.scale_(gradients.of_optimizer(optimizer), factor)
     _step_with(optimizer, found_inf=found_inf if skips else None)
 
 

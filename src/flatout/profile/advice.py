@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout import words
-from flatout.data.machine import usable_cores
+from flatout.core import formatting
+from flatout.core.machine import usable_cores
 from flatout.profile.model import Cause, Profile
 from flatout.profile.trace import Trace
 from flatout.profile.wording import ms
@@ -121,7 +121,7 @@ def _operator(profile: Profile) -> Advice:
     means = "bf16 autocast, channels_last (convolutions) and torch.compile" if on_gpu else "torch.compile and bf16"
     yield (
         0.5 * top.share * profile.seconds,  # half of it at the best: computing is what the step is for
-        f"The costliest operator is {top.name} with {words.share(top.share)} of a step{where}. {means} may "
+        f"The costliest operator is {top.name} with {formatting.share(top.share)} of a step{where}. {means} may "
         "speed it up; flatout.optimize measures whether they do.",
     )
 
@@ -139,4 +139,4 @@ def _idle(profile: Profile, cause: Cause) -> float:
 
 
 def _of_a_step(profile: Profile, cost: float) -> str:
-    return f"{words.share(cost / profile.seconds)} of a step ({ms(cost)})"
+    return f"{formatting.share(cost / profile.seconds)} of a step ({ms(cost)})"

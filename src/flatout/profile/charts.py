@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from flatout import words
+from flatout.core import formatting
 from flatout.profile.model import PHASES, Memory, Profile, Step
 from flatout.profile.wording import LOOKS, ms
 from flatout.report.charts import WIDTH, Part, level, stacked, svg
@@ -66,7 +66,7 @@ def memory(memory: Memory, seconds: float) -> str:
     for (_, before), (time, now) in pairwise([*memory.timeline, ended]):
         line += f"L{x(time):.1f} {y(before):.1f}L{x(time):.1f} {y(now):.1f}"
     area = f"{line}L{x(seconds):.1f} {y(low):.1f}L{x(begun):.1f} {y(low):.1f}Z"
-    parts = [level(y(at), _BEGIN, words.size_of(at)) for at in (low, (low + memory.peak) / 2, memory.peak)]
+    parts = [level(y(at), _BEGIN, formatting.size_of(at)) for at in (low, (low + memory.peak) / 2, memory.peak)]
     parts.append(f'<path d="{area}" style="fill:var(--step);opacity:.25"/>')
     parts.append(f'<path d="{line}" style="fill:none;stroke:var(--step);stroke-width:1.5"/>')
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout import words
+from flatout.core import formatting
 from flatout.profile import charts, wording
 from flatout.profile.model import Profile
 from flatout.profile.wording import ms
@@ -24,12 +24,12 @@ def fragment(profile: Profile) -> str:
 
 
 def _header(profile: Profile) -> str:
-    rate = f" {words.count(profile.samples / profile.seconds)} samples per second." if profile.samples else ""
+    rate = f" {formatting.count(profile.samples / profile.seconds)} samples per second." if profile.samples else ""
     verdict = f"<p>{text(profile.verdict)}</p>" if profile.verdict else ""
     return (
         f'<header><h1><span class="factor">{ms(profile.seconds)}</span> a step</h1>'
-        f'<p class="lead">{text(words.capital(wording.biggest(profile)))}.{rate}</p>'
-        f'<p class="quiet">{text(words.capital(wording.basis(profile)))}.</p>{verdict}</header>'
+        f'<p class="lead">{text(formatting.capital(wording.biggest(profile)))}.{rate}</p>'
+        f'<p class="quiet">{text(formatting.capital(wording.basis(profile)))}.</p>{verdict}</header>'
     )
 
 
@@ -41,13 +41,13 @@ def _advice(profile: Profile) -> str:
 def _steps(profile: Profile) -> str:
     legend = " ".join(
         f'<i class="key" style="background:{look.colour}"></i>{look.name} '
-        f"{words.share(profile.phases[phase] / profile.seconds)}"
+        f"{formatting.share(profile.phases[phase] / profile.seconds)}"
         for phase, look in wording.LOOKS.items()
         if profile.phases[phase] > 0
     )
     device = ""
     if profile.device_busy is not None:
-        device = f'<p class="quiet">The GPU worked for {words.share(profile.device_busy)} of the time.</p>'
+        device = f'<p class="quiet">The GPU worked for {formatting.share(profile.device_busy)} of the time.</p>'
     return (
         f"<h2>Where a step's time goes</h2>{charts.mean(profile)}"
         f'<p class="quiet">{legend}</p>{device}<h2>Step by step</h2>{charts.steps(profile.steps)}'
@@ -70,7 +70,7 @@ def _memory(profile: Profile) -> str:
     if profile.memory is None:
         return ""
     total = sum(step.seconds for step in profile.steps)
-    note = text(words.capital(wording.peak(profile)))
+    note = text(formatting.capital(wording.peak(profile)))
     return f'<h2>Memory</h2><p class="quiet">{note}.</p>{charts.memory(profile.memory, total)}'
 
 

@@ -13,8 +13,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from flatout._kineto import quiet_allocator, quiet_kineto
-from flatout.data import batch_size_of
+from flatout.core.batches import batch_size_of
+from flatout.core.kineto import quiet_allocator, quiet_kineto
 from flatout.profile import nsight
 from flatout.profile.model import Profile, Sync, TraceFile
 from flatout.profile.summary import summarise

@@ -11,7 +11,7 @@ import torch
 
 from flatout.profile.advice import advise
 from flatout.profile.gaps import gaps, grouped
-from flatout.profile.memory import memory
+from flatout.profile.memory_timeline import memory
 from flatout.profile.model import PHASES, Profile, Step, Sync, TraceFile
 from flatout.profile.nsight import kernel_filter
 from flatout.profile.operators import device_phases, operators, top_kernel

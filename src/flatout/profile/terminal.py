@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout import words
+from flatout.core import formatting
 from flatout.profile import wording
 from flatout.profile.model import PHASES, Profile
 from flatout.profile.wording import ms
@@ -28,14 +28,14 @@ def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType
     plain = options.ascii_only
 
     def say(text: str, style: str = "") -> Text:
-        return terminal.say(words.clean(text), plain, style)
+        return terminal.say(formatting.clean(text), plain, style)
 
     def titled(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
         yield Text("")
         yield say(title, "bold cyan")
         yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
 
-    rate = f", {words.count(profile.samples / profile.seconds)} samples/s" if profile.samples else ""
+    rate = f", {formatting.count(profile.samples / profile.seconds)} samples/s" if profile.samples else ""
     yield Text.assemble(("flatout", "bold magenta"), "  ", say(f"{ms(profile.seconds)} a step{rate}", "bold"))
     yield say(wording.biggest(profile), "bold")
     yield say(wording.basis(profile), "dim")
@@ -80,7 +80,7 @@ def _phases(profile: Profile, width: int, say: Say) -> Table:
     for phase in PHASES:
         look, seconds = wording.LOOKS[phase], profile.phases[phase]
         table.add_row(
-            say(words.share(seconds / profile.seconds)),
+            say(formatting.share(seconds / profile.seconds)),
             say(look.name, look.style),
             say(ms(seconds)),
             say("█" * round(width * seconds / longest), look.style),

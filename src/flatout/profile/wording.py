@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from flatout import words
+from flatout.core import formatting
 from flatout.profile.model import Cause, Phase, Profile
 
 
@@ -45,7 +45,7 @@ CAUSES: dict[Cause, str] = {
 
 def ms(seconds: float) -> str:
     """Milliseconds, three digits."""
-    return words.milliseconds(1e3 * seconds)
+    return formatting.milliseconds(1e3 * seconds)
 
 
 def biggest(profile: Profile) -> str:
@@ -53,10 +53,10 @@ def biggest(profile: Profile) -> str:
     if profile.device_busy is not None and profile.device_busy < 0.9 and profile.gaps:
         worst = profile.gaps[0]
         where = f" ({worst.where})" if worst.where else ""
-        idle = words.share(1 - profile.device_busy)
+        idle = formatting.share(1 - profile.device_busy)
         return f"the GPU idles for {idle} of it, above all because {CAUSES[worst.cause]}{where}"
     phase = max(profile.phases, key=profile.phases.__getitem__)
-    return f"{words.share(profile.phases[phase] / profile.seconds)} of it is {LOOKS[phase].name}"
+    return f"{formatting.share(profile.phases[phase] / profile.seconds)} of it is {LOOKS[phase].name}"
 
 
 def basis(profile: Profile) -> str:
@@ -70,7 +70,7 @@ def peak(profile: Profile) -> str:
     """The most memory that was taken, where that was, and what counts; empty when nothing was allocated."""
     if profile.memory is None:
         return ""
-    told = f"peak {words.size_of(profile.memory.peak)} in {LOOKS[profile.memory.peak_phase].name}"
+    told = f"peak {formatting.size_of(profile.memory.peak)} in {LOOKS[profile.memory.peak_phase].name}"
     on_cpu = profile.memory.device == "cpu"
     return f"{told}, above what was there when profiling began" if on_cpu else f"{told} on {profile.memory.device}"
 
@@ -108,10 +108,10 @@ def sections(profile: Profile) -> Iterator[Section]:
     on_gpu = bool(profile.device_phases)
     if profile.gaps:
         columns: list[Column] = [
-            ("", "number", lambda gap: words.share(gap.seconds / profile.seconds)),
+            ("", "number", lambda gap: formatting.share(gap.seconds / profile.seconds)),
             ("because", "plain", lambda gap: CAUSES[gap.cause]),
             ("per step", "number", lambda gap: ms(gap.seconds)),
-            ("times", "number", lambda gap: words.count(gap.count)),
+            ("times", "number", lambda gap: formatting.count(gap.count)),
             ("longest", "number", lambda gap: ms(gap.longest)),
             ("in", "plain", lambda gap: LOOKS[gap.phase].name),
             ("at", "strong", lambda gap: gap.where),
@@ -119,9 +119,9 @@ def sections(profile: Profile) -> Iterator[Section]:
         yield Section("Why the GPU idled", "", columns, profile.gaps)
     if profile.operators:
         columns = [
-            ("", "number", lambda operator: words.share(operator.share)),
+            ("", "number", lambda operator: formatting.share(operator.share)),
             ("operator", "strong", lambda operator: operator.name),
-            ("calls", "number", lambda operator: words.count(operator.calls)),
+            ("calls", "number", lambda operator: formatting.count(operator.calls)),
             ("host", "number", lambda operator: ms(operator.host_seconds)),
             ("mostly for", "plain", lambda operator: operator.where),
         ]
@@ -132,7 +132,7 @@ def sections(profile: Profile) -> Iterator[Section]:
         yield Section("Costliest operators", note, columns, profile.operators, lambda operator: operator.share / most)
     if profile.syncs:
         columns = [
-            ("per step", "number", lambda sync: words.count(sync.per_step)),
+            ("per step", "number", lambda sync: formatting.count(sync.per_step)),
             ("call", "plain", lambda sync: sync.what),
             ("at", "strong", lambda sync: sync.where or "not in your code"),
             ("in", "plain", lambda sync: LOOKS[sync.phase].name),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from flatout import words
+from flatout.core import formatting
+from flatout.core.formatting import as_html
 from flatout.report import wording
 from flatout.report.model import Gain, Pace, Row
 from flatout.report.waterfall import Waterfall
-from flatout.words import as_html
 
 WIDTH = 760
 _LABEL = 235  # room for names, left of the bars
@@ -49,9 +49,9 @@ def gains(rows: tuple[Row, ...]) -> str:
             f'<path class="whisker" d="M{x(gain.low - 1):.1f} {middle}H{x(gain.high - 1):.1f}'
             f'M{x(gain.low - 1):.1f} {middle - 4}v8M{x(gain.high - 1):.1f} {middle - 4}v8"/>'
         )
-        told = f"{words.percent(gain.ratio)} ({wording.interval(gain)})"
+        told = f"{formatting.percent(gain.ratio)} ({wording.interval(gain)})"
         lines.append(Line(name, told, _bar(x(0), x(gain.ratio - 1), css) + whisker))
-    ticks = {tick: "as before" if tick == 0 else words.percent(1 + tick, 0) for tick in _ticks(low, high)}
+    ticks = {tick: "as before" if tick == 0 else formatting.percent(1 + tick, 0) for tick in _ticks(low, high)}
     return _plot("speed gained by every candidate that was timed, with 95 % intervals", lines, x, ticks)
 
 
@@ -66,10 +66,10 @@ def falls(fall: Waterfall) -> str:
     def line(name: str, told: str, start: float, end: float, css: str) -> Line:
         return Line(name, told, _bar(x(start), x(end), css), leads_on=x(end))
 
-    lines = [line("as it came", words.milliseconds(fall.before), 0, fall.before, "whole")]
+    lines = [line("as it came", formatting.milliseconds(fall.before), 0, fall.before, "whole")]
     for (name, ms, css), (start, end) in zip(steps, pairwise(levels), strict=True):
         lines.append(line(name, wording.change(ms), start, end, css))
-    last = line("as tuned", words.milliseconds(fall.after), 0, fall.after, "whole")
+    last = line("as tuned", formatting.milliseconds(fall.after), 0, fall.after, "whole")
     ticks = {tick: f"{tick:,g} ms" for tick in _ticks(low, high)}
     label = "milliseconds of a batch, from the loop as it came to the loop as tuned, by technique"
     return _plot(label, [*lines, replace(last, leads_on=None)], x, ticks)
@@ -181,7 +181,7 @@ def stacked(label: str, bars: Mapping[str, Sequence[Part]], *, totals: bool = Fa
         x = float(begin)
         parts.append(f'<text class="name" x="{begin - 8}" y="{top + 23}" text-anchor="end">{as_html(name)}</text>')
         for part in bar:
-            width, told = plot * part.ms / longest, words.milliseconds(part.ms)
+            width, told = plot * part.ms / longest, formatting.milliseconds(part.ms)
             parts.append(
                 f'<rect style="fill:{part.colour}" x="{x:.1f}" y="{top + 2}" width="{width:.1f}" height="32" rx="2">'
                 f"<title>{as_html(f'{part.name}: {told}')}</title></rect>"
@@ -191,7 +191,7 @@ def stacked(label: str, bars: Mapping[str, Sequence[Part]], *, totals: bool = Fa
                 parts.append(f'<text class="inside" {middle}>{told}</text>')
             x += width
         if totals:
-            total = words.milliseconds(sum(part.ms for part in bar))
+            total = formatting.milliseconds(sum(part.ms for part in bar))
             parts.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 23}">{total}</text>')
     return svg(len(bars) * line, label, parts)
 

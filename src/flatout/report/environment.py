@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from flatout.data.machine import usable_cores
+from flatout.core.machine import usable_cores
 
 
 def environment_of(device: torch.device) -> dict[str, str]:

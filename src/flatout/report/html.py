@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from flatout import words
+from flatout.core import formatting
 from flatout.report import charts, wording
 from flatout.report.model import Gain, Row, Summary, Trial
 from flatout.report.style import STYLE
@@ -35,7 +35,7 @@ def embedded(body: str) -> str:
 
 def text(value: str) -> str:
     """Plain text as HTML."""
-    return escape(words.clean(value))
+    return escape(formatting.clean(value))
 
 
 def marked(value: str) -> str:
@@ -67,9 +67,11 @@ def _header(summary: Summary) -> str:
     if factor is not None and factor >= 1.01:
         assert summary.before is not None
         assert summary.after is not None
-        rates = f"{words.count(summary.before.samples_per_second)} → {words.count(summary.after.samples_per_second)}"
+        before, after = (formatting.count(pace.samples_per_second) for pace in (summary.before, summary.after))
         title = f'<span class="factor">{factor:.2f}×</span> the training speed it came with'
-        return f'<header><h1>{title}</h1><p class="lead">{rates} samples per second</p><p>{pills}</p></header>'
+        return (
+            f'<header><h1>{title}</h1><p class="lead">{before} → {after} samples per second</p><p>{pills}</p></header>'
+        )
     return f"<header><h1>{text(wording.headline(summary))}</h1><p>{pills}</p></header>"
 
 
@@ -89,7 +91,7 @@ def _pace(summary: Summary) -> str:
     verdict = f"<p>{text(summary.verdict)}</p>" if summary.verdict else ""
     tuned = ""
     if summary.tuning_seconds > 0:
-        tuned = f'<p class="quiet">Finding this out took {words.seconds(summary.tuning_seconds)}, once.</p>'
+        tuned = f'<p class="quiet">Finding this out took {formatting.seconds(summary.tuning_seconds)}, once.</p>'
     return f"<h2>One batch, {' and '.join(paces)}</h2>{chart}{figures}{verdict}{tuned}"
 
 
@@ -149,11 +151,11 @@ def _row(row: Row) -> str:
 def _gain(gain: Gain | None) -> str:
     if gain is None:
         return ""
-    return f"<b>{words.percent(gain.ratio)}</b><br/><span>{wording.interval(gain)}</span>"
+    return f"<b>{formatting.percent(gain.ratio)}</b><br/><span>{wording.interval(gain)}</span>"
 
 
 def _memory(row: Row) -> str:
-    return words.percent(row.memory) if wording.is_change(row.memory) else ""
+    return formatting.percent(row.memory) if wording.is_change(row.memory) else ""
 
 
 def _trials(row: Row) -> str:
@@ -166,10 +168,14 @@ def _trials(row: Row) -> str:
 def _trial(trial: Trial) -> str:
     told = []
     if trial.gain is not None:
-        times = f"{words.milliseconds(trial.baseline_ms)} → {words.milliseconds(trial.candidate_ms)}"
-        told.append(f"{times}, {words.percent(trial.gain.ratio)} ({wording.interval(trial.gain)}), {trial.pairs} pairs")
+        times = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.candidate_ms)}"
+        told.append(
+            f"{times}, {formatting.percent(trial.gain.ratio)} ({wording.interval(trial.gain)}), {trial.pairs} pairs"
+        )
     if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
-        told.append(f"step memory {words.size_of(trial.baseline_bytes)} → {words.size_of(trial.candidate_bytes)}")
+        told.append(
+            f"step memory {formatting.size_of(trial.baseline_bytes)} → {formatting.size_of(trial.candidate_bytes)}"
+        )
     told += wording.trial_notes(trial)
     return f"<li><b>{text(trial.candidate)}</b>: {text('; '.join(told) or 'not timed')}</li>"
 

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from flatout import words
+from flatout.core import formatting
 from flatout.report import wording
 from flatout.report.model import Pace, Row, Summary
 
@@ -64,13 +64,13 @@ def plain_text(
 
 def say(text: str, plain: bool, style: str = "") -> Text:
     """Text for a terminal that may have nothing but ASCII."""
-    text = words.visible(text)
+    text = formatting.visible(text)
     return Text(text.translate(_ASCII) if plain else text, style=style)
 
 
 def facts(environment: Mapping[str, str], plain: bool) -> Text:
     """What the figures must be read with, as the last line."""
-    told = (f"{words.clean(key)} {words.clean(value)}" for key, value in environment.items())
+    told = (f"{formatting.clean(key)} {formatting.clean(value)}" for key, value in environment.items())
     return say(" · ".join(told), plain, "dim")
 
 
@@ -83,15 +83,15 @@ def _gain(row: Row, plain: bool, joint: str) -> Text:
     """Speed with its interval, and memory where that was measured."""
     parts = []
     if row.gain is not None:
-        speed = say(words.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
+        speed = say(formatting.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
         parts.append(speed.append_text(say(f"  ({wording.interval(row.gain)})", plain, "dim not bold")))
     if wording.is_change(row.memory):
-        parts.append(say(f"memory {words.percent(row.memory)}", plain))
+        parts.append(say(f"memory {formatting.percent(row.memory)}", plain))
     return Text(joint).join(parts)
 
 
 def _expected(row: Row, plain: bool) -> Text:
-    return say(f"usually {words.clean(row.expected)}" if row.expected else "", plain, "dim")
+    return say(f"usually {formatting.clean(row.expected)}" if row.expected else "", plain, "dim")
 
 
 def _measured_and_expected(row: Row, plain: bool) -> Text:
@@ -100,23 +100,23 @@ def _measured_and_expected(row: Row, plain: bool) -> Text:
 
 def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
     faded = "dim" if wording.LOOKS[row.status].style == "dim" else "bold"
-    text = say(words.clean(row.title), plain, faded)
+    text = say(formatting.clean(row.title), plain, faded)
     if row.chosen and row.chosen != row.title:
-        text.append_text(say(f"{joint}{words.clean(row.chosen)}", plain, "green not bold"))
+        text.append_text(say(f"{joint}{formatting.clean(row.chosen)}", plain, "green not bold"))
     return text
 
 
 def _why(row: Row, plain: bool) -> Text:
-    text = say(words.clean(row.why), plain, "dim" if wording.LOOKS[row.status].style == "dim" else "")
+    text = say(formatting.clean(row.why), plain, "dim" if wording.LOOKS[row.status].style == "dim" else "")
     if wording.purpose(row):
         text = say(wording.purpose(row) + "\n", plain, "dim italic").append_text(text)
     several = len(row.trials) > 1
     if several or any(wording.trial_notes(trial) for trial in row.trials):
         tried = []
         for trial in row.trials:
-            told = [words.percent(trial.gain.ratio)] if trial.gain and several else []
+            told = [formatting.percent(trial.gain.ratio)] if trial.gain and several else []
             told += wording.trial_notes(trial)
-            tried.append(f"{words.clean(trial.candidate)}: {', '.join(told) or 'not timed'}")
+            tried.append(f"{formatting.clean(trial.candidate)}: {', '.join(told) or 'not timed'}")
         text.append_text(say("\ntried " + "; ".join(tried), plain, "dim italic"))
     return text
 
@@ -201,11 +201,11 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         yield _figures(paces, plain)
         yield Text("")
     if summary.verdict:
-        yield say(words.clean(summary.verdict), plain)
+        yield say(formatting.clean(summary.verdict), plain)
     if summary.tuning_seconds > 0:
-        yield Text(f"measuring took {words.seconds(summary.tuning_seconds)}, once", style="dim")
+        yield Text(f"measuring took {formatting.seconds(summary.tuning_seconds)}, once", style="dim")
     for note in summary.notes:
-        yield say(f"note: {words.clean(note)}", plain)
+        yield say(f"note: {formatting.clean(note)}", plain)
     if summary.environment:
         yield facts(summary.environment, plain)
 
@@ -221,7 +221,7 @@ def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
         grid.add_column(justify="right", no_wrap=True)
     grid.add_row("", *(Text(part.short, style="dim") for part, _ in times), Text("= a batch", style="dim"))
     for index, (label, pace) in enumerate(paces.items()):
-        cells = [words.milliseconds(ms) for ms in (*(ms[index] for _, ms in times), pace.total_ms)]
+        cells = [formatting.milliseconds(ms) for ms in (*(ms[index] for _, ms in times), pace.total_ms)]
         grid.add_row(Text(label, style="dim"), *(say(cell, plain, _STYLES[label]) for cell in cells))
     return grid
 

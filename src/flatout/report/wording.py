@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-from flatout import words
+from flatout.core import formatting
 from flatout.report.model import Gain, Pace, Row, Status, Summary, Trial
 
 
@@ -105,29 +105,29 @@ def times(*paces: Pace) -> list[tuple[PartLook, list[float]]]:
 
 
 _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str], str], ...] = (
-    ("samples/s", lambda pace: pace.samples_per_second, words.count, "what training gets through"),
+    ("samples/s", lambda pace: pace.samples_per_second, formatting.count, "what training gets through"),
     (
         "loader alone",
         lambda pace: pace.loader_per_second,
-        words.count,
+        formatting.count,
         "samples/s that the loader would deliver if no step came between",
     ),
     (
         "step alone",
         lambda pace: pace.step_per_second,
-        words.count,
+        formatting.count,
         "samples/s that the step would take if it never waited for data",
     ),
     (
         "step memory",
         lambda pace: pace.step_bytes,
-        words.size_of,
+        formatting.size_of,
         "what a step takes on top of parameters, gradients and optimizer state",
     ),
     (
         "MFU",
         lambda pace: pace.mfu,
-        lambda mfu: words.share(mfu, 1),
+        lambda mfu: formatting.share(mfu, 1),
         "share of the device's fastest arithmetic that goes into the model",
     ),
 )
@@ -145,19 +145,19 @@ def figures(*paces: Pace) -> list[Figure]:
 
 def name(row: Row, candidate: str) -> str:
     """A technique and which of its candidates."""
-    title = words.clean(row.title)
-    return title if candidate in ("", row.title) else f"{title}: {words.clean(candidate)}"
+    title = formatting.clean(row.title)
+    return title if candidate in ("", row.title) else f"{title}: {formatting.clean(candidate)}"
 
 
 def purpose(row: Row) -> str:
     """What the technique does, where the row's why does not say it: that of one in use does."""
-    told = words.clean(row.purpose)
-    return "" if not told or row.status in ("kept", "not built yet") else f"{words.capital(told)}."
+    told = formatting.clean(row.purpose)
+    return "" if not told or row.status in ("kept", "not built yet") else f"{formatting.capital(told)}."
 
 
 def change(ms: float) -> str:
     """A change of a time: ``−2.10 ms``."""
-    told = words.milliseconds(abs(ms))
+    told = formatting.milliseconds(abs(ms))
     return told if not ms else f"{'−' if ms < 0 else '+'}{told}"
 
 
@@ -168,19 +168,19 @@ def is_change(ratio: float | None) -> TypeGuard[float]:
 
 def interval(gain: Gain) -> str:
     """The 95 % interval, with the decimals of the gain that it belongs to: ``+21 … +29 %``."""
-    digits = words.decimals(gain.ratio - 1)
-    return f"{words.percent(gain.low, digits).removesuffix(' %')} … {words.percent(gain.high, digits)}"
+    digits = formatting.decimals(gain.ratio - 1)
+    return f"{formatting.percent(gain.low, digits).removesuffix(' %')} … {formatting.percent(gain.high, digits)}"
 
 
 def trial_notes(trial: Trial) -> list[str]:
     """What else is known of a trial: failure, one-off cost, break-even, loss difference, pairs."""
     notes = []
     if trial.failure:
-        notes.append(words.clean(trial.failure))
+        notes.append(formatting.clean(trial.failure))
     if trial.setup_seconds >= 0.05:
-        notes.append(f"{words.seconds(trial.setup_seconds)} to set up")
+        notes.append(f"{formatting.seconds(trial.setup_seconds)} to set up")
     if trial.break_even_steps is not None:
-        notes.append(f"pays back after {words.count(trial.break_even_steps)} steps")
+        notes.append(f"pays back after {formatting.count(trial.break_even_steps)} steps")
     differences = (
         ("outputs", trial.output_difference),
         ("gradients", trial.gradient_difference),

@@ -11,7 +11,7 @@ import torch
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads the allocator's settings from when CUDA starts: the newer name, and the older."""

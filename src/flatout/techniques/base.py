@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from flatout.report.model import Row, Status
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 
 class Switch(ABC):
@@ -227,7 +227,7 @@ class StepTechnique(Measured):
 
     Attributes:
         is_verified: whether outputs, gradients and losses have to be the baseline's, but for what
-            ``measure/equivalence.py`` allows in their dtype.
+            ``tuning/equivalence.py`` allows in their dtype.
         draws_other_numbers: whether dropout and its like draw other random numbers than without the technique;
             results may then differ by what other numbers alone would change.
         checks_evaluation: whether a trial also compares the outputs in eval mode, because what the technique changes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from flatout import words
-from flatout.batch_size.trials import SizeTrials, memory_limit
-from flatout.data import batch_size_of, resized, seed_samples, to_device
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, resized, to_device
+from flatout.data import seed_samples
 from flatout.data.loaders import (
     RESIZED_FROM,
     SEEDED_FROM,
@@ -22,13 +22,14 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
-from flatout.micro_batches import part_sizes
-from flatout.techniques.autocast import autocast_dtype
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
+from flatout.training.autocast import autocast_dtype
+from flatout.training.micro_batches import part_sizes
+from flatout.tuning.size_trials import SizeTrials, memory_limit
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 FEWEST_UPDATES = 8
 """Updates of an epoch that ``batch_size="auto"`` leaves a training at the least, where it had so many."""
@@ -138,7 +139,7 @@ class BatchSize(StepTechnique):
         try:
             found = SizeTrials(job).find(now, smallest=min(SMALLEST, now), largest=max(now, largest))
         except Exception as error:  # of the user's code, which may know one size only
-            raise NothingBetter(f"other sizes fail: {words.first_line(error)}") from error
+            raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
         if found.samples is None or found.samples == now:
             raise NothingBetter(found.reason)
         if job.resizes:
@@ -184,7 +185,7 @@ class BatchSize(StepTechnique):
         largest, trials = max(map(batch_size_of, job.batches)), SizeTrials(job)
         if trials.fits(largest):
             return None
-        too_large = f"batches of {largest} do not fit into {words.size_of(int(memory_limit(job)))}"
+        too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"
         if resized(job.batches[0], 1) is None:
             raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
         samples = trials.most_that_fit(largest - 1)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout import words
-from flatout._memory import ran_out_of_memory
+from flatout.core import formatting
+from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.base import Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 PLAIN_VALUES = (bool, int, float, str, type(None))
 """What a signature holds as it is; of all else but tensors it knows the type alone."""
@@ -101,7 +101,7 @@ class RoutedCall(ABC):
         except Exception as error:
             if self.learning or ran_out_of_memory(error):
                 raise
-            reason = words.first_line(error)
+            reason = formatting.first_line(error)
         output = self._plainly(*args, **kwargs)  # what is wrong with the call itself raises here as well
         self._give_up(reason)
         return output

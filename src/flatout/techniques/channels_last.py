@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 

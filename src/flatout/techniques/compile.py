@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout._backends import TORCHS_ATTENTION, attention_kernels
+from flatout.core.torch_flags import TORCHS_ATTENTION, attention_kernels
 from flatout.mfu.wrapped import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 from flatout.techniques.calls import PLAIN_VALUES, CallSwitch, RoutedCall, Signature, comes_compiled, signature
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 COLD_COMPILE_SECONDS = 30.0
 """First forward and backward of small models with an empty cache, two cores: 28 to 35 s."""

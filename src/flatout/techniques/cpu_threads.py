@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.data.machine import usable_cores
+from flatout.core.machine import usable_cores
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 _GRAIN = 32768
 """Elements from which torch gives another thread a share of an elementwise operator (``at::internal::GRAIN_SIZE``)."""

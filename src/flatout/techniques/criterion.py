@@ -9,7 +9,7 @@ import torch
 from flatout.techniques.base import Rule, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class Placement(Switch):

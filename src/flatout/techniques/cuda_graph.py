@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout import _dtensor
-from flatout.optim.base import NativeStep, is_patched
-from flatout.replay import CudaRecorder, Recorder, WholeStep, sign
+from flatout.core import dtensor
+from flatout.optim.native_step import NativeStep, is_patched
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 from flatout.techniques.calls import routed_calls
+from flatout.training.capture_guards import sign
+from flatout.training.graph_recorder import CudaRecorder, Recorder
+from flatout.training.graphed_step import WholeStep
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class GraphSwitch(Switch):
@@ -146,7 +148,7 @@ def _why_not_this_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if is_patched(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks or a step of its own, and a replay runs no Python"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(map(_dtensor.is_distributed, parameters)):
+    if any(map(dtensor.is_distributed, parameters)):
         return "the parameters are spread over several processes"
     if any("base_momentum" in group for group in optimizer.param_groups):
         return "the schedule changes momentum with each step, which a graph has as a constant"

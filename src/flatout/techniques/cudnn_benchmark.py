@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.backends import cudnn
 from torch.nn.modules.conv import _ConvNd
 
-from flatout._host import signature
-from flatout.data import tensors_within
+from flatout.core.batches import tensors_within
+from flatout.native._host import signature
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 MOST_NEW = 8
 """New shapes within ``WITHIN`` batches from which on shapes are said to vary."""

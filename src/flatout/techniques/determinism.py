@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from flatout.core.reproducible import DeterministicAlgorithms
 from flatout.data import is_rewindable, seed_samples
 from flatout.data.loaders import why_random
-from flatout.reproducible import DeterministicAlgorithms
 from flatout.techniques.base import NotApplicable, Rule, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class DeterministicSwitch(Switch):

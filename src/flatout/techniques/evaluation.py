@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout._subclass import instance_class, take_class_out
-from flatout.data import tensors_of
+from flatout.core.batches import tensors_of
+from flatout.core.instance_class import instance_class, take_class_out
 from flatout.profile.places import of_frame
 from flatout.techniques.base import Rule, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 SURE_AFTER = 3
 """Forwards in eval mode, one after another, whose graphs were made for nothing, before anything is said."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.optim import fuse, unfuse, why_not_fusable
-from flatout.optim.base import NativeStep
+from flatout.optim.native_step import NativeStep
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class FuseSwitch(Switch):

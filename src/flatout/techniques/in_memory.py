@@ -18,12 +18,12 @@ from flatout.data import (
     clone_loader,
     why_not_in_memory,
 )
-from flatout.data.memory import why_not_collated
+from flatout.data.in_memory_loader import why_not_collated
 from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout import _malloc
+from flatout.core import mallopt
 from flatout.techniques.base import NotApplicable, Rule, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class MallocSwitch(Switch):
@@ -18,10 +18,10 @@ class MallocSwitch(Switch):
     value = True
 
     def _turn_on(self) -> None:
-        _malloc.keep(True)
+        mallopt.keep(True)
 
     def _turn_off(self) -> None:
-        _malloc.keep(False)
+        mallopt.keep(False)
 
 
 class Malloc(Rule):
@@ -50,7 +50,7 @@ class Malloc(Rule):
         """A step on the CPU, and glibc's malloc as it came."""
         if job.device.type != "cpu":
             raise NotApplicable("training runs on the GPU, whose memory torch keeps anyway")
-        reason = _malloc.why_not()
+        reason = mallopt.why_not()
         if reason:
             raise NotApplicable(reason)
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from flatout.mfu.peaks import multiplies_in_tf32
-from flatout.techniques.autocast import autocast_dtype
 from flatout.techniques.base import Advice, NotApplicable
+from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 WORTH_NAMING = 0.01
 """Share of a step's FLOPs from which a layer is worth a word."""

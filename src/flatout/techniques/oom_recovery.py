@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flatout.techniques.base import NotApplicable, Rule
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class OomRecovery(Rule):

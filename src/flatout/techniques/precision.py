@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout._subclass import take_class_out
-from flatout.techniques.autocast import autocast_class
+from flatout.core.instance_class import take_class_out
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.training.autocast import autocast_class
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,11 +10,11 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout._backends import AttentionKernels
+from flatout.core.torch_flags import AttentionKernels
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -13,7 +13,7 @@ from flatout.profile.syncs import watching
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 _VALUES = {"item", "cpu", "to", "tolist", "numpy", "print", "equal", "synchronize"}
 """What needs a value; the others need the size of a result, which the data decide."""

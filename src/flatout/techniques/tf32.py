@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout._backends import Float32Precision
-from flatout.techniques.autocast import autocast_dtype
+from flatout.core.torch_flags import Float32Precision
 from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 TENSOR_CORES = (8, 0)
 """Compute capability from which on tensor cores multiply in TF32 (Ampere)."""

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout import words
-from flatout._subclass import users_class
-from flatout.data import tensors_of
-from flatout.data.generators import RandomState
-from flatout.measure.equivalence import ALLOWED, apart, compute_dtype, floats_of
-from flatout.measure.state import State
-from flatout.techniques.autocast import call_as
+from flatout.core import formatting
+from flatout.core.batches import tensors_of
+from flatout.core.instance_class import users_class
+from flatout.core.random_state import RandomState
+from flatout.core.snapshot import State
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
 from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, routed_calls, signature
 from flatout.techniques.compile import CompiledCall, why_no_compiler
+from flatout.training.autocast import call_as
+from flatout.tuning.equivalence import ALLOWED, apart, compute_dtype, floats_of
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 KINDS = ("script", "trace")
 
@@ -223,7 +223,7 @@ class ScriptedCall(RoutedCall):
                 self.form = name
                 return
             except Exception as error:
-                reasons.append(f"{name}: {error if isinstance(error, _Refused) else words.first_line(error)}")
+                reasons.append(f"{name}: {error if isinstance(error, _Refused) else formatting.first_line(error)}")
         raise NothingBetter("; ".join(reasons))
 
     def _verified(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Script | _Trace:

@@ -11,7 +11,7 @@ from flatout.data import InMemoryLoader, NotExamined, is_rewindable, movable_tra
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class Transforms(Advice):

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from flatout.core.machine import usable_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loaders import why_random
-from flatout.data.machine import usable_cores
 from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
 from flatout.techniques.base import LoaderTechnique, NotApplicable, NothingBetter, Source
 
 if TYPE_CHECKING:
-    from flatout.job import Job
     from flatout.report.model import Pace
+    from flatout.training.job import Job
 
 _SETTINGS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
 _SHOWS = 0.1

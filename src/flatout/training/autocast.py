@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout._subclass import instance_class
+from flatout.core.instance_class import instance_class
 
 
 def _to_float32(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout.batch_size.learning_rate import ScaledSchedule, lr_factor
+from flatout.training.learning_rate import ScaledSchedule, lr_factor
 
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = 0.1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flatout.measure.saved import SavedTensor, owned
+from flatout.core.saved import SavedTensor, owned
 
 
 class Buffers:

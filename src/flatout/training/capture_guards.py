@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from flatout._step_hook import has_users_pre_hooks
+from flatout.core.step_hooks import has_users_pre_hooks
 from flatout.mfu.wrapped import behind_update, is_wrapped
-from flatout.optim.base import is_patched
+from flatout.optim.native_step import is_patched
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 
 class Constants:

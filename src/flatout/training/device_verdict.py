@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flatout.job import Job
 from flatout.mfu.verdict import DENSE, Verdict, family_of, judge
 from flatout.monitor import GpuSample
 from flatout.monitor.nvml import Gpus
+from flatout.training.job import Job
 
 
 def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.data import batch_size_of, map_tensors, split, tensors_of
+from flatout.core.batches import batch_size_of, map_tensors, split, tensors_of
 
 FORMATS = ("export", "torchscript")
 TARGETS = ("labels", "label", "targets", "target")

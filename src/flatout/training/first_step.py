@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout._memory import ran_out_of_memory
-from flatout.data import tensors_of, tensors_within
-from flatout.data.batch import cloned
-from flatout.job import Job
-from flatout.measure.state import State
-from flatout.suggestion import compute_loss_line, why_not_taken
+from flatout.core.batches import cloned, tensors_of, tensors_within
+from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.snapshot import State
+from flatout.training.job import Job
+from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
 
 
 def check_step(job: Job, state: State, batch: Any) -> bool:

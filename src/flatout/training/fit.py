@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from flatout.checkpoint import Folder, Termination
-from flatout.checkpoint.kinds import check_kinds, check_number
+from flatout.core.kinds import check_kinds, check_number
 from flatout.data.remote import WorkerError
-from flatout.report.progress import EpochProgress
+from flatout.training.checkpoint.folder import Folder
+from flatout.training.checkpoint.termination import Termination
+from flatout.training.progress_bar import EpochProgress
 
 if TYPE_CHECKING:
     from flatout.run import Run

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from flatout.data.generators import RandomState
+from flatout.core.random_state import RandomState
 from flatout.techniques.base import NothingBetter
 
 Result = TypeVar("Result")

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatout import words
-from flatout.data import map_tensors
+from flatout.core import formatting
+from flatout.core.batches import map_tensors
 from flatout.mfu.ranges import range as named_range
-from flatout.replay.constants import Constants, sign
-from flatout.replay.recorder import Recorder
 from flatout.techniques.base import NothingBetter
+from flatout.training.capture_guards import Constants, sign
+from flatout.training.graph_recorder import Recorder
 
 if TYPE_CHECKING:
-    from flatout.job import Job, PhaseOf
+    from flatout.training.job import Job, PhaseOf
 
 WARM_UP = 3
 """Eager steps of a signature before it is captured, as torch's own ``make_graphed_callables`` takes: libraries are
@@ -188,7 +188,7 @@ class WholeStep:
         except Exception as error:
             if self.learning:
                 raise
-            reason = words.first_line(error)
+            reason = formatting.first_line(error)
         loss = self._eager(job, key, batch, phase)  # what is wrong with the step itself raises here as well
         self._give_up(reason)
         return loss

@@ -12,28 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout._memory import parameters_of, ran_out_of_memory
 from flatout.amp import GradScaler
-from flatout.checkpoint.kinds import check_kinds, check_number
-from flatout.data import tensors_of, tensors_within
-from flatout.data.batch import cloned, with_own_containers
-from flatout.data.generators import RandomState
-from flatout.measure.state import State
+from flatout.core.batches import cloned, tensors_of, tensors_within, with_own_containers
+from flatout.core.kinds import check_kinds, check_number
+from flatout.core.out_of_memory import parameters_of, ran_out_of_memory
+from flatout.core.random_state import RandomState
+from flatout.core.snapshot import State
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 from flatout.mfu.wrapped import is_wrapped
-from flatout.micro_batches import LossWeight, MicroBatches, Part
 from flatout.optim import update
-from flatout.optim.base import NativeStep
-from flatout.optim.whole import AllOrNothing
-from flatout.suggestion import compute_loss_line
-from flatout.techniques.autocast import autocast_dtype
+from flatout.optim.atomic_update import AllOrNothing
+from flatout.optim.native_step import NativeStep
+from flatout.training.autocast import autocast_dtype
+from flatout.training.loss_suggestion import compute_loss_line
+from flatout.training.micro_batches import LossWeight, MicroBatches, Part
 
 if TYPE_CHECKING:
-    from flatout.replay import WholeStep
+    from flatout.training.graphed_step import WholeStep
 
 PhaseOf = Callable[[str], AbstractContextManager[Any]]
 """``with phase("forward"): ...``: tells whoever listens what the step is doing."""

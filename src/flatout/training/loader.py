@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from flatout._garbage import LongLived
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
-from flatout.data.replay import Replayed
-from flatout.job import Job
+from flatout.data.replay_buffer import Replayed
 from flatout.mfu import MfuCounter
 from flatout.techniques import Switch
+from flatout.training.garbage import LongLived
+from flatout.training.job import Job
 
 
 class TrainingLoader(CopiedAsWrapped):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.data import batch_size_of, split
-from flatout.micro_batches.buffers import Buffers, buffers_of
+from flatout.core.batches import batch_size_of, split
+from flatout.training.buffers import Buffers, buffers_of
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 LossWeight = Callable[[Any], float | Tensor]
 """``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""

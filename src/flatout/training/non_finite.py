@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.job import Job
-from flatout.logs import Logs
+from flatout.core.formatting import first_line
 from flatout.mfu.flops import eager
-from flatout.words import first_line
+from flatout.training.job import Job
+from flatout.training.logged_metrics import Logs
 
 LOOK_EVERY = 50
 """Interval in steps between two losses that are read on a GPU while they are finite. One read takes the host 40 us."""

@@ -9,9 +9,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from flatout.logs import Logs
+from flatout.core.formatting import visible
 from flatout.mfu import MfuCounter
-from flatout.words import visible
+from flatout.training.logged_metrics import Logs
 
 LOSS_EVERY = 20
 """Steps between two looks at the loss."""

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flatout import words
-from flatout._memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
-from flatout.data import batch_size_of, split
-from flatout.job import Job, PhaseOf, as_range
-from flatout.micro_batches import Part, part_sizes
-from flatout.recovery.begun import Begun, aside
-from flatout.techniques.autocast import autocast_dtype
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, split
+from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.training.autocast import autocast_dtype
+from flatout.training.job import Job, PhaseOf, as_range
+from flatout.training.micro_batches import Part, part_sizes
+from flatout.training.step_checkpoint import Begun, aside
 
 
 class Recovery:
@@ -74,7 +74,7 @@ class Recovery:
             except RuntimeError as error:
                 if not ran_out_of_memory(error):
                     raise
-                failure = words.first_line(error)
+                failure = formatting.first_line(error)
             # Only here is the error gone, and with it the frames that hold the graph.
             if job.pending > begun.pending:
                 loss = job.last_loss
@@ -99,7 +99,7 @@ class Recovery:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            failure = words.first_line(error)
+            failure = formatting.first_line(error)
         self._update_again(phase, failure)
         return True
 
@@ -110,7 +110,7 @@ class Recovery:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            failure = words.first_line(error)
+            failure = formatting.first_line(error)
         else:
             if not self._told_of_update:
                 self._told_of_update = True
@@ -142,7 +142,7 @@ class Recovery:
             is_new = tried != before and isinstance(error, Exception) and not isinstance(error, MemoryError)
             if not is_new or ran_out_of_memory(error):
                 raise
-            why = f"in parts of {tried} it fails: {words.first_line(error)}"
+            why = f"in parts of {tried} it fails: {formatting.first_line(error)}"
             raise torch.OutOfMemoryError(self._message(failure, why, height)) from error
         if self._micro.size != before:
             self._tell(whole.samples, begun)
@@ -185,7 +185,7 @@ class Recovery:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            failure = words.first_line(error)
+            failure = formatting.first_line(error)
         return self._in_smaller_parts(part, begun, phase, failure, height)
 
     def _begin(self, *, in_parts: bool = False) -> Begun:
@@ -231,7 +231,7 @@ class Recovery:
         raise torch.OutOfMemoryError(self._message(failure, why, height))
 
     def _message(self, failure: str, why: str, height: int | None) -> str:
-        took = "" if height is None else f" Steps took up to {words.size_of(height)} on top of what stays."
+        took = "" if height is None else f" Steps took up to {formatting.size_of(height)} on top of what stays."
         found = f": {failure}" if failure else ""
         return f"a step ran out of memory, and {why}{found}.{took} {self._ladder()}"
 
@@ -251,6 +251,6 @@ class Recovery:
                 "moments of 8 bits (flatout.optim, moment_dtype=torch.uint8), for a quarter of those in float32"
             )
         return (
-            f"Parameters that are trained take {words.size_of(weights)}, gradients as much, optimizer state "
-            f"{words.size_of(state)}. What would help: {'; '.join(steps)}"
+            f"Parameters that are trained take {formatting.size_of(weights)}, gradients as much, optimizer state "
+            f"{formatting.size_of(state)}. What would help: {'; '.join(steps)}"
         )

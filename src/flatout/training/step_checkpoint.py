@@ -10,8 +10,8 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import Tensor
 
-from flatout._memory import ran_out_of_memory, versions
-from flatout.job import Job
+from flatout.core.out_of_memory import ran_out_of_memory, versions
+from flatout.training.job import Job
 
 _grad = attrgetter("grad")
 _values = methodcaller("values")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory
 from flatout.report.model import Row, Trial
+from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory
 
 
 def earns(trial: Trial) -> bool:

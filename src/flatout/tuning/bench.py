@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from flatout.data import batch_size_of
-from flatout.job import Job, PhaseOf
-from flatout.measure.budget import Budget
-from flatout.measure.memory import step_memory
-from flatout.measure.state import State
-from flatout.measure.track import Track
-from flatout.measure.trial import interleave, seconds, synchronize
+from flatout.core.batches import batch_size_of
+from flatout.core.snapshot import State
 from flatout.mfu import MfuCounter
 from flatout.report.model import Pace
 from flatout.techniques import Switch
+from flatout.training.job import Job, PhaseOf
+from flatout.tuning.budget import Budget
+from flatout.tuning.loader_timer import Track
+from flatout.tuning.step_memory import step_memory
+from flatout.tuning.trial import interleave, seconds, synchronize
 
 TRIAL_SECONDS = 4.0
 """Longest that the pairs of one trial take; setting up comes on top."""

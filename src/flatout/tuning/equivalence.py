@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.data import tensors_of
+from flatout.core.batches import tensors_of
 from flatout.mfu.peaks import multiplies_in_tf32
-from flatout.techniques.autocast import autocast_dtype
+from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 UPDATES = 8
 """Updates whose losses are compared."""

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from flatout.data import InMemoryLoader, Prefetcher, batch_size_of, clone_loader
-from flatout.job import Job
-from flatout.measure.trial import synchronize
+from flatout.core.batches import batch_size_of
+from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 from flatout.report.model import Pace
+from flatout.training.job import Job
+from flatout.tuning.trial import synchronize
 
 PREFETCHED = 2
 """Batches that a Prefetcher or an InMemoryLoader has ready before they are asked for."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flatout._dtensor import is_distributed
+from flatout.core.dtensor import is_distributed
 from flatout.data.loaders import TORCHS_SAMPLERS
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")

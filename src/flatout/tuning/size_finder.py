@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from flatout import words
+from flatout.core import formatting
 
 WITHIN = 0.02
 """Rates that differ by less are as good as each other."""
@@ -307,8 +307,8 @@ class _Search:
         if chosen is None:
             return f"none of the sizes tried fits in memory: {failed}"
         first, *others = self._fitting
-        parts = [f"{first.samples:,} at once make {words.count(first.rate)} samples/s"]
-        parts += [f"{probe.samples:,} make {words.count(probe.rate)}" for probe in others]
+        parts = [f"{first.samples:,} at once make {formatting.count(first.rate)} samples/s"]
+        parts += [f"{probe.samples:,} make {formatting.count(probe.rate)}" for probe in others]
         return f"{', '.join(parts)}: {self._bound(chosen)}" + (f"; {failed} did not fit" if failed else "")
 
     def _bound(self, chosen: int) -> str:
@@ -322,7 +322,7 @@ class _Search:
             return "memory holds no more"
         if len(rates) == 1 or self._above(_Curve.through(self._fitting)):
             return "more may be faster, but were not tried"
-        return f"more gain less than {words.share(WITHIN, 0)}"
+        return f"more gain less than {formatting.share(WITHIN, 0)}"
 
 
 def _best_of(rates: Mapping[int, float]) -> list[int]:

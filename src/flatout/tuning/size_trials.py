@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flatout._memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
-from flatout.batch_size.finder import Found, Probe, find
-from flatout.data import batch_size_of, resized, tensors_within
-from flatout.data.machine import available_memory
-from flatout.measure.memory import step_memory
-from flatout.measure.trial import seconds
+from flatout.core.batches import batch_size_of, resized, tensors_within
+from flatout.core.machine import available_memory
+from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.tuning.size_finder import Found, Probe, find
+from flatout.tuning.step_memory import step_memory
+from flatout.tuning.trial import seconds
 
 if TYPE_CHECKING:
-    from flatout.job import Job
+    from flatout.training.job import Job
 
 T = TypeVar("T")
 

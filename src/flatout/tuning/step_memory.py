@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.autograd import profiler
 
-from flatout._kineto import quiet_allocator, quiet_kineto
+from flatout.core.kineto import quiet_allocator, quiet_kineto
 
 
 def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bool = False) -> int | None:

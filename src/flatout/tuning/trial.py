@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
-from flatout.measure.statistics import paired_gain
 from flatout.report.model import Gain, Trial
+from flatout.tuning.statistics import paired_gain
 
 KEEP_ABOVE = 1.01
 """A candidate is kept when the lower end of its gain's interval is above this."""

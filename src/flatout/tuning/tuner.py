@@ -12,15 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from flatout import words
-from flatout._memory import free_memory, ran_out_of_memory
-from flatout.data import batch_size_of, tensors_within
-from flatout.measure.bench import COSTS_SHARE, Bench, off, on
-from flatout.measure.equivalence import LEEWAY, Difference, compare, nudge, observe
-from flatout.measure.statistics import paired_gain
-from flatout.measure.track import Stretch, Track, pace_of
-from flatout.measure.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
-from flatout.measure.verdict import earns, rank, ratio, serves, spares, verdict
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, tensors_within
+from flatout.core.out_of_memory import free_memory, ran_out_of_memory
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -33,6 +27,12 @@ from flatout.techniques import (
     StepTechnique,
     Switch,
 )
+from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
+from flatout.tuning.bench import COSTS_SHARE, Bench, off, on
+from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
+from flatout.tuning.loader_timer import Stretch, Track, pace_of
+from flatout.tuning.statistics import paired_gain
+from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
 
 SwitchT = TypeVar("SwitchT", bound=Switch)
 
@@ -389,7 +389,7 @@ class Tuner:
         except (NotApplicable, NothingBetter):
             raise
         except Exception as error:
-            raise NothingBetter(words.first_line(error)) from error
+            raise NothingBetter(formatting.first_line(error)) from error
         finally:
             self._bench.rewind()
 
@@ -413,7 +413,7 @@ class Tuner:
         except NothingBetter as reason:
             failure = str(reason)
         except Exception as error:
-            failure = words.first_line(error)
+            failure = formatting.first_line(error)
             if ran_out_of_memory(error):
                 failure = f"it ran out of memory: {failure}"
         # Only here is the error gone, and with it the frames that hold the trial's tensors.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flatout
-from flatout import _host
+from flatout.native import _host
 
 STUB = Path(flatout.__file__).with_name("_host.pyi")
 
@@ -49,7 +49,7 @@ def operators() -> list[Signature]:
 
 
 def host_functions() -> list[Signature]:
-    """Every function, class and method of ``flatout._host``, from its stub."""
+    """Every function, class and method of ``flatout.native._host``, from its stub."""
     found = []
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -83,7 +83,7 @@ def _signature(name: str, node: ast.FunctionDef, function: Callable[..., Any], r
 
 
 def undeclared() -> list[str]:
-    """Public names of ``flatout._host`` that its stub does not declare."""
+    """Public names of ``flatout.native._host`` that its stub does not declare."""
     declared = set(re.findall(r"^(?:class|def) (\w+)|^(\w+):", STUB.read_text(), re.MULTILINE))
     names = {name for pair in declared for name in pair if name}
     return [name for name in dir(_host) if not name.startswith("_") and name not in names]

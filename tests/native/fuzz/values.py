@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout import _host
+from flatout.native import _host
 from tests.native.fuzz.signatures import Signature
 
 INTS = (0, 1, -1, 2, 3, 5, -2, 7, 64, 255, 256, 1 << 31, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63), 1 << 64)
@@ -217,7 +217,7 @@ class Values:
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.keep(part)
-        elif type(result).__module__ == "flatout._host":
+        elif type(result).__module__ == "flatout.native._host":
             self.objects.append(result)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flatout.demo.job import Job, Sample, Training
+from flatout.cli.demo_jobs.demo_job import Job, Sample, Training
 
 HELD_OUT = 360
 """Images kept for the final accuracy; the other 1,437 are trained on."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flatout.demo.job import Job, Sample, Training
+from flatout.cli.demo_jobs.demo_job import Job, Sample, Training
 
 HELD_OUT_SHARE = 0.1
 """Share of the text, its tail, that is kept for the validation loss."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.data.generators import RandomState
-from flatout.demo.job import LONG_TRAINING, Job, Sample
+from flatout.cli.demo_jobs.demo_job import LONG_TRAINING, Job, Sample
+from flatout.core.random_state import RandomState
 
 Tick = Callable[[int, float | None, float], None]
 """Told after every step: samples just trained on, the loss where the host has it, training seconds so far."""

@@ -14,9 +14,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout import words
-from flatout.demo.job import LONG_TRAINING
-from flatout.demo.training import Outcome
+from flatout.cli.demo_jobs.demo_job import LONG_TRAINING
+from flatout.cli.demo_jobs.loops import Outcome
+from flatout.core import formatting
 from flatout.report import Report, html
 
 SCHEMA_VERSION = 1
@@ -78,7 +78,7 @@ class JobResult:
         yield table
         yield Text.assemble(
             (f"{self.speedup:.2f}× the training throughput", "bold green" if self.speedup > 1.01 else "bold"),
-            f", data loading included; tuning took {words.seconds(self.tuning_seconds)} on top"
+            f", data loading included; tuning took {formatting.seconds(self.tuning_seconds)} on top"
             f" and decided as for {LONG_TRAINING:,} steps.",
         )
 
@@ -90,7 +90,7 @@ class JobResult:
             f'<div class="job"><h1>{escape(self.title)}</h1>'
             f'<p class="lead"><span class="factor">{self.speedup:.2f}×</span> the training throughput, '
             "data loading included; tuning took "
-            f"{words.seconds(self.tuning_seconds)} on top and decided as for {LONG_TRAINING:,} steps. "
+            f"{formatting.seconds(self.tuning_seconds)} on top and decided as for {LONG_TRAINING:,} steps. "
             f"{self.parameters:,} parameters, {self.epochs} epochs, "
             "same seed, weights and hyper-parameters.</p>"
             f'<table class="versus"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -104,9 +104,9 @@ class JobResult:
     def _cells(self) -> list[list[str]]:
         rows = []
         for name, outcome in (("as first written", self.naive), ("through flatout", self.optimized)):
-            rate = words.count(outcome.samples_per_second)
+            rate = formatting.count(outcome.samples_per_second)
             held_out = [_metric(key, outcome.metrics.get(key, math.nan)) for key in self.naive.metrics]
-            rows.append([name, words.seconds(outcome.seconds), rate, *held_out])
+            rows.append([name, formatting.seconds(outcome.seconds), rate, *held_out])
         return rows
 
 
@@ -132,9 +132,9 @@ class DemoResult:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        foot = f'<footer class="quiet">{escape(self.command)}: {words.seconds(self.seconds)} in all</footer>'
+        foot = f'<footer class="quiet">{escape(self.command)}: {formatting.seconds(self.seconds)} in all</footer>'
         return html.page("flatout demo", "".join(job.to_html() for job in self.jobs) + foot)
 
 
 def _metric(name: str, value: float) -> str:
-    return words.share(value, 1) if name == "accuracy" else f"{value:.4f}"
+    return formatting.share(value, 1) if name == "accuracy" else f"{value:.4f}"

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.rule import Rule
 
-from flatout.demo import digits, gpt
-from flatout.demo.job import Job
-from flatout.demo.result import DemoResult, JobResult
-from flatout.demo.training import Naive, Optimized, Tick, make_model, take_turns
+from flatout.cli.demo_jobs import digits, gpt
+from flatout.cli.demo_jobs.demo_job import Job
+from flatout.cli.demo_jobs.loops import Naive, Optimized, Tick, make_model, take_turns
+from flatout.cli.demo_jobs.result import DemoResult, JobResult
 
 JOBS: dict[str, Callable[[str], Job]] = {
     "digits": lambda size: digits.build(digits.SIZES[size]),

@@ -11,9 +11,9 @@ from typing import IO, Any
 
 import torch
 
-from flatout._files import is_special
-from flatout._memory import ran_out_of_memory
-from flatout.words import first_line
+from flatout.core.files import is_special
+from flatout.core.formatting import first_line
+from flatout.core.out_of_memory import ran_out_of_memory
 
 _NAME, _VERSION = b"flatout", 1
 _HEAD = struct.Struct("<7sBQ")

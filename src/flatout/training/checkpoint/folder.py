@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from flatout.checkpoint import file
+from flatout.training.checkpoint import file
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 _DAMAGED = re.compile(r"step-(\d+)\.pt\.damaged")

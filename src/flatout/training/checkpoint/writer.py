@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from flatout.checkpoint import file
-from flatout.checkpoint.copies import HostCopies, mapped
+from flatout.training.checkpoint import file
+from flatout.training.checkpoint.copies import HostCopies, mapped
 
 
 class Writer:
@@ -27,7 +27,7 @@ class Writer:
 
         Args:
             path: of the file.
-            state: see :func:`flatout.checkpoint.file.write`.
+            state: see :func:`flatout.training.checkpoint.file.write`.
             asynchronous: copy the state into host memory, and write it while training goes on.
             then: called when it is on disk, by the thread that wrote it.
 
