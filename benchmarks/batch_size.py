@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -40,9 +41,9 @@ LAST, LAST_ROUNDS, LAST_TURN = 3, 10, 0.4
 
 def stepped(job: Job, samples: int) -> Iterator[int]:
     """Steps of so many samples, one update each."""
-    batch = resized(job.batches[0], samples)
+    batch = resized(job.data.batches[0], samples)
     while True:
-        job.step(batch)
+        job.stepper.step(batch)
         yield samples
 
 
@@ -58,9 +59,10 @@ def test_choice(name: str, start: str, benchmark) -> None:
     """Times a step of the chosen size; what a scan shows is in ``extra_info``."""
     run, _ = tuned(JOBS[name](), budget=0)
     job = run._job
-    job.batches = [next(iter(run.loader))]
+    job.data.batches = [next(iter(run.loader))]
     own = run.loader.batch_size
-    job.memory_limit = SizeTrials(job).height(HOLDS * own)
+    limit = SizeTrials(job).height(HOLDS * own)
+    job = Job(replace(job.spec, memory_limit=limit), job.data)
     begin = max(SMALLEST, 8 * round(STARTS[start] * own / 8))
 
     trials = SizeTrials(job)
@@ -88,7 +90,7 @@ def test_choice(name: str, start: str, benchmark) -> None:
         "share of the best": round(share, 3),
         "steps": trials.steps,
         "ran out of memory at": found.too_large,
-        "memory limit": job.memory_limit,
+        "memory limit": job.spec.memory_limit,
         "samples per second by size": table,
         "threads": torch.get_num_threads(),
     }

@@ -262,16 +262,16 @@ def test_host_time_within_training(benchmark):
 
     def bare() -> None:
         for _ in range(steps):
-            job.step(to_device(batch, job.device), lambda name: unheard)
+            job.stepper.step(to_device(batch, job.spec.device), lambda name: unheard)
 
     def counted() -> None:
         for _ in range(steps):
             with counter.step(8) as step:
-                job.step(to_device(batch, job.device), step.phase)
+                job.stepper.step(to_device(batch, job.spec.device), step.phase)
 
     def wrapped() -> None:
         for _ in range(steps):
-            wrapped_run._job.step(to_device(batch, job.device), lambda name: unheard)
+            wrapped_run._job.stepper.step(to_device(batch, job.spec.device), lambda name: unheard)
 
     def whole() -> None:
         for _ in range(steps):
@@ -279,7 +279,7 @@ def test_host_time_within_training(benchmark):
 
     def watched() -> None:
         for _ in range(steps):
-            job.step(to_device(batch, job.device), lambda name: unheard)
+            job.stepper.step(to_device(batch, job.spec.device), lambda name: unheard)
             peer()
 
     tried = {"bare": bare, "MfuCounter.step and phases": counted, "run.step": whole, "MfuCounter.wrap": wrapped}

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
 from flatout.techniques import REGISTRY, Measured
-from flatout.training.job import Job
+from flatout.training.job import Job, JobData
+from flatout.training.spec import Spec
 
 NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
 """All that optimize could choose, forbidden."""
@@ -68,9 +69,9 @@ def job_of(
 ):
     """Return the internal ``Job`` that ``optimize`` makes of its arguments, with these batches for trials."""
     loader = batches if loader is None else loader
-    job = Job(model, loader, loader, optimizer, loss_fn, compute_loss, torch.device(device), **settings)
-    job.batches = list(batches)
-    return job
+    expected_steps = settings.pop("expected_steps", 0)
+    spec = Spec(model, torch.device(device), optimizer, loss_fn, compute_loss, **settings)
+    return Job(spec, JobData(loader, loader, expected_steps, list(batches)))
 
 
 def tried(model, loader, *given, **settings):

@@ -90,7 +90,7 @@ def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, 
             continue
         try:
             technique.check(job)
-            if isinstance(technique, LoaderTechnique) and not is_rewindable(job.loader):
+            if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
                 raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
             technique.forced(job, choices[technique.name])
         except NotApplicable as reason:

@@ -49,9 +49,10 @@ from flatout.training.batch_size_change import Change
 from flatout.training.device_verdict import judged
 from flatout.training.export import example_of
 from flatout.training.first_step import check_step
-from flatout.training.job import Job
+from flatout.training.job import Job, JobData
 from flatout.training.loader import TrainingLoader
-from flatout.training.micro_batches import LossWeight
+from flatout.training.spec import LossWeight, Spec
+from flatout.training.step_flops import peak_of
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.ranks import why_apart
@@ -168,14 +169,12 @@ def optimize(
         loader = loader.original
     if (deterministic or is_reproducible()) and seed is not None:
         loader = seeded_where_random(loader)
-    job = Job(
+    spec = Spec(
         model=model,
-        loader=loader,
-        source=loader,
+        device=device_of(model, device),
         optimizer=optimizer,
         loss_fn=loss_fn,
         compute_loss=compute_loss,
-        device=device_of(model, device),
         loss_weight=loss_weight,
         inference=optimizer is None and not model.training,
         accumulate=accumulate,
@@ -184,9 +183,9 @@ def optimize(
         max_grad_norm=max_grad_norm,
         deterministic=deterministic or is_reproducible(),
         reproducible=is_reproducible() and not deterministic,
-        expected_steps=expected_steps or DEFAULT_EPOCHS * _length(loader),
     )
-    apart = why_apart(job.modules, optimizer, loader)
+    job = Job(spec, JobData(loader, loader, expected_steps or DEFAULT_EPOCHS * _length(loader)))
+    apart = why_apart(job.spec.modules, optimizer, loader)
     if apart:
         warnings.warn(apart, RuntimeWarning, stacklevel=2)
     own_size = size_of(job)
@@ -196,32 +195,32 @@ def optimize(
     guard = contextlib.ExitStack()
     try:
         if plan is not None:
-            plan.check(fingerprint(model, optimizer, job.device))
+            plan.check(fingerprint(model, optimizer, job.spec.device))
         check_applicable(job, choices, forced)
         rows = {row.technique: row for row in _apply_rules(job, switches)}
-        state = State.capture(job.modules, optimizer, loader, job.code)
+        state = State.capture(job.spec.modules, optimizer, loader, job.spec.code)
         guard.enter_context(state.guarded())
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)
-        job.batches = [to_device(cloned(batch), job.device) for batch in taken]
-        here = fingerprint(model, optimizer, job.device, job.batches[0])
+        job.data.batches = [to_device(cloned(batch), job.spec.device) for batch in taken]
+        here = fingerprint(model, optimizer, job.spec.device, job.data.batches[0])
         if plan is not None:
             plan.check(here)
         measures = budget > 0 and plan is None
-        fits = check_step(job, state, job.batches[0])
+        fits = check_step(job, state, job.data.batches[0])
         with _saying("counting FLOPs"):
-            job.work(job.batches[0])
+            job.work(job.data.batches[0])
         tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
         if choices.get(BATCH_SIZE.name):
             rows[BATCH_SIZE.name] = row = tuner.decide(BATCH_SIZE)
             if row.status != "kept":
                 check_forced(BATCH_SIZE, job, asked, forced, row.why)
         elif optimizer is not None and plan is None and choices.get(BATCH_SIZE.name) is None:
-            looks = not fits or memory_limit is not None or (measures and job.device.type == "cuda")
+            looks = not fits or memory_limit is not None or (measures and job.spec.device.type == "cuda")
             rows |= _impose_batch_size(tuner, bench, batch_size, looks=looks)
-        peak_before, _ = job.peak_flops(measure=budget > 0)
+        peak_before, _ = peak_of(spec, measure=budget > 0)
         costs_before = bench.costs() if measures else {}
-        if job.resizes:
+        if job.spec.resizes:
             with _saying(f"trying {BATCH_SIZE.title}"):
                 rows[BATCH_SIZE.name] = tuner.decide(BATCH_SIZE)  # all that follows is decided at its size
 
@@ -239,7 +238,7 @@ def optimize(
                     plan.check_choice(technique.name, tuner.decisions.get(technique.name, False))
         with _saying("racing the tuned loop against the original"):
             tuner.race(rows)
-        peak, _ = job.peak_flops(measure=budget > 0)
+        peak, _ = peak_of(spec, measure=budget > 0)
         before = _completed(tuner.before, job, peak_before, costs_before)
         after = _completed(tuner.after, job, peak, bench.costs() if measures else {})
         verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
@@ -247,14 +246,14 @@ def optimize(
             if isinstance(technique, Advice):
                 with _saying(f"looking at {technique.title}"):
                     rows[technique.name] = _advise(technique, job, choices, budget if measures else 0)
-        job.batches = ()
+        job.data.batches = ()
         for switch in bench.kept:
             switch.trials_over()
         bench.rewind(to_train=False)
     except BaseException as error:
         restore: list[Callable[[], object]] = []
         if bench is not None:
-            restore += [job.reset, *(switch.disable for switch in reversed(bench.kept)), bench.state.restore]
+            restore += [job.stepper.reset, *(switch.disable for switch in reversed(bench.kept)), bench.state.restore]
         restore += [*(switch.disable for switch in reversed(switches.values())), lambda: attach(model, earlier)]
         try:
             run_all(restore)
@@ -270,8 +269,8 @@ def optimize(
         change = Change(
             rule=lr_rule,
             samples=(own_size * accumulate, size_of(job) * accumulate),
-            updates=(math.ceil(_length(loader) / accumulate), math.ceil(_length(job.loader) / accumulate)),
-            training=math.ceil(job.expected_steps / accumulate),
+            updates=(math.ceil(_length(loader) / accumulate), math.ceil(_length(job.data.loader) / accumulate)),
+            training=math.ceil(job.data.expected_steps / accumulate),
         )
         row = rows[BATCH_SIZE.name]
         rows[BATCH_SIZE.name] = replace(row, why="; ".join([row.why, *change.told(optimizer)]))
@@ -280,7 +279,7 @@ def optimize(
 
     summary = Summary(
         rows=_in_order(rows),
-        environment=environment_of(job.device),
+        environment=environment_of(job.spec.device),
         before=before,
         after=after,
         verdict=verdict,
@@ -318,12 +317,12 @@ def _length(loader: Iterable[Any]) -> int:
 
 def _take(job: Job, rewindable: bool) -> list[Any]:
     """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
-    loader = job.loader
+    loader = job.data.loader
     if rewindable:
         taken = first_batches(loader, TRIAL_BATCHES)
     else:
-        job.source = Replayed(loader, TRIAL_BATCHES)
-        taken = job.source.read
+        job.data.source = Replayed(loader, TRIAL_BATCHES)
+        taken = job.data.source.read
     if not taken:
         raise ValueError("the loader is empty: it yielded no batch")
     for i, batch in enumerate(taken):
@@ -354,13 +353,13 @@ def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, loo
     """
     job, rows = bench.job, {}
     if isinstance(batch_size, int):
-        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.accumulate})
+        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
         rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
     bench.rewind()
     parts = BATCH_SIZE.fit(job) if looks else None
     bench.rewind()
     if parts is not None:
-        why = f"whole batches do not fit into memory: they are computed in parts, {job.micro_batches.result()}"
+        why = f"whole batches do not fit into memory: they are computed in parts, {job.stepper.micro_batches.result()}"
         rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, parts, why)
     return rows
 
@@ -401,7 +400,7 @@ def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: flo
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
     """The pace with the MFU that it comes to, and what else a step costs."""
-    samples, _, flops = job.work(job.batches[0])
+    samples, _, flops = job.work(job.data.batches[0])
     if pace is None:
         return None
     mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
@@ -411,17 +410,17 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
 def _notes(job: Job, own_size: int, apart: str, waits_unseen: bool) -> tuple[str, ...]:
     """What was tuned, where that is not the training of ``run.step``, and what the figures leave out."""
     notes = [apart] if apart else []
-    if job.inference:
+    if job.spec.inference:
         notes.append(
             "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"
         )
-    elif job.optimizer is None:
+    elif job.spec.optimizer is None:
         notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
-    if job.resizes and size_of(job) != own_size:
+    if job.spec.resizes and size_of(job) != own_size:
         notes.append(
             f"batches have {size_of(job):,} samples instead of {own_size:,}: all times are those of {size_of(job):,}"
         )
-    if job.reproducible:
+    if job.spec.reproducible:
         notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
     if waits_unseen:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")

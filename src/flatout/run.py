@@ -19,6 +19,7 @@ from flatout.core.formatting import first_line
 from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
 from flatout.core.snapshot import State
+from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
 from flatout.mfu import MfuCounter
 from flatout.mfu.verdict import Verdict
@@ -26,7 +27,7 @@ from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
 from flatout.report import Report
 from flatout.techniques import Switch
-from flatout.training import checkpoint
+from flatout.training import checkpoint, job_state
 from flatout.training.checkpoint.copies import mapped
 from flatout.training.device_verdict import judged
 from flatout.training.export import export, export_weights
@@ -44,7 +45,7 @@ STATE_VERSION = 1
 Metric = Callable[[Any, Any], Any]
 """``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
 
-_attached: weakref.WeakKeyDictionary[nn.Module, list[Switch]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Toggle]] = weakref.WeakKeyDictionary()
 
 
 def undo(model: nn.Module) -> None:
@@ -55,14 +56,14 @@ def undo(model: nn.Module) -> None:
     detach(model)
 
 
-def attach(model: nn.Module, switches: Sequence[Switch]) -> None:
+def attach(model: nn.Module, switches: Sequence[Toggle]) -> None:
     """Turn switches on in their order, and remember them for ``undo``."""
     for switch in switches:
         switch.enable()
     _attached[model] = list(switches)
 
 
-def detach(model: nn.Module) -> list[Switch]:
+def detach(model: nn.Module) -> list[Toggle]:
     """Turn off and forget what is attached to a model; returns it in its order, for ``attach``."""
     switches = _attached.pop(model, [])
     for switch in reversed(switches):
@@ -92,21 +93,26 @@ class Run:
         scheduler: Any,
         plan: Plan,
         report: Report,
-        switches: Sequence[Switch],
+        switches: Sequence[Toggle],
         example: Any,
         peak_flops: float | None = None,
     ) -> None:
-        self.model = job.model
-        self.optimizer = job.optimizer
+        self.model = job.spec.model
+        self.optimizer = job.spec.optimizer
         self.plan = plan
         self.report = report
         self._job = job
         self._scheduler = scheduler
         self._example = example
-        self._counter = MfuCounter(peak_flops=peak_flops, device=job.device)
-        self.loader: Iterable[Any] = TrainingLoader(job, self._counter, self._flush, switches)
+        self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
+        self.loader: Iterable[Any] = TrainingLoader(
+            job,
+            self._counter,
+            self._flush,
+            [switch.saw for switch in switches if isinstance(switch, Switch) and switch.watches],
+        )
         self.logs = Logs()
-        self._recovery = None if job.optimizer is None else Recovery(job)
+        self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
         self._finite = FiniteWatch(job)
         self.steps = 0
         self.fitted = Fitted()
@@ -114,7 +120,7 @@ class Run:
         self._is_loaded = False  # since the last fit
         self._generators: list[Any] | None = None
         self._switches = list(switches)
-        attach(job.model, self._switches)
+        attach(job.spec.model, self._switches)
 
     def __iter__(self) -> Iterator[Any]:
         """``model, loader = flatout.optimize(model, loader)``."""
@@ -124,7 +130,7 @@ class Run:
     @property
     def scaler(self) -> Any:
         """The loss scaler; None unless the model computes in fp16."""
-        return self._job.scaler
+        return self._job.stepper.scaler
 
     @property
     def stats(self) -> MfuCounter:
@@ -137,7 +143,7 @@ class Run:
     @property
     def micro_batch(self) -> int | None:
         """Samples that :meth:`step` computes at once, where that is faster, or memory does not hold more; None: all."""
-        return self._job.micro_batches.size
+        return self._job.stepper.micro_batches.size
 
     @property
     def stop_after_bad(self) -> int:
@@ -190,9 +196,9 @@ class Run:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
         with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
-                batch = to_device(batch, self._job.device)
+                batch = to_device(batch, self._job.spec.device)
             loss = self._recovery.step(batch, step.phase)
-            if not self._job.pending:
+            if not self._job.stepper.pending:
                 self._step_scheduler()
         self.steps += 1
         if self.steps >= self._finite.next_look:
@@ -347,7 +353,7 @@ class Run:
         fitted = self.fitted if position is not None else Fitted(self.fitted.history)
         return {
             "version": STATE_VERSION,
-            "job": self._job.state_dict(),
+            "job": job_state.state_dict(self._job.stepper),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "loader": position,
             "random": self._random_state().states(),
@@ -378,12 +384,12 @@ class Run:
         """
         # On the host: the device may have no room for a second model.
         before = State.capture(
-            self._job.modules, self.optimizer, self._job.loader, self._job.code, on=torch.device("cpu")
+            self._job.spec.modules, self.optimizer, self._job.data.loader, self._job.spec.code, on=torch.device("cpu")
         )
         random = self._random_state()
         scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         attributes = set(getattr(self._scheduler, "__dict__", ()))
-        progress = self._job.progress
+        progress = self._job.stepper.progress
         try:
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                 raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
@@ -402,18 +408,18 @@ class Run:
             if (state["scheduler"] is None) != (scheduler is None):
                 raise ValueError("only one of it and this training has a scheduler")
             self._check_scheduler(state["scheduler"], scheduler)
-            self._job.load_state_dict(state["job"])
+            job_state.load_state_dict(self._job.stepper, state["job"])
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
             if fitted.loss is not None:
-                fitted.loss = fitted.loss.to(self._job.device)
+                fitted.loss = fitted.loss.to(self._job.spec.device)
             random.write(state["random"])
             if state["loader"] is not None:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         except BaseException as error:
             before.restore()
             random.restore()
-            self._job.progress = progress
+            self._job.stepper.progress = progress
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(scheduler)
                 for name in set(getattr(self._scheduler, "__dict__", ())) - attributes:
@@ -422,8 +428,8 @@ class Run:
                 raise
             raise ValueError(f"{what} of another training: {first_line(error)}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
-        here = self._job.micro_batches.size
-        self._job.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
+        here = self._job.stepper.micro_batches.size
+        self._job.stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
         self._finite = FiniteWatch(self._job, self._finite.stop_after)
         if plan.decisions != self.plan.decisions:
             warnings.warn(
@@ -457,8 +463,8 @@ class Run:
     def _random_state(self) -> RandomState:
         """The global generators, and those that dataset, model and loss keep; the loader's are in its own state."""
         if self._generators is None:
-            dataset = getattr(self._job.loader, "dataset", None)
-            self._generators = generators_in([dataset, *self._job.code])
+            dataset = getattr(self._job.data.loader, "dataset", None)
+            self._generators = generators_in([dataset, *self._job.spec.code])
         return RandomState.of(self._generators)
 
     def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:
@@ -512,9 +518,9 @@ class Run:
                     size = batch_size_of(batch)
                     if size == 0:
                         continue  # a mean over no samples is NaN
-                    batch = to_device(batch, self._job.device)
+                    batch = to_device(batch, self._job.spec.device)
                     outputs.clear()
-                    values = {"loss": self._job.loss(batch)}
+                    values = {"loss": self._job.objective.loss(batch)}
                     values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
                     for name, value in values.items():
                         totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
@@ -554,7 +560,7 @@ class Run:
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original
-            self._job.source = self.loader
+            self._job.data.source = self.loader
 
 
 def _batch_size_in(decisions: Mapping[str, Any]) -> Any:

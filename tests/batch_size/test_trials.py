@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.core.machine import available_memory
+from flatout.training.stepper import EAGER
 from flatout.tuning.size_trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from tests.helpers import bits
 from tests.jobs import job_of
@@ -25,11 +26,11 @@ def make(*extra, **settings):
 
 def test_what_stays_is_parameters_buffers_and_optimizer_state():
     job = make()
-    weights = sum(p.nbytes for p in job.model.parameters())
-    buffers = sum(b.nbytes for b in job.model.buffers())
+    weights = sum(p.nbytes for p in job.spec.model.parameters())
+    buffers = sum(b.nbytes for b in job.spec.model.buffers())
     assert resident_bytes(job) == weights + buffers
-    job.step(job.batches[0])
-    steps = len(list(job.model.parameters())) * 4
+    job.stepper.step(job.data.batches[0])
+    steps = len(list(job.spec.model.parameters())) * 4
     assert resident_bytes(job) == 3 * weights + buffers + steps
 
 
@@ -49,7 +50,7 @@ def test_a_probe_measures_as_much_memory_as_an_unhurried_look_and_its_faster_ste
     trials = SizeTrials(job)
     expected = trials.height(64)
     durations = iter([9.0, 3.0, 2.0])  # of the step whose memory is measured, and of those that are timed
-    job.model.register_forward_hook(lambda *_: clock.advance(next(durations)))
+    job.spec.model.register_forward_hook(lambda *_: clock.advance(next(durations)))
     probe = trials.probe(64)
     assert probe.bytes == expected
     assert probe.seconds == pytest.approx(2.0, rel=1e-3)
@@ -72,7 +73,7 @@ def test_out_of_memory_returns_none_and_the_job_continues(where):
     assert not trials.fits(64)
     assert trials.fits(40)
     assert trials.probe(40).samples == 40
-    assert job.pending == 0
+    assert job.stepper.pending == 0
 
 
 def test_other_errors_are_the_users():
@@ -86,29 +87,27 @@ def test_other_errors_are_the_users():
 def test_how_the_job_steps_comes_back_after_an_error_too():
     trap = Trap()
     job = make(trap, accumulate=3)
-    job.micro_batches.size = 5
+    job.stepper.micro_batches.size = 5
     SizeTrials(job).probe(32)
     trap.arm("forward", 8, error=lambda: ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         SizeTrials(job).probe(32)
-    assert (job.accumulate, job.micro_batches.size, job.whole_step, job.pending) == (3, 5, None, 0)
+    stepper = job.stepper
+    assert (stepper.accumulate, stepper.micro_batches.size, stepper.runner, stepper.pending) == (3, 5, EAGER, 0)
 
 
 def test_a_step_is_an_update_of_a_batch_in_one():
     job = make(accumulate=3)
-    job.micro_batches.size = 4
+    job.stepper.micro_batches.size = 4
     seen = []
-    job.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    before = bits(job.model[0].weight)
+    job.spec.model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    before = bits(job.spec.model[0].weight)
     SizeTrials(job).probe(24)
     assert seen == [24] * 3
-    assert bits(job.model[0].weight) != before
+    assert bits(job.spec.model[0].weight) != before
 
 
 def test_the_limit_is_the_users_or_what_there_is():
-    job = make(memory_limit=10**9)
-    assert memory_limit(job) == 10**9
-    job.memory_limit = 10**18
-    assert 0 < memory_limit(job) <= (1 - MARGIN) * (available_memory() + 2**30)
-    job.memory_limit = None
-    assert memory_limit(job) < 10**18
+    assert memory_limit(make(memory_limit=10**9)) == 10**9
+    assert 0 < memory_limit(make(memory_limit=10**18)) <= (1 - MARGIN) * (available_memory() + 2**30)
+    assert memory_limit(make()) < 10**18

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.techniques import REGISTRY, Measured
-from flatout.training.graphed_step import WARM_UP, WholeStep
+from flatout.training.graphed_step import WARM_UP, GraphedStep
 from tests.gpu.trace import traced
 from tests.helpers import snapshot, trained_state
 
@@ -59,10 +59,10 @@ def tuned(
     return flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=changes, **settings)
 
 
-def whole_step(run: flatout.Run) -> WholeStep:
+def whole_step(run: flatout.Run) -> GraphedStep:
     row = next(row for row in run.report.rows if row.technique == "cuda_graph")
-    whole = run._job.whole_step
-    assert whole is not None, row.why
+    whole = run._job.stepper.runner
+    assert isinstance(whole, GraphedStep), row.why
     return whole
 
 
@@ -191,7 +191,7 @@ def test_a_trial_leaves_no_trace(stepped: bool) -> None:
     losses = [run.step(batch) for batch in run.loader]
     assert bool(torch.stack(losses).isfinite().all())
     run.undo()
-    assert run._job.whole_step is None
+    assert not isinstance(run._job.stepper.runner, GraphedStep)
     assert type(opt) is torch.optim.AdamW
 
 

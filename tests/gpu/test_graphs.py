@@ -40,7 +40,7 @@ def test_compiled_training_is_the_plain_training(mode: str) -> None:
         model, batches, opts[0], functional.cross_entropy, techniques=ALONE | {"compile": mode}, budget=0
     )
     losses = [run.step(batch) for _ in range(5) for batch in run.loader]
-    call = run._job.compiled_loss
+    call = run._job.objective.compiled
     assert isinstance(call, RoutedCall)
     assert (call.plain_calls, call.why_off) == (0, "")
     expected = []
@@ -53,7 +53,7 @@ def test_compiled_training_is_the_plain_training(mode: str) -> None:
             expected.append(loss.item())
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-2)
     run.undo()
-    assert run._job.compiled_loss is None
+    assert run._job.objective.compiled is None
 
 
 @pytest.mark.usefixtures("compiler")

@@ -37,9 +37,9 @@ def test_training_shows_all_three(accumulate: int) -> None:
     seen = observe(job, batches, evaluation=True)
     assert [t.shape for t in seen.outputs.values()] == [(16, 3)] * 4
     assert sum("in eval mode" in name for name in seen.outputs) == 2
-    assert seen.gradients.keys() == dict(job.model.named_parameters()).keys()
+    assert seen.gradients.keys() == dict(job.spec.model.named_parameters()).keys()
     assert len(seen.losses) == 8 * accumulate
-    assert job.model.training
+    assert job.spec.model.training
 
 
 def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
@@ -54,10 +54,10 @@ def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
 
 def test_gradients_and_losses_are_those_of_the_loss_that_steps_compute() -> None:
     job, batches = make(Net())
-    state = State.capture(job.modules, job.optimizer)
+    state = State.capture(job.spec.modules, job.spec.optimizer)
     plain = observe(job, batches)
     state.restore()
-    job.compiled_loss = lambda batch: 3 * job.loss(batch)
+    job.objective.compiled = lambda batch: 3 * job.objective.loss(batch)
     by = {d.what: d.by for d in compare(plain, observe(job, batches))}
     assert by["gradients"] == pytest.approx(2)
     assert by["losses"] == pytest.approx(2, rel=0.01)  # Adam's steps hardly depend on the gradients' size
@@ -137,7 +137,7 @@ class Wrong(OneCandidate):
         self._how = how
 
     def change(self, job: Any) -> Switch:
-        layer, hooks = job.model.body[-1], []
+        layer, hooks = job.spec.model.body[-1], []
 
         def on() -> None:
             if self._how == "outputs":
@@ -145,7 +145,7 @@ class Wrong(OneCandidate):
             elif self._how == "gradients":
                 hooks.append(layer.weight.register_hook(lambda gradient: gradient * 1.2))
             else:
-                hooks.append(job.optimizer.register_step_post_hook(lambda *_: layer.weight.data.mul_(3)))
+                hooks.append(job.spec.optimizer.register_step_post_hook(lambda *_: layer.weight.data.mul_(3)))
 
         return Change("wrong", on, lambda: hooks.pop().remove())
 

@@ -94,7 +94,8 @@ class Eats(OneCandidate):
             self.held.append(weakref.ref(large))
             raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-        return Change("hungry", lambda: setattr(job.model, "forward", forward), lambda: delattr(job.model, "forward"))
+        model = job.spec.model
+        return Change("hungry", lambda: setattr(model, "forward", forward), lambda: delattr(model, "forward"))
 
 
 def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(

@@ -19,6 +19,7 @@ from flatout.report.model import Pace, Row
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
 from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
+from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
@@ -38,7 +39,7 @@ STARVED = Pace(step_ms=10.0, load_ms=50.0, samples_per_second=100.0)
 
 def step(job: Job, batch: Any) -> Tensor:
     """Step the job as ``run.step`` does."""
-    return job.step(batch)
+    return job.stepper.step(batch)
 
 
 def count_work(job: Job, batch: Any) -> None:
@@ -48,7 +49,7 @@ def count_work(job: Job, batch: Any) -> None:
 
 def share_of_flops(job: Job, module: str) -> float | None:
     """Return a module's share of a step's FLOPs, or None if the share is unknown."""
-    return job.share_of_flops(module)
+    return step_flops.share_of_flops(job.work, module)
 
 
 # -- applicability of a technique to a job --------------------------------------------------------------------
@@ -198,9 +199,9 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
         job: job from ``job_of`` with batches.
         budget: as for ``optimize``.
     """
-    state = State.capture(job.modules, job.optimizer, job.loader, job.code)
+    state = State.capture(job.spec.modules, job.spec.optimizer, job.data.loader, job.spec.code)
     with state.guarded():
-        bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.loader))
+        bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.data.loader))
         tuner = Tuner(bench, {}, "techniques=")
         rows: dict[str, Row] = {}
         for name in names:
@@ -209,7 +210,7 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
             rows[name] = tuner.decide(technique)
         bench.rewind(to_train=False)
         try:
-            yield Outcome(rows, tuner.decisions, job.source)
+            yield Outcome(rows, tuner.decisions, job.data.source)
         finally:
             for switch in reversed(bench.kept):
                 switch.disable()
@@ -289,7 +290,7 @@ def job_under(run: flatout.Run) -> Job:
 
 def graphed(run: flatout.Run, recorder: Rerun) -> Candidate:
     """Return the candidate that records the steps of a run with this recorder."""
-    return Candidate(GraphSwitch(job_under(run), recorder))
+    return Candidate(GraphSwitch(job_under(run).stepper, recorder))
 
 
 def recorder_of(run: flatout.Run) -> Rerun:
@@ -302,19 +303,13 @@ def rates_of(candidate: Candidate) -> list[Tensor]:
 
     No public attribute shows when the rates are written: too many writes give the same weights.
     """
-    return candidate._switch.whole_step._constants.rates._slots
-
-
-def change_setting(run: flatout.Run, **settings: Any) -> None:
-    """Change settings that recorded steps hold as constants and no public call changes, such as ``max_grad_norm``."""
-    for name, value in settings.items():
-        setattr(job_under(run), name, value)
+    return candidate._switch.runner._constants.rates._slots
 
 
 def change_loss(run: flatout.Run, factor: float) -> None:
     """Multiply the loss of every step, as a technique that replaces the loss would."""
     job = job_under(run)
-    job.compiled_loss = lambda batch: factor * job.loss(batch)
+    job.objective.compiled = lambda batch: factor * job.objective.loss(batch)
 
 
 class Recorders(list[Rerun]):
@@ -335,7 +330,7 @@ def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
     def candidates(self: CudaGraph, job: Job) -> list[GraphSwitch]:
         made.append(Rerun(job))
         made[-1].error = made.error
-        return [GraphSwitch(job, made[-1])]
+        return [GraphSwitch(job.stepper, made[-1])]
 
     def check(self: CudaGraph, job: Job) -> None:
         reason = why_not_captured(job)

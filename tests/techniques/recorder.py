@@ -35,11 +35,11 @@ class Rerun:
     strictly = aside
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        scaler = self.job.scaler
+        scaler = self.job.stepper.scaler
         scales = [] if scaler is None else [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
-        optimizer = self.job.optimizer
+        optimizer = self.job.spec.optimizer
         known = set(optimizer.state)
-        state = State.capture(self.job.modules, optimizer)
+        state = State.capture(self.job.spec.modules, optimizer)
         try:
             result = work()
         finally:
@@ -70,7 +70,7 @@ class Rerun:
 
         The scaler's ``last_step_skipped`` has no public setter, and only the host may change it.
         """
-        model, scaler = self.job.model, self.job.scaler
+        model, scaler = self.job.spec.model, self.job.stepper.scaler
         parameters: tuple[Tensor, ...] = tuple(model.parameters())
         grads, skipped = [p.grad for p in parameters], None if scaler is None else scaler.last_step_skipped
         with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(parameters):

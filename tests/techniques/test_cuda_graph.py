@@ -20,7 +20,6 @@ from tests.jobs import NO_TECHNIQUES, job_of
 from tests.reasons import reasons
 from tests.techniques.harness import (
     change_loss,
-    change_setting,
     cuda_graph_without_a_gpu,
     decided,
     forced,
@@ -229,10 +228,6 @@ def replaced(run):
     run.optimizer.state.clear()
 
 
-def other_norm(run):
-    change_setting(run, max_grad_norm=0.01)
-
-
 def other_dropout(run):
     run.model.body[3] = nn.Dropout(0.9)
 
@@ -254,7 +249,6 @@ CHANGES = {
     "frozen": frozen,
     "weight decay": lambda run: run.optimizer.param_groups[1].update(weight_decay=0.7),
     "betas": lambda run: run.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
-    "clipping": other_norm,
     "dropout": other_dropout,
     "compiled loss": other_loss,
 }

@@ -42,7 +42,7 @@ class Allocator(Advice):
 
     def check(self, job: Job) -> None:
         """Training on CUDA, with torch's own allocator and without the setting."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, whose memory the operating system keeps from fragmenting")
         if torch.cuda.get_allocator_backend() != "native":
             raise NotApplicable(f"GPU memory comes from {torch.cuda.get_allocator_backend()}, not torch's allocator")
@@ -52,9 +52,9 @@ class Allocator(Advice):
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """What the shapes of the trial's batches, and the allocator's retries so far, show."""
         seen = []
-        if job.varies:
+        if job.data.varies:
             seen.append("batches come in several shapes")
-        retries = torch.cuda.memory_stats(job.device).get("num_alloc_retries", 0)
+        retries = torch.cuda.memory_stats(job.spec.device).get("num_alloc_retries", 0)
         if retries:
             seen.append(f"the allocator ran out of fitting memory and started over {retries} times while measuring")
         if not seen:

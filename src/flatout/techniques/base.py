@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from flatout.core.errors import Unsuitable
+from flatout.core.toggle import Toggle
 from flatout.report.model import Row, Status
 
 if TYPE_CHECKING:
@@ -14,13 +16,10 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class Switch(ABC):
-    """A change to the user's model or optimizer that can be turned on and off at no cost, again and again.
-
-    A switch must not keep the model alive: it outlives the ``Run``.
+class Switch(Toggle):
+    """Candidate of a technique that changes how a step runs. Turning it on and off costs nothing.
 
     Attributes:
-        label: what the report calls it.
         value: what ``techniques={name: value}`` would force it with; a plan stores this.
         watches: whether it wants to see the batches that are trained on.
         why_off: why the change has stopped working while it was on; empty while it does.
@@ -29,38 +28,15 @@ class Switch(ABC):
         scale: samples of a step, relative to one without it.
     """
 
-    label: str
     value: Any
     watches: ClassVar[bool] = False
     why_off: str = ""
     settling: int = 0
     hides_memory: bool = False
     scale: float = 1.0
-    _is_on = False
-
-    def enable(self) -> None:
-        """Turn the change on; nothing happens when it is."""
-        if not self._is_on:
-            self._turn_on()
-            self._is_on = True
-
-    def disable(self) -> None:
-        """Turn it off again, exactly; nothing happens when it is not on."""
-        if self._is_on:
-            self._turn_off()
-            self._is_on = False
-
-    @abstractmethod
-    def _turn_on(self) -> None: ...
-
-    @abstractmethod
-    def _turn_off(self) -> None: ...
 
     def freeze(self) -> None:
         """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
-
-    def release(self) -> None:
-        """Called when it is not going to be turned on again soon: free what is only kept for that."""
 
     def trials_over(self) -> None:
         """Called when it is on for good: free what was only kept for going back and forth."""
@@ -132,7 +108,7 @@ class NotApplicable(Exception):
         self.lasts = lasts
 
 
-class NothingBetter(Exception):
+class NothingBetter(Unsuitable):
     """Why no candidate is worth a trial, as measured already: one sentence for the report."""
 
 

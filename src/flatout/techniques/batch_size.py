@@ -57,7 +57,7 @@ class BatchSwitch(Switch):
         self._micro_batch = micro_batch
         self._parked: weakref.WeakKeyDictionary[Job, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         before = size_of(job)
-        is_resized = hasattr(job.loader, RESIZED_FROM)
+        is_resized = hasattr(job.data.loader, RESIZED_FROM)
         self.value = {"samples": samples or (before if is_resized else None), "micro_batch": micro_batch}
         self.scale = 1.0 if samples is None else samples / before
         self.label = f"batches of {samples:,}" if samples else "whole batches"
@@ -69,10 +69,10 @@ class BatchSwitch(Switch):
         if job is None:
             return
         if self.scale != 1.0 and job not in self._parked:
-            loader: Any = with_batch_size(_unseeded(job.loader), self.value["samples"])
-            loader = seed_samples(loader) if is_seeded(job.loader) else loader
-            batches = [to_device(batch, job.device) for batch in first_batches(loader, TRIAL_BATCHES)]
-            self._parked[job] = loader, loader, batches, math.ceil(job.expected_steps / self.scale)
+            loader: Any = with_batch_size(_unseeded(job.data.loader), self.value["samples"])
+            loader = seed_samples(loader) if is_seeded(job.data.loader) else loader
+            batches = [to_device(batch, job.spec.device) for batch in first_batches(loader, TRIAL_BATCHES)]
+            self._parked[job] = loader, loader, batches, math.ceil(job.data.expected_steps / self.scale)
         self._exchange(job)
 
     def _turn_off(self) -> None:
@@ -81,10 +81,10 @@ class BatchSwitch(Switch):
             self._exchange(job)
 
     def _exchange(self, job: Job) -> None:
-        self._micro_batch, job.micro_batches.size = job.micro_batches.size, self._micro_batch
+        self._micro_batch, job.stepper.micro_batches.size = job.stepper.micro_batches.size, self._micro_batch
         if job in self._parked:
-            here = job.loader, job.source, job.batches, job.expected_steps
-            job.loader, job.source, job.batches, job.expected_steps = self._parked[job]
+            here = job.data.loader, job.data.source, job.data.batches, job.data.expected_steps
+            job.data.loader, job.data.source, job.data.batches, job.data.expected_steps = self._parked[job]
             self._parked[job] = here
 
     def trials_over(self) -> None:
@@ -117,17 +117,17 @@ class BatchSize(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Steps that ``run.step`` takes, of batches that can be taken apart."""
-        if job.optimizer is None:
+        if job.spec.optimizer is None:
             raise NotApplicable("no optimizer was given to optimize(): in a loop of one's own batches are as they come")
-        if any(resized(batch, 1) is None for batch in job.batches[:1]):
+        if any(resized(batch, 1) is None for batch in job.data.batches[:1]):
             raise NotApplicable("the batches hold what cannot be taken apart along the samples")
-        reason = why_not_resized(_unseeded(job.loader)) if job.resizes else ""
+        reason = why_not_resized(_unseeded(job.data.loader)) if job.spec.resizes else ""
         if reason:
             raise NotApplicable(reason)
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """The steps of the search; where they may grow, those of larger sizes count for more."""
-        return (4 if job.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
+        return (4 if job.spec.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The fastest size that is found."""
@@ -135,14 +135,14 @@ class BatchSize(StepTechnique):
         if reason:
             raise NotApplicable(reason)
         own, largest = size_of(job), self._largest(job)
-        now = job.micro_batches.size or (own if job.resizes else largest)
+        now = job.stepper.micro_batches.size or (own if job.spec.resizes else largest)
         try:
             found = SizeTrials(job).find(now, smallest=min(SMALLEST, now), largest=max(now, largest))
         except Exception as error:  # of the user's code, which may know one size only
             raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
         if found.samples is None or found.samples == now:
             raise NothingBetter(found.reason)
-        if job.resizes:
+        if job.spec.resizes:
             return [BatchSwitch(job, samples=found.samples, reason=found.reason)]
         micro_batch = None if found.samples >= largest else found.samples
         return [BatchSwitch(job, micro_batch=micro_batch, reason=found.reason)]
@@ -166,10 +166,10 @@ class BatchSize(StepTechnique):
             )
         samples = value.get("samples")
         if samples is not None and samples != size_of(job):
-            reason = why_not_resized(_unseeded(job.loader))
+            reason = why_not_resized(_unseeded(job.data.loader))
             if reason:
                 raise ValueError(f"batches of {samples} are asked for: {reason}")
-            there_are = len(_unseeded(job.loader).sampler)
+            there_are = len(_unseeded(job.data.loader).sampler)
             if samples > there_are:
                 raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
         return BatchSwitch(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
@@ -182,11 +182,11 @@ class BatchSize(StepTechnique):
         """
         if _is_one_of_several():
             return None
-        largest, trials = max(map(batch_size_of, job.batches)), SizeTrials(job)
+        largest, trials = max(map(batch_size_of, job.data.batches)), SizeTrials(job)
         if trials.fits(largest):
             return None
         too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"
-        if resized(job.batches[0], 1) is None:
+        if resized(job.data.batches[0], 1) is None:
             raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
         samples = trials.most_that_fit(largest - 1)
         if samples is None:
@@ -196,11 +196,11 @@ class BatchSize(StepTechnique):
     def _why_not_search(self, job: Job) -> str:
         if _is_one_of_several():
             return "several processes train together: each would find a size of its own"
-        if job.resizes:
+        if job.spec.resizes:
             return ""
-        if job.micro_batches.sees_parts:
+        if job.stepper.micro_batches.sees_parts:
             return "BatchNorm would normalise each part of a batch by itself"
-        if not job.micro_batches.weighs_right and autocast_dtype(job.model) is not None:
+        if not job.stepper.micro_batches.weighs_right and autocast_dtype(job.spec.model) is not None:
             return (
                 "in 16 bits a trial cannot tell whether the loss of a batch is the mean of its parts' losses: "
                 "optimize(loss_weight=...) can"
@@ -211,18 +211,18 @@ class BatchSize(StepTechnique):
     @staticmethod
     def _largest(job: Job) -> int:
         """The most samples to compute at once."""
-        if not job.resizes:
-            return max(map(batch_size_of, job.batches), default=0)
-        samples = len(_unseeded(job.loader).sampler)
-        return max(size_of(job), samples // (FEWEST_UPDATES * job.accumulate))
+        if not job.spec.resizes:
+            return max(map(batch_size_of, job.data.batches), default=0)
+        samples = len(_unseeded(job.data.loader).sampler)
+        return max(size_of(job), samples // (FEWEST_UPDATES * job.spec.accumulate))
 
 
 def size_of(job: Job) -> int:
     """Samples of a batch of the job's loader, as it is set; of its first batch where that is not known."""
-    size = getattr(_unseeded(job.loader), "batch_size", None)
+    size = getattr(_unseeded(job.data.loader), "batch_size", None)
     if isinstance(size, int):
         return size
-    return batch_size_of(job.batches[0]) if job.batches else 1
+    return batch_size_of(job.data.batches[0]) if job.data.batches else 1
 
 
 def _unseeded(loader: Any) -> Any:

@@ -20,6 +20,7 @@ from flatout.core import formatting
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.base import Switch
+from flatout.training.objective import Objective
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -122,12 +123,12 @@ class CallSwitch(Switch):
     It holds the call only while that is out of its owner, so that nothing here keeps the model alive.
 
     Args:
-        owner: whose call it is: a module, or a job.
+        owner: whose call it is: a module, or the objective of a training.
         call: what takes the place of the plain call.
         slot: the owner's attribute for it, None in the owner's class.
     """
 
-    def __init__(self, owner: nn.Module | Job, call: RoutedCall, slot: str = "_compiled_call_impl") -> None:
+    def __init__(self, owner: nn.Module | Objective, call: RoutedCall, slot: str = "_compiled_call_impl") -> None:
         self._owner = weakref.ref(owner)
         self._slot = slot
         self._parked: RoutedCall | None = call
@@ -162,7 +163,9 @@ class CallSwitch(Switch):
 
 def routed_calls(job: Job) -> list[RoutedCall]:
     """What was put in the place of a job's loss, and of its model's call."""
-    return [call for call in (job.compiled_loss, job.model._compiled_call_impl) if isinstance(call, RoutedCall)]
+    return [
+        call for call in (job.objective.compiled, job.spec.model._compiled_call_impl) if isinstance(call, RoutedCall)
+    ]
 
 
 def comes_compiled(model: nn.Module) -> str:

@@ -76,7 +76,7 @@ class ChannelsLast(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The one switch."""
-        return [ChannelsLastSwitch(self._weights(job), job.optimizer)]
+        return [ChannelsLastSwitch(self._weights(job), job.spec.optimizer)]
 
     def forced(self, job: Job, value: Any) -> Switch:
         """True is the only value."""
@@ -86,13 +86,13 @@ class ChannelsLast(StepTechnique):
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether there are convolutions and all of their weights are already in channels_last."""
-        return any(isinstance(m, CONVOLUTIONS) for m in job.model.modules()) and not self._weights(job)
+        return any(isinstance(m, CONVOLUTIONS) for m in job.spec.model.modules()) and not self._weights(job)
 
     @staticmethod
     def _weights(job: Job) -> list[nn.Parameter]:
         weights = {
             id(m.weight): m.weight
-            for m in job.model.modules()
+            for m in job.spec.model.modules()
             if isinstance(m, CONVOLUTIONS) and type(m.weight) is nn.Parameter
         }
         return [w for w in weights.values() if w.is_contiguous() and w.stride() != _channels_last_strides(w)]

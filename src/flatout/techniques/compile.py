@@ -215,7 +215,7 @@ def _loss_entry(job: Job) -> Callable[..., Any]:
     Without the job, whose other attributes would become guards, and in one function: where Dynamo breaks the graph
     inside, it goes on with the functions that are under way one by one, and ``Job.loss`` is one for all jobs.
     """
-    model, loss_fn, compute_loss = job.model, job.loss_fn, job.compute_loss
+    model, loss_fn, compute_loss = job.spec.model, job.spec.loss_fn, job.spec.compute_loss
 
     def call(batch: Any) -> Any:
         if compute_loss is not None:
@@ -252,8 +252,8 @@ class CompileLossSwitch(CallSwitch):
         self.label = self.value = mode
         compiled = torch.compile(_loss_entry(job), mode=mode)
         reuses_outputs = mode in WITH_CUDA_GRAPHS
-        call = CompiledCall(job.loss, compiled, job.modules, reuses_outputs=reuses_outputs)
-        super().__init__(job, call, "compiled_loss")
+        call = CompiledCall(job.objective.loss, compiled, job.spec.modules, reuses_outputs=reuses_outputs)
+        super().__init__(job.objective, call, "compiled")
 
 
 class Compile(StepTechnique):
@@ -290,7 +290,7 @@ class Compile(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A module that is neither compiled nor scripted already, and a machine that has what compiling takes."""
-        reason = comes_compiled(job.model) or why_no_compiler(job.device)
+        reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device)
         if reason:
             raise NotApplicable(reason)
 
@@ -308,38 +308,44 @@ class Compile(StepTechnique):
         mode = "default" if value is True else value
         if not self.accepts(value):
             raise ValueError(f"techniques['compile'] must be True, False or one of {', '.join(MODES)}, got {value!r}")
-        if mode in WITH_CUDA_GRAPHS and job.device.type == "cuda" and _why_no_cuda_graphs(job):
+        if mode in WITH_CUDA_GRAPHS and job.spec.device.type == "cuda" and _why_no_cuda_graphs(job):
             raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")
-        if mode == "reduce-overhead" and job.device.type != "cuda":
+        if mode == "reduce-overhead" and job.spec.device.type != "cuda":
             raise ValueError("techniques['compile']='reduce-overhead' replays CUDA graphs: it needs a GPU")
         return _switch(job, mode)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the user has compiled the model and ``value`` is True, which leaves the mode open."""
-        by_user = isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None
+        by_user = (
+            isinstance(job.spec.model, torch._dynamo.OptimizedModule) or job.spec.model._compiled_call_impl is not None
+        )
         return value is True and by_user
 
 
 def _switch(job: Job, mode: str) -> Switch:
-    return CompileLossSwitch(job, mode) if _compiles_loss(job) else CompileSwitch(job.model, mode)
+    return CompileLossSwitch(job, mode) if _compiles_loss(job) else CompileSwitch(job.spec.model, mode)
 
 
 def _compiles_loss(job: Job) -> bool:
     """Whether model and loss can be one call, whose batches tell what it was compiled for and nobody listens inside."""
-    if job.optimizer is None or (job.loss_fn is None and job.compute_loss is None) or is_wrapped(job.model):
+    if (
+        job.spec.optimizer is None
+        or (job.spec.loss_fn is None and job.spec.compute_loss is None)
+        or is_wrapped(job.spec.model)
+    ):
         return False
-    leaves = pytree.tree_leaves(list(job.batches))
-    kinds = {signature((batch,), {}).kind for batch in job.batches}
+    leaves = pytree.tree_leaves(list(job.data.batches))
+    kinds = {signature((batch,), {}).kind for batch in job.data.batches}
     return len(kinds) <= 1 and all(isinstance(leaf, (Tensor, *PLAIN_VALUES)) for leaf in leaves)
 
 
 def _why_no_cuda_graphs(job: Job) -> str:
     """What keeps compiled code from being replayed as CUDA graphs; empty when nothing does."""
-    if job.device.type != "cuda":
+    if job.spec.device.type != "cuda":
         return "there is no CUDA device"
-    if job.accumulate > 1:
+    if job.spec.accumulate > 1:
         return "the graph of a backward writes over the gradients that accumulate"
-    if job.optimizer is None and not job.inference:
+    if job.spec.optimizer is None and not job.spec.inference:
         return "in a loop of one's own a second forward may come before the first one's backward"
     return ""
 

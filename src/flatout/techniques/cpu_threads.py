@@ -57,7 +57,7 @@ class CpuThreads(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Require a step on the CPU."""
-        if job.device.type != "cpu":
+        if job.spec.device.type != "cpu":
             raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
 
     def candidates(self, job: Job) -> Sequence[Switch]:

@@ -16,14 +16,14 @@ class Placement(Switch):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
     def __init__(self, job: Job) -> None:
-        self.label = self.value = str(job.device)
-        self._optimizer = job.optimizer
-        self._device = job.device
+        self.label = self.value = str(job.spec.device)
+        self._optimizer = job.spec.optimizer
+        self._device = job.spec.device
         # Tensors, not modules: what is moved must not keep the model alive.
-        tensors = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
-        if job.optimizer is not None:
-            tensors += [p for group in job.optimizer.param_groups for p in group["params"]]
-        self._moved = [(t, t.device) for t in {id(t): t for t in tensors}.values() if t.device != job.device]
+        tensors = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
+        if job.spec.optimizer is not None:
+            tensors += [p for group in job.spec.optimizer.param_groups for p in group["params"]]
+        self._moved = [(t, t.device) for t in {id(t): t for t in tensors}.values() if t.device != job.spec.device]
 
     def _turn_on(self) -> None:
         self._move([(t, self._device) for t, _ in self._moved])

@@ -15,16 +15,17 @@ from flatout.techniques.base import NotApplicable, StepTechnique, Switch
 from flatout.techniques.calls import routed_calls
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
-from flatout.training.graphed_step import WholeStep
+from flatout.training.graphed_step import GraphedStep
+from flatout.training.stepper import EAGER, Stepper
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
 class GraphSwitch(Switch):
-    """Puts a :class:`WholeStep` in the place of a job's step, and takes it out.
+    """Makes a :class:`GraphedStep` the runner of a training's steps.
 
-    It holds that only while it is out of the job, so that nothing here keeps the model alive.
+    The switch holds the runner only while it is off, so that nothing here keeps the model alive.
     """
 
     label = "whole step"
@@ -32,40 +33,41 @@ class GraphSwitch(Switch):
     settling = 2  # what restores the optimizer's state drops graphs: one eager step, and a capture
     hides_memory = True
 
-    def __init__(self, job: Job, recorder: Recorder) -> None:
-        self._job = weakref.ref(job)
-        self._parked: WholeStep | None = WholeStep(recorder)
+    def __init__(self, stepper: Stepper, recorder: Recorder) -> None:
+        self._stepper = weakref.ref(stepper)
+        self._parked: GraphedStep | None = GraphedStep(recorder)
 
     @property
-    def whole_step(self) -> WholeStep | None:
-        """Wherever it is; None when it has gone with its job."""
-        job = self._job()
-        return self._parked or (None if job is None else job.whole_step)
+    def runner(self) -> GraphedStep | None:
+        """The runner, on or off; None if the training is gone."""
+        stepper = self._stepper()
+        installed = None if stepper is None else stepper.runner
+        return self._parked or (installed if isinstance(installed, GraphedStep) else None)
 
     @property
     def why_off(self) -> str:  # type: ignore[override]
-        """Why all steps are eager for good."""
-        return "" if self.whole_step is None else self.whole_step.why_off
+        """Reason why all steps are eager for good; empty while there is none."""
+        return "" if self.runner is None else self.runner.why_off
 
     def _turn_on(self) -> None:
-        job = self._job()
-        if job is not None:
-            job.whole_step, self._parked = self._parked, None
+        stepper = self._stepper()
+        if stepper is not None and self._parked is not None:
+            stepper.runner, self._parked = self._parked, None
 
     def _turn_off(self) -> None:
-        job = self._job()
-        if job is not None:
-            self._parked, job.whole_step = job.whole_step, None
+        stepper = self._stepper()
+        if stepper is not None:
+            self._parked, stepper.runner = self.runner, EAGER
 
     def freeze(self) -> None:
         """From here on steps are real ones."""
-        if self.whole_step is not None:
-            self.whole_step.learning = False
+        if self.runner is not None:
+            self.runner.learning = False
 
     def release(self) -> None:
         """Free the graphs' memory."""
-        if self.whole_step is not None:
-            self.whole_step.release()
+        if self.runner is not None:
+            self.runner.release()
 
 
 class CudaGraph(StepTechnique):
@@ -93,16 +95,16 @@ class CudaGraph(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A training step on a CUDA device, all of it on the device, with nobody listening."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
         if reason:
             # Another technique may fuse the optimizer before graphs are decided.
-            raise NotApplicable(reason, lasts=isinstance(job.optimizer, NativeStep))
+            raise NotApplicable(reason, lasts=isinstance(job.spec.optimizer, NativeStep))
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The one switch."""
-        return [GraphSwitch(job, CudaRecorder(job.device))]
+        return [GraphSwitch(job.stepper, CudaRecorder(job.spec.device))]
 
     def forced(self, job: Job, value: Any) -> Switch:
         """True is the only value."""
@@ -113,16 +115,16 @@ class CudaGraph(StepTechnique):
 
 def why_not_captured(job: Job) -> str:
     """What keeps a job's step from being captured on any device; empty when nothing is known to."""
-    if job.optimizer is None:
+    if job.spec.optimizer is None:
         return "no optimizer was given to optimize(): in a loop of one's own nobody can tell where a step ends"
-    if job.accumulate > 1:
+    if job.spec.accumulate > 1:
         return "accumulate > 1: gradients would have to outlive the graph of one batch in the memory of another's"
-    reason = _why_not_this_optimizer(job.optimizer)
+    reason = _why_not_this_optimizer(job.spec.optimizer)
     if reason:
         return reason
-    if any(map(job.micro_batches.takes_apart, job.batches)):
+    if any(map(job.stepper.micro_batches.splits, job.data.batches)):
         return "batches are computed in parts, one by one: together in a graph they would take more memory"
-    modules = [m for root in job.modules for m in root.modules()]
+    modules = [m for root in job.spec.modules for m in root.modules()]
     if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
         return "the model comes as a ScriptModule, of which nobody can tell when its parts are replaced"
     if any(isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) for m in modules):
@@ -131,7 +133,7 @@ def why_not_captured(job: Job) -> str:
         return "torch.compile replays the model as CUDA graphs already"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules):
         return "the model has hooks, and a replay runs no Python"
-    signatures = [sign(batch, job.device) for batch in job.batches]
+    signatures = [sign(batch, job.spec.device) for batch in job.data.batches]
     if any(signed is None for signed in signatures):
         return "the batches hold more than tensors and plain values: a graph cannot be fed with that"
     if len(signatures) > 2 and len({signed[0] for signed in signatures if signed is not None}) == len(signatures):

@@ -110,9 +110,9 @@ class CudnnBenchmark(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Convolutions on CUDA, with cuDNN's flags as torch has them by default."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU: cuDNN is NVIDIA's library for GPUs")
-        if job.deterministic:
+        if job.spec.deterministic:
             raise NotApplicable("deterministic=True: which algorithm is the fastest may differ from run to run")
         if not _convolves(job):
             raise NotApplicable("the model has no convolutions, and cuDNN searches for nothing else")
@@ -122,7 +122,7 @@ class CudnnBenchmark(StepTechnique):
             raise NotApplicable(
                 "torch.backends.cudnn.benchmark is on already, and batches come in several shapes, for each of which "
                 "cuDNN searches anew: try without"
-                if job.varies
+                if job.data.varies
                 else "torch.backends.cudnn.benchmark is on already, and stays on"
             )
         if cudnn.deterministic:
@@ -132,7 +132,7 @@ class CudnnBenchmark(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """On, where the trial's batches come in one shape."""
-        if job.varies:
+        if job.data.varies:
             raise NotApplicable("batches come in several shapes, and cuDNN would search anew for each")
         return [BenchmarkSwitch()]
 
@@ -144,11 +144,11 @@ class CudnnBenchmark(StepTechnique):
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether ``cudnn.benchmark`` is already on."""
-        return job.device.type == "cuda" and cudnn.enabled and cudnn.benchmark
+        return job.spec.device.type == "cuda" and cudnn.enabled and cudnn.benchmark
 
 
 def _convolves(job: Job) -> bool:
     """Whether a step convolves, by its modules or by the operators that were counted."""
-    return any(isinstance(m, _ConvNd) for m in job.model.modules()) or any(
+    return any(isinstance(m, _ConvNd) for m in job.spec.model.modules()) or any(
         "convolution" in name for count in job.work.counts for name in count.by_op
     )

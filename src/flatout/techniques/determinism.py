@@ -49,12 +49,12 @@ class Determinism(Rule):
 
     def check(self, job: Job) -> None:
         """On request only."""
-        if not job.deterministic:
+        if not job.spec.deterministic:
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
     def switch(self, job: Job) -> Switch | None:
         """Return the switch of the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
-        return None if job.reproducible else DeterministicSwitch()
+        return None if job.spec.reproducible else DeterministicSwitch()
 
 
 def seeded_where_random(loader: Iterable[Any]) -> Iterable[Any]:

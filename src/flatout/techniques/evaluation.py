@@ -132,6 +132,6 @@ class Evaluation(Rule):
 
     def switch(self, job: Job) -> Switch | None:
         """The watch over a loop of the user's own: what it trains comes without an optimizer."""
-        if job.optimizer is not None or job.inference or isinstance(job.model, torch.jit.ScriptModule):
+        if job.spec.optimizer is not None or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
-        return WatchSwitch(job.model)
+        return WatchSwitch(job.spec.model)

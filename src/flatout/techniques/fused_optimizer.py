@@ -46,16 +46,16 @@ class FusedOptimizer(StepTechnique):
 
     def check(self, job: Job) -> None:
         """An optimizer of a class that flatout has a rule for."""
-        if job.optimizer is None:
+        if job.spec.optimizer is None:
             raise NotApplicable("no optimizer was given to optimize()")
-        why_not = why_not_fusable(job.optimizer)
+        why_not = why_not_fusable(job.spec.optimizer)
         if why_not is not None:
             raise NotApplicable(why_not)
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The one switch."""
-        assert job.optimizer is not None
-        return [FuseSwitch(job.optimizer)]
+        assert job.spec.optimizer is not None
+        return [FuseSwitch(job.spec.optimizer)]
 
     def forced(self, job: Job, value: Any) -> Switch:
         """True is the only value."""
@@ -65,4 +65,4 @@ class FusedOptimizer(StepTechnique):
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the optimizer is already one of flatout's."""
-        return isinstance(job.optimizer, NativeStep)
+        return isinstance(job.spec.optimizer, NativeStep)

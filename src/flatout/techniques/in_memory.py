@@ -79,28 +79,28 @@ class InMemory(LoaderTechnique):
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Caching reads every sample once, as one epoch does; data that is tensors already needs none."""
-        if not isinstance(job.loader, DataLoader) or why_not_in_memory(job.loader) is None:
+        if not isinstance(job.data.loader, DataLoader) or why_not_in_memory(job.data.loader) is None:
             return 0.0
         # Workers load while the step runs: no longer than both together.
-        batch_ms = pace.load_ms + (pace.step_ms if job.loader.num_workers else 0.0)
-        return batch_ms / 1e3 * len(job.loader)
+        batch_ms = pace.load_ms + (pace.step_ms if job.data.loader.num_workers else 0.0)
+        return batch_ms / 1e3 * len(job.data.loader)
 
     def check(self, job: Job) -> None:
         """A DataLoader; which kinds can be replayed exactly is found out by ``candidates``."""
-        if type(job.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
-        if job.loader.num_workers > 0 and job.loader.worker_init_fn is not None:
+        if type(job.data.loader) is not DataLoader:
+            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
+        if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
             raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[Source]:
         """Gathering where the data is tensors already, on the GPU if there is one, else the cache."""
-        assert isinstance(job.loader, DataLoader)
-        if why_not_in_memory(job.loader) is None:
-            gathered = InMemorySource("gathered", job.loader, InMemoryLoader)
-            return [_on_device(job), gathered] if job.device.type == "cuda" else [gathered]
-        if why_not_collated(job.loader) is None:
-            return [InMemorySource("cached", job.loader, cache_in_memory)]
-        return [InMemorySource("cached samples", job.loader, collated_from_memory)]
+        assert isinstance(job.data.loader, DataLoader)
+        if why_not_in_memory(job.data.loader) is None:
+            gathered = InMemorySource("gathered", job.data.loader, InMemoryLoader)
+            return [_on_device(job), gathered] if job.spec.device.type == "cuda" else [gathered]
+        if why_not_collated(job.data.loader) is None:
+            return [InMemorySource("cached", job.data.loader, cache_in_memory)]
+        return [InMemorySource("cached samples", job.data.loader, collated_from_memory)]
 
     def accepts(self, value: Any) -> bool:
         """Accept True or ``"device"``."""
@@ -111,7 +111,7 @@ class InMemory(LoaderTechnique):
         if not self.accepts(value):
             raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
         if value == "device":
-            reason = why_not_in_memory(job.loader)
+            reason = why_not_in_memory(job.data.loader)
             if reason is not None:
                 raise NotApplicable(f"data cannot be kept on the device: {reason}")
             return _on_device(job)
@@ -119,10 +119,10 @@ class InMemory(LoaderTechnique):
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the user's loader is already an ``InMemoryLoader``."""
-        return value is True and isinstance(job.loader, InMemoryLoader)
+        return value is True and isinstance(job.data.loader, InMemoryLoader)
 
 
 def _on_device(job: Job) -> InMemorySource:
-    assert isinstance(job.loader, DataLoader)
-    build = functools.partial(InMemoryLoader, device=job.device)
-    return InMemorySource("on the device", job.loader, build, value="device")
+    assert isinstance(job.data.loader, DataLoader)
+    build = functools.partial(InMemoryLoader, device=job.spec.device)
+    return InMemorySource("on the device", job.data.loader, build, value="device")

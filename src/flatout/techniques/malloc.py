@@ -48,7 +48,7 @@ class Malloc(Rule):
 
     def check(self, job: Job) -> None:
         """A step on the CPU, and glibc's malloc as it came."""
-        if job.device.type != "cpu":
+        if job.spec.device.type != "cpu":
             raise NotApplicable("training runs on the GPU, whose memory torch keeps anyway")
         reason = mallopt.why_not()
         if reason:

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from flatout.mfu.peaks import multiplies_in_tf32
 from flatout.techniques.base import Advice, NotApplicable
 from flatout.training.autocast import autocast_dtype
+from flatout.training.step_flops import share_of_flops
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -118,14 +119,14 @@ class MultiplesOf8(Advice):
 
     def check(self, job: Job) -> None:
         """A GPU with tensor cores."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which has no tensor cores")
-        if torch.cuda.get_device_capability(job.device) < (7, 0):
-            raise NotApplicable(f"{torch.cuda.get_device_name(job.device)} has no tensor cores")
+        if torch.cuda.get_device_capability(job.spec.device) < (7, 0):
+            raise NotApplicable(f"{torch.cuda.get_device_name(job.spec.device)} has no tensor cores")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """The layers that take a good part of the step's FLOPs."""
-        layers = odd_layers(job.model, autocast_dtype(job.model), tf32=multiplies_in_tf32(job.device))
+        layers = odd_layers(job.spec.model, autocast_dtype(job.spec.model), tf32=multiplies_in_tf32(job.spec.device))
         layers = [layer for layer in layers if _share(job, layer) >= WORTH_NAMING]
         if not layers:
             raise NotApplicable("every layer that takes a good part of the step has sizes that tensor cores can use")
@@ -138,5 +139,5 @@ class MultiplesOf8(Advice):
 
 def _share(job: Job, layer: Layer) -> float:
     """The layer's share of a step's FLOPs; 1 where that is not known."""
-    shares = [share for name in layer.names if (share := job.share_of_flops(name)) is not None]
+    shares = [share for name in layer.names if (share := share_of_flops(job.work, name)) is not None]
     return max(shares, default=1.0)

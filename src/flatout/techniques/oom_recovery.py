@@ -38,7 +38,7 @@ class OomRecovery(Rule):
 
     def check(self, job: Job) -> None:
         """Steps that ``run.step`` takes."""
-        if job.optimizer is None:
+        if job.spec.optimizer is None:
             raise NotApplicable(
                 "no optimizer was given to optimize(): in a loop of one's own a step cannot be repeated"
             )

@@ -26,5 +26,5 @@ class PinnedMemory(Rule):
 
     def check(self, job: Job) -> None:
         """Only a GPU is reached through pinned memory."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU: batches are where they are needed already")

@@ -63,24 +63,24 @@ class Precision(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A model that is float32 throughout and whose forward is its class's."""
-        dtypes = {p.dtype for p in job.model.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
         if dtypes != {torch.float32}:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise NotApplicable(f"the model's parameters are {names}, not float32 alone")
-        if "forward" in vars(job.model):
+        if "forward" in vars(job.spec.model):
             raise NotApplicable("the model's forward was replaced on the instance; its class's is not what runs")
-        if isinstance(job.model, torch.jit.ScriptModule):
+        if isinstance(job.spec.model, torch.jit.ScriptModule):
             raise NotApplicable("the model is a ScriptModule: its forward is compiled already")
-        if getattr(type(job.model).forward, "__script_unsupported", "").startswith("@autocast"):
+        if getattr(type(job.spec.model).forward, "__script_unsupported", "").startswith("@autocast"):
             raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """bf16, or fp16 on a GPU that has no bf16 units (there is an optimizer to scale for, then)."""
-        if job.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            if job.optimizer is None:
+        if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            if job.spec.optimizer is None:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
-            return [AutocastSwitch(job.model, "cuda", "fp16")]
-        return [AutocastSwitch(job.model, job.device.type, "bf16")]
+            return [AutocastSwitch(job.spec.model, "cuda", "fp16")]
+        return [AutocastSwitch(job.spec.model, job.spec.device.type, "bf16")]
 
     def accepts(self, value: Any) -> bool:
         """Accept True, ``"bf16"`` or ``"fp16"``."""
@@ -92,11 +92,11 @@ class Precision(StepTechnique):
             return self.candidates(job)[0]
         if not self.accepts(value):
             raise ValueError(f"precision must be one of auto, fp32, {', '.join(DTYPES)}, got {value!r}")
-        if value == "fp16" and job.optimizer is None:
+        if value == "fp16" and job.spec.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
-        return AutocastSwitch(job.model, job.device.type, value)
+        return AutocastSwitch(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether all floating-point parameters of the model already have that dtype."""
-        dtypes = {p.dtype for p in job.model.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
         return isinstance(value, str) and dtypes == {DTYPES.get(value)}

@@ -25,5 +25,5 @@ class Prefetch(Rule):
 
     def check(self, job: Job) -> None:
         """Only a copy to a GPU can be hidden; batches ahead in worker processes go with their number, in row 2."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU: no copy to hide; how far workers load ahead is for row 2")

@@ -117,7 +117,7 @@ class SdpaBackend(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A step that calls fused attention, by the operators that were counted."""
-        if isinstance(job.model, torch._dynamo.OptimizedModule) or job.model._compiled_call_impl is not None:
+        if isinstance(job.spec.model, torch._dynamo.OptimizedModule) or job.spec.model._compiled_call_impl is not None:
             raise NotApplicable("the model comes compiled already, with the attention kernels that were chosen then")
         if job.work.counts and not any("attention" in name for count in job.work.counts for name in count.by_op):
             raise NotApplicable(UNUSED)
@@ -127,12 +127,12 @@ class SdpaBackend(StepTechnique):
         seen = self._watch(job)
         if not seen.used:
             raise NotApplicable(UNUSED)
-        others = seen.others | (set() if job.varies else {"math"})
+        others = seen.others | (set() if job.data.varies else {"math"})
         if len(seen.used) == 1:
             others -= seen.used
         if not others:
             raise NotApplicable("no other kernel can be trusted with this model's attention")
-        return [AttentionSwitch(name, job.device.type) for name in KERNELS if name in others]
+        return [AttentionSwitch(name, job.spec.device.type) for name in KERNELS if name in others]
 
     def accepts(self, value: Any) -> bool:
         """Accept the name of a kernel."""
@@ -140,17 +140,17 @@ class SdpaBackend(StepTechnique):
 
     def forced(self, job: Job, value: Any) -> Switch:
         """The kernel's name."""
-        kernels = [*KERNELS] if job.device.type == "cuda" else ["flash", "math"]
+        kernels = [*KERNELS] if job.spec.device.type == "cuda" else ["flash", "math"]
         if not self.accepts(value) or value not in kernels:
             names = ", ".join(map(repr, kernels))
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
-        return AttentionSwitch(value, job.device.type)
+        return AttentionSwitch(value, job.spec.device.type)
 
     @staticmethod
     def _watch(job: Job) -> _Attention:
         with _Attention() as seen:
-            if job.inference:
-                job.infer(job.batches[0])
+            if job.spec.inference:
+                job.objective.infer(job.data.batches[0])
             else:
-                job.loss(job.batches[0])
+                job.objective.loss(job.data.batches[0])
         return seen

@@ -38,9 +38,9 @@ class SyncPoints(Advice):
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Lines of the user's code, most frequent first, and what to do about them."""
         steps, deadline = 0, time.perf_counter() + seconds
-        with watching(job.device.type == "cuda") as seen:
-            for batch in job.batches:
-                job.step(batch)
+        with watching(job.spec.device.type == "cuda") as seen:
+            for batch in job.data.batches:
+                job.stepper.step(batch)
                 steps += 1
                 if time.perf_counter() > deadline:
                     break
@@ -52,7 +52,7 @@ class SyncPoints(Advice):
                 "no line of the model or the loss makes Python wait for the GPU "
                 "(`flatout profile script.py` looks at the loop around them)"
             )
-        wait = "makes Python wait for the GPU" if job.device.type == "cuda" else "would make Python wait for a GPU"
+        wait = "makes Python wait for the GPU" if job.spec.device.type == "cuda" else "would make Python wait for a GPU"
         return [
             *(f"{where} {wait} {_often(syncs)} ({_calls(syncs)}): {syncs[0].code}" for where, syncs in lines.items()),
             *_remedies({sync.what for syncs in lines.values() for sync in syncs}),

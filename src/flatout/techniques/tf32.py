@@ -63,14 +63,14 @@ class Tf32(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A GPU with such tensor cores, and float32 products for them."""
-        if job.device.type != "cuda":
+        if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which has no TF32")
-        if torch.cuda.get_device_capability(job.device) < TENSOR_CORES:
+        if torch.cuda.get_device_capability(job.spec.device) < TENSOR_CORES:
             raise NotApplicable("this GPU is older than Ampere: its tensor cores do not multiply float32")
-        dtype = autocast_dtype(job.model)
+        dtype = autocast_dtype(job.spec.model)
         if dtype is not None:
             raise NotApplicable(f"the model multiplies in {str(dtype).removeprefix('torch.')}, not in float32")
-        if not any(p.dtype is torch.float32 for p in job.model.parameters()):
+        if not any(p.dtype is torch.float32 for p in job.spec.model.parameters()):
             raise NotApplicable("the model has no float32 parameters, and so no float32 products to speed up")
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             raise NotApplicable("TF32 is on already, and stays on")
@@ -91,7 +91,9 @@ class Tf32(StepTechnique):
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether TF32 is already on, on a GPU that has it."""
         on = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return on and job.device.type == "cuda" and torch.cuda.get_device_capability(job.device) >= TENSOR_CORES
+        return (
+            on and job.spec.device.type == "cuda" and torch.cuda.get_device_capability(job.spec.device) >= TENSOR_CORES
+        )
 
 
 def _chosen_by_hand() -> str:

@@ -386,22 +386,22 @@ class TorchScript(StepTechnique):
 
     def check(self, job: Job) -> None:
         """A module whose call is free, in the forms where ``optimize`` knows the calls: ``run.step`` and inference."""
-        reason = comes_compiled(job.model)
+        reason = comes_compiled(job.spec.model)
         if reason:
             raise NotApplicable(reason)
         if any(isinstance(call, CompiledCall) for call in routed_calls(job)):
             raise NotApplicable("torch.compile runs the model already, and does what TorchScript did")
-        if job.optimizer is None and not job.inference:
+        if job.spec.optimizer is None and not job.spec.inference:
             raise NotApplicable("TorchScript serves run.step alone: give the optimizer to optimize()")
 
     def candidates(self, job: Job) -> Sequence[Switch]:
         """The one switch, where ``torch.compile`` is not to be had."""
-        if not why_no_compiler(job.device) and "compile" not in job.failed:
+        if not why_no_compiler(job.spec.device) and "compile" not in job.failed:
             raise NotApplicable(
                 "it is deprecated upstream since torch 2.11, and torch.compile is to be had here: "
                 "techniques={'torchscript': True} asks for it all the same"
             )
-        return [TorchScriptSwitch(job.model)]
+        return [TorchScriptSwitch(job.spec.model)]
 
     def accepts(self, value: Any) -> bool:
         """Accept True, ``"script"`` or ``"trace"``."""
@@ -410,11 +410,11 @@ class TorchScript(StepTechnique):
     def forced(self, job: Job, value: Any) -> Switch:
         """True, ``"script"`` or ``"trace"``."""
         if value is True:
-            return TorchScriptSwitch(job.model)
+            return TorchScriptSwitch(job.spec.model)
         if not self.accepts(value):
             raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
-        return TorchScriptSwitch(job.model, (value,))
+        return TorchScriptSwitch(job.spec.model, (value,))
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the model is already scripted or traced and ``value`` is True, which leaves the kind open."""
-        return value is True and isinstance(job.model, torch.jit.ScriptModule)
+        return value is True and isinstance(job.spec.model, torch.jit.ScriptModule)

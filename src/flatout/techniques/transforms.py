@@ -28,18 +28,18 @@ class Transforms(Advice):
 
     def check(self, job: Job) -> None:
         """Samples that can be evaluated beside the training, and that it will go on making one by one."""
-        if type(job.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not a DataLoader")
-        if not is_rewindable(job.loader):
+        if type(job.data.loader) is not DataLoader:
+            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
+        if not is_rewindable(job.data.loader):
             raise NotApplicable("the loader cannot be rewound: looking at its samples might lose some")
-        if isinstance(job.source, InMemoryLoader):
+        if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("the samples are in memory, ready made: no transform runs any more")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """What :func:`flatout.data.movable_transforms` finds, and what to do about it."""
-        assert isinstance(job.loader, DataLoader)
+        assert isinstance(job.data.loader, DataLoader)
         try:
-            found = movable_transforms(job.loader, seconds=seconds)
+            found = movable_transforms(job.data.loader, seconds=seconds)
         except NotExamined as error:
             raise NotApplicable(str(error)) from error
         if not found:

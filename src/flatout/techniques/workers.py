@@ -59,16 +59,16 @@ class Workers(LoaderTechnique):
 
     def check(self, job: Job) -> None:
         """An exact DataLoader, whose samples other processes make alike, that data in memory has not replaced."""
-        if isinstance(job.source, InMemoryLoader):
+        if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
-        if type(job.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.loader).__name__}, not exactly a DataLoader")
-        if isinstance(job.loader.dataset, IterableDataset):
+        if type(job.data.loader) is not DataLoader:
+            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not exactly a DataLoader")
+        if isinstance(job.data.loader.dataset, IterableDataset):
             raise NotApplicable("an IterableDataset decides itself what each worker yields")
-        if job.loader.num_workers > 0 and job.loader.worker_init_fn is not None:
+        if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
             raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
         try:
-            reason = None if is_seeded(job.loader) else why_random(job.loader)
+            reason = None if is_seeded(job.data.loader) else why_random(job.data.loader)
         except Exception as error:
             raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
         if reason is not None:
@@ -80,7 +80,7 @@ class Workers(LoaderTechnique):
 
     def spares(self, job: Job) -> bool:
         """Fewer of too many workers."""
-        return isinstance(job.loader, DataLoader) and job.loader.num_workers > usable_cores()
+        return isinstance(job.data.loader, DataLoader) and job.data.loader.num_workers > usable_cores()
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """What ``tune`` takes: some rounds of all workers where batches are slow."""
@@ -91,7 +91,7 @@ class Workers(LoaderTechnique):
         loader = _loader_of(job)
         tuned = tune(loader, pace.step_ms / 1e3)
         numbers = [tuned.workers]
-        if job.device.type == "cpu" and tuned.busy > _SHOWS:
+        if job.spec.device.type == "cpu" and tuned.busy > _SHOWS:
             numbers += [n for n in (tuned.workers // 2, 1) if 0 < n < tuned.workers]
         if loader.num_workers:
             numbers.append(0)
@@ -138,9 +138,9 @@ class Workers(LoaderTechnique):
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the loader already has these settings. Gathering from memory counts as 0 workers."""
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
-        if isinstance(job.source, InMemoryLoader):
+        if isinstance(job.data.source, InMemoryLoader):
             return settings == {"num_workers": 0}
-        return settings == {name: getattr(job.loader, name, 0) for name in settings}
+        return settings == {name: getattr(job.data.loader, name, 0) for name in settings}
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -164,6 +164,6 @@ def _label(settings: Mapping[str, Any]) -> str:
 
 def _loader_of(job: Job) -> DataLoader[Any]:
     """The DataLoader that batches come from by now: the user's, or one over samples in memory."""
-    loader = job.source if isinstance(job.source, DataLoader) else job.loader
+    loader = job.data.source if isinstance(job.data.source, DataLoader) else job.data.loader
     assert isinstance(loader, DataLoader)
     return loader

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from flatout.core.step_hooks import has_users_pre_hooks
 from flatout.mfu.wrapped import behind_update, is_wrapped
 from flatout.optim.native_step import is_patched
-
-if TYPE_CHECKING:
-    from flatout.training.job import Job
+from flatout.training.stepper import Stepper
 
 
 class Constants:
@@ -31,14 +29,14 @@ class Constants:
 
     NUMBERS = "numbers in the optimizer's param_groups"
 
-    def __init__(self, job: Job) -> None:
-        optimizer = job.optimizer
+    def __init__(self, stepper: Stepper) -> None:
+        optimizer = stepper.spec.optimizer
         assert optimizer is not None
-        self._modules = [m for root in job.modules for m in root.modules()]
+        self._modules = [m for root in stepper.spec.modules for m in root.modules()]
         self._slots: list[Any] = [s for m in self._modules for s in (m._parameters, m._buffers, m._modules)]
         values = [list(group.values()) for group in optimizer.param_groups]
         self._numbers = list(chain.from_iterable(values))  # held, so that ids stay theirs
-        self._members = self._now(job)
+        self._members = self._now(stepper)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         self._tensors = list({id(t): t for t in self._members if _is_plain(t)}.values())
         leaves = (*(t for t in self._members if isinstance(t, nn.Parameter)), *stepped)
@@ -58,9 +56,9 @@ class Constants:
         ]
         self._hooks += _GLOBAL_HOOKS
         self._hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-        self.rates = Rates(optimizer, job.device)
-        self.hooked = self._is_hooked(job)
-        reads: tuple[tuple[str, Callable[[Job], Any]], ...] = (
+        self.rates = Rates(optimizer, stepper.spec.device)
+        self.hooked = self._is_hooked(stepper)
+        reads: tuple[tuple[str, Callable[[Stepper], Any]], ...] = (
             ("parts of the model, parameters of the optimizer or its state", self._has_others),
             ("places of tensors in memory", lambda _: list(map(Tensor.data_ptr, self._tensors))),
             ("modes (train or eval)", lambda _: list(map(_training, self._modules))),
@@ -70,11 +68,11 @@ class Constants:
             (self.NUMBERS, _numbers),
             ("settings of the step", _settings),
         )
-        self._facts = [(what, read, read(job)) for what, read in reads]
+        self._facts = [(what, read, read(stepper)) for what, read in reads]
 
-    def changed(self, job: Job) -> str:
+    def changed(self, stepper: Stepper) -> str:
         """What is no longer as it was; empty when everything is."""
-        return next((what for what, read, then in self._facts if read(job) != then), "")
+        return next((what for what, read, then in self._facts if read(stepper) != then), "")
 
     def written(self) -> bool:
         """Whether somebody wrote a parameter that has a master weight, which only an eager step has follow."""
@@ -95,31 +93,31 @@ class Constants:
             for p, grad in zip(self.trained, grads, strict=True):
                 p.grad = grad
 
-    def _now(self, job: Job) -> list[Any]:
+    def _now(self, stepper: Stepper) -> list[Any]:
         """Every part of the model, every parameter of the optimizer, and everything in its state."""
-        assert job.optimizer is not None
-        of_groups = map(_params, job.optimizer.param_groups)
-        of_state = map(dict.values, job.optimizer.state.values())
+        assert stepper.spec.optimizer is not None
+        of_groups = map(_params, stepper.spec.optimizer.param_groups)
+        of_state = map(dict.values, stepper.spec.optimizer.state.values())
         return list(chain.from_iterable(chain(map(dict.values, self._slots), of_groups, of_state)))
 
-    def _has_others(self, job: Job) -> bool:
-        now = self._now(job)
+    def _has_others(self, stepper: Stepper) -> bool:
+        now = self._now(stepper)
         return len(now) != len(self._members) or not all(map(is_, now, self._members))
 
-    def _has_other_gradients(self, job: Job) -> bool:
+    def _has_other_gradients(self, stepper: Stepper) -> bool:
         return not all(map(is_, map(_grad, self._growing), self._grown))
 
-    def _is_hooked(self, job: Job) -> bool:
-        assert job.optimizer is not None
+    def _is_hooked(self, stepper: Stepper) -> bool:
+        assert stepper.spec.optimizer is not None
         return (
             any(self._hooks)
             or has_users_pre_hooks()
             or any(hook is not behind_update for hook in torch_optimizer._global_optimizer_post_hooks.values())
-            or any(map(is_wrapped, job.modules))
+            or any(map(is_wrapped, stepper.spec.modules))
             or any(map(_tensor_hooks, self.trained))
             or any(map(_accumulated_hooks, self.trained))
-            or is_patched(job.optimizer)
-            or "_swapped" in vars(job.optimizer)  # inside optimizer.ema.swap(), where steps are refused
+            or is_patched(stepper.spec.optimizer)
+            or "_swapped" in vars(stepper.spec.optimizer)  # inside optimizer.ema.swap(), where steps are refused
         )
 
 
@@ -178,22 +176,22 @@ _GLOBAL_HOOKS = (
 )
 
 
-def _numbers(job: Job) -> list[Any]:
+def _numbers(stepper: Stepper) -> list[Any]:
     """Every option of every group; of the learning rate, which is no constant, only whether it is on the device."""
-    assert job.optimizer is not None
+    assert stepper.spec.optimizer is not None
     return [
         (name, id(value)) if isinstance(value, Tensor) and (name != "lr" or _is_on_device(value)) else (name, value)
-        for group in job.optimizer.param_groups
+        for group in stepper.spec.optimizer.param_groups
         for name, value in group.items()
         if name != "params" and (name != "lr" or _is_on_device(value))
     ]
 
 
-def _settings(job: Job) -> list[Any]:
-    scaler = job.scaler
+def _settings(stepper: Stepper) -> list[Any]:
+    scaler = stepper.scaler
     scaling = None if scaler is None else (scaler, scaler.is_enabled(), id(scaler._scale), _schedule_of(scaler))
-    compiled = job.model._compiled_call_impl, job.compiled_loss
-    return [type(job.model), compiled, type(job.optimizer), job.max_grad_norm, scaling]
+    compiled = stepper.spec.model._compiled_call_impl, stepper.objective.compiled
+    return [type(stepper.spec.model), compiled, type(stepper.spec.optimizer), scaling]
 
 
 def _schedule_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:

@@ -9,6 +9,7 @@ from flatout.mfu.verdict import DENSE, Verdict, family_of, judge
 from flatout.monitor import GpuSample
 from flatout.monitor.nvml import Gpus
 from flatout.training.job import Job
+from flatout.training.step_flops import peak_of
 
 
 def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
@@ -21,7 +22,7 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
     """
     counts = job.work.counts
     family = family_of(counts[0].by_op) if counts else DENSE
-    _, peak = job.peak_flops(measure=False)
+    _, peak = peak_of(job.spec, measure=False)
     gpu = _gpu(job)
     if gpu is not None:
         where |= {
@@ -33,11 +34,11 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
 
 def _gpu(job: Job) -> GpuSample | None:
     """The job's GPU as NVML sees it now; None where there is none or it cannot be told which."""
-    if job.device.type != "cuda":
+    if job.spec.device.type != "cuda":
         return None
     nvml = Gpus(interval=1.0)
     try:
         gpus, _ = nvml.sample(os.environ)
-        return next((gpu for gpu in gpus if gpu.cuda_index == job.device.index), None)
+        return next((gpu for gpu in gpus if gpu.cuda_index == job.spec.device.index), None)
     finally:
         nvml.close()

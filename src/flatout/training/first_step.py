@@ -15,7 +15,7 @@ from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
 
 
 def check_step(job: Job, state: State, batch: Any) -> bool:
-    """Run one forward on a copy of the batch and set ``job.writes_batches``.
+    """Run one forward on a copy of the batch and set ``Objective.writes_batches``.
 
     Args:
         job: a job before any technique is applied.
@@ -33,20 +33,20 @@ def check_step(job: Job, state: State, batch: Any) -> bool:
     given = cloned(batch)
     try:
         with state.extended():
-            result = job.infer(given) if job.inference else job.loss(given)
-        (_check_output if job.inference else _check_loss)(result)
+            result = job.objective.infer(given) if job.spec.inference else job.objective.loss(given)
+        (_check_output if job.spec.inference else _check_loss)(result)
     except TypeError as error:
-        reason = "" if job.compute_loss is not None else why_not_taken(job.model, batch)
+        reason = "" if job.spec.compute_loss is not None else why_not_taken(job.spec.model, batch)
         if not reason:
             raise
-        line = compute_loss_line(job.model, batch, has_loss_fn=job.loss_fn is not None)
+        line = compute_loss_line(job.spec.model, batch, has_loss_fn=job.spec.loss_fn is not None)
         raise TypeError(f"{reason}. Define the loss: {line}") from error
     except RuntimeError as error:
-        if job.optimizer is None or not ran_out_of_memory(error):
+        if job.spec.optimizer is None or not ran_out_of_memory(error):
             raise
         return False
     finally:
-        job.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
+        job.objective.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
     return True
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,9 +16,6 @@ from flatout.data.remote import WorkerError
 from flatout.training.checkpoint.folder import Folder
 from flatout.training.checkpoint.termination import Termination
 from flatout.training.progress_bar import EpochProgress
-
-if TYPE_CHECKING:
-    from flatout.run import Run
 
 
 @dataclass
@@ -55,6 +53,33 @@ class Fitted:
         return found
 
 
+class Trainable(Protocol):
+    """Training that ``fit`` runs: ``flatout.Run``."""
+
+    fitted: Fitted
+    loader: Iterable[Any]
+    steps: int
+
+    def step(self, batch: Any) -> Tensor:
+        """Train on one batch and return its loss."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``."""
+
+    def save(self, path: str | Path, *, asynchronous: bool, then: Callable[[], object]) -> None:
+        """Write a checkpoint."""
+
+    def flush_saves(self) -> None:
+        """Wait for an asynchronous save."""
+
+    def flush_logs(self) -> None:
+        """Wait for logged values."""
+
+    @property
+    def why_not_in_mid_epoch(self) -> str:
+        """Reason why an epoch cannot be resumed in its middle; empty if it can."""
+
+
 class Keeper:
     """Keeps a training in a folder: brings it back from there, and saves it when it is time to and when it has to end.
 
@@ -68,7 +93,7 @@ class Keeper:
         RuntimeError: several processes train together.
     """
 
-    def __init__(self, run: Run, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
+    def __init__(self, run: Trainable, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 "checkpoint_dir is for one process: several would write the same files, and stop at different steps; "
@@ -141,7 +166,7 @@ class Keeper:
 
 
 def fit(
-    run: Run, epochs: int, evaluate: Callable[[], dict[str, float]], bar: EpochProgress, keeper: Keeper | None
+    run: Trainable, epochs: int, evaluate: Callable[[], dict[str, float]], bar: EpochProgress, keeper: Keeper | None
 ) -> None:
     """Train until ``run.fitted`` has so many epochs, or the process has to end.
 

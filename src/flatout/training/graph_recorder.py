@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from flatout.core.errors import Unsuitable
 from flatout.core.random_state import RandomState
-from flatout.techniques.base import NothingBetter
 
 Result = TypeVar("Result")
 
@@ -74,13 +74,13 @@ class CudaRecorder:
             result = self.aside(work)
         except RuntimeError as error:
             if "synchronizing CUDA operation" in str(error):
-                raise NothingBetter("a step waits for the device (.item(), say), which a replay cannot") from error
+                raise Unsuitable("a step waits for the device (.item(), say), which a replay cannot") from error
             raise
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         drawn = generators.moved()
         if drawn not in (None, "a CUDA generator"):  # torch moves that one along with the replays
-            raise NothingBetter(f"a step draws random numbers from {drawn}, which a replay would repeat")
+            raise Unsuitable(f"a step draws random numbers from {drawn}, which a replay would repeat")
         return result
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:

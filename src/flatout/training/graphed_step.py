@@ -1,4 +1,4 @@
-"""``WholeStep``: which batches are stepped eagerly, which are captured, and which replayed."""
+"""``GraphedStep``: which batches are stepped eagerly, which are captured, and which replayed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatout.core import formatting
 from flatout.core.batches import map_tensors
+from flatout.core.errors import Unsuitable
 from flatout.mfu.ranges import range as named_range
-from flatout.techniques.base import NothingBetter
 from flatout.training.capture_guards import Constants, sign
 from flatout.training.graph_recorder import Recorder
-
-if TYPE_CHECKING:
-    from flatout.training.job import Job, PhaseOf
+from flatout.training.micro_batches import Part
+from flatout.training.stepper import PhaseOf, Stepper
 
 WARM_UP = 3
 """Eager steps of a signature before it is captured, as torch's own ``make_graphed_callables`` takes: libraries are
@@ -59,7 +58,7 @@ class _Graph:
     skipped: Tensor | None
 
 
-class WholeStep:
+class GraphedStep:
     """Stands in the place of a job's step: replays the batches' signatures that it has captured, steps others eagerly.
 
     A signature is everything about a batch but the numbers in its tensors. ``WARM_UP`` real steps of one come before
@@ -98,19 +97,23 @@ class WholeStep:
         self._replays_before = 0
         self._changes = 0
 
-    def __call__(self, job: Job, batch: Any, phase: PhaseOf) -> Tensor:
-        """One step, in the way that serves; arguments and result as of ``Job.step``."""
-        signed = None if self.why_off or _is_under_a_mode(job.device) else sign(batch, job.device)
+    def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
+        """One step, in the way that serves; with the arguments and the result of ``Stepper.step``."""
+        signed = None if self.why_off or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
             self.eager_steps += 1
-            return job.eager_step(batch, phase)
-        self._compare(job)
+            return stepper.eager_step([Part(batch)], phase)
+        self._compare(stepper)
         key, tensors = signed
         if self._constants is not None and self._constants.written():
-            return self._eager(job, key, batch, phase)
+            return self._eager(stepper, key, batch, phase)
         if key in self._graphs or (self._is_ready(key) and not self.learning):
-            return self._graphed(job, key, batch, tensors, phase)
-        return self._learn(job, key, batch, tensors, phase) if self.learning else self._eager(job, key, batch, phase)
+            return self._graphed(stepper, key, batch, tensors, phase)
+        return (
+            self._learn(stepper, key, batch, tensors, phase)
+            if self.learning
+            else self._eager(stepper, key, batch, phase)
+        )
 
     def release(self) -> None:
         """Free the memory of all graphs; gradients that lie in it are copied out."""
@@ -124,9 +127,9 @@ class WholeStep:
         self._drop()
         self._recorder.give_back()
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, stepper: Stepper) -> None:
         """Drop the graphs whose constants are no longer true."""
-        changed = "" if self._constants is None else self._constants.changed(job)
+        changed = "" if self._constants is None else self._constants.changed(stepper)
         if not changed:
             return
         if not self.learning and changed == Constants.NUMBERS:
@@ -152,89 +155,89 @@ class WholeStep:
             and len(self._graphs) < MOST_GRAPHS
         )
 
-    def _eager(self, job: Job, key: Hashable, batch: Any, phase: PhaseOf) -> Tensor:
+    def _eager(self, stepper: Stepper, key: Hashable, batch: Any, phase: PhaseOf) -> Tensor:
         """A real step, which warms up its signature."""
         if key in self._seen or len(self._seen) < MOST_SIGNATURES:
             self._seen[key] += 1
         self.eager_steps += 1
-        loss = self._recorder.aside(lambda: job.eager_step(batch, phase))
-        self._note(job)
+        loss = self._recorder.aside(lambda: stepper.eager_step([Part(batch)], phase))
+        self._note(stepper)
         return loss
 
-    def _note(self, job: Job) -> None:
+    def _note(self, stepper: Stepper) -> None:
         if self._constants is None:
-            self._constants = Constants(job)
+            self._constants = Constants(stepper)
         self._constants.note_writes()
 
-    def _learn(self, job: Job, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
+    def _learn(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
         """Warm up and capture at once. Training state moves by several steps: only trials learn, and they put it back.
 
         Raises:
-            NothingBetter: the step cannot be replayed.
+            Unsuitable: the step cannot be replayed.
         """
         for _ in range(WARM_UP - 1):
-            self._eager(job, key, batch, phase)
+            self._eager(stepper, key, batch, phase)
         self._seen[key] += 1
-        loss = self._recorder.strictly(lambda: job.eager_step(batch, phase))
-        self._compare(job)
-        self._note(job)
-        return self._graphed(job, key, batch, tensors, phase) if self._is_ready(key) else loss
+        loss = self._recorder.strictly(lambda: stepper.eager_step([Part(batch)], phase))
+        self._compare(stepper)
+        self._note(stepper)
+        return self._graphed(stepper, key, batch, tensors, phase) if self._is_ready(key) else loss
 
-    def _graphed(self, job: Job, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
+    def _graphed(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
         """Replay, after a capture where there is none; an eager step where either fails."""
         try:
-            graph = self._graphs.get(key) or self._capture(job, key, batch)
-            return self._replayed(job, graph, tensors)
+            graph = self._graphs.get(key) or self._capture(stepper, key, batch)
+            return self._replayed(stepper, graph, tensors)
         except Exception as error:
             if self.learning:
                 raise
             reason = formatting.first_line(error)
-        loss = self._eager(job, key, batch, phase)  # what is wrong with the step itself raises here as well
+        loss = self._eager(stepper, key, batch, phase)  # what is wrong with the step itself raises here as well
         self._give_up(reason)
         return loss
 
-    def _capture(self, job: Job, key: Hashable, batch: Any) -> _Graph:
-        constants, optimizer, scaler = self._constants, job.optimizer, job.scaler
+    def _capture(self, stepper: Stepper, key: Hashable, batch: Any) -> _Graph:
+        constants, optimizer, scaler = self._constants, stepper.spec.optimizer, stepper.scaler
         assert constants is not None
         assert optimizer is not None
         with torch.no_grad():
             inputs = map_tensors(torch.clone, batch)
-        signed = sign(inputs, job.device)
+        signed = sign(inputs, stepper.spec.device)
         assert signed is not None
         constants.rates.write(optimizer)
-        job.zero_grad()  # the memory of the last gradients is the graph's to take
+        stepper.zero_grad()  # the memory of the last gradients is the graph's to take
 
         def work() -> tuple[Tensor, list[Tensor | None], Tensor | None]:
             with constants.rates.lent(optimizer):
-                loss = job.eager_step(inputs, _unheard)
+                loss = stepper.eager_step([Part(inputs)], _unheard)
             return loss, [p.grad for p in constants.trained], None if scaler is None else scaler.last_step_skipped
 
         state = {p: (entry, dict(entry)) for p, entry in optimizer.state.items()}
         try:
             replay, (loss, grads, skipped) = self._recorder.record(work)
-            if constants.changed(job):  # state that nothing has begun: each replay would begin it again
-                raise NothingBetter(f"{constants.changed(job)} within a step")
+            if constants.changed(stepper):  # state that nothing has begun: each replay would begin it again
+                raise Unsuitable(f"{constants.changed(stepper)} within a step")
         except BaseException:
-            job.abandon()
+            stepper.abandon()
             optimizer.state.clear()
             for p, (entry, saved) in state.items():
                 entry.clear()
                 entry.update(saved)
                 optimizer.state[p] = entry
-            job.zero_grad()
+            stepper.zero_grad()
             raise
         self._replays_before = self.replays
         self._graphs[key] = graph = _Graph(replay, signed[1], loss, grads, skipped)
         return graph
 
-    def _replayed(self, job: Job, graph: _Graph, tensors: list[Tensor]) -> Tensor:
-        constants, scaler = self._constants, job.scaler
+    def _replayed(self, stepper: Stepper, graph: _Graph, tensors: list[Tensor]) -> Tensor:
+        constants, scaler = self._constants, stepper.scaler
         assert constants is not None
-        assert job.optimizer is not None
+        assert stepper.spec.optimizer is not None
         with named_range("flatout.replay"), torch.no_grad():
             loss = torch.empty_like(graph.loss)  # before the replay: what fails behind it would be done twice
             torch._foreach_copy_(graph.inputs, tensors)
-            constants.rates.write(job.optimizer)
+            constants.rates.write(stepper.spec.optimizer)
             graph.replay()
             loss.copy_(graph.loss)
         constants.show(graph.grads)

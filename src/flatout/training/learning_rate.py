@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.techniques.base import Switch
+from flatout.core.toggle import Toggle
 
 
 def lr_factor(rule: str, before: int, after: int) -> float:
@@ -38,7 +38,7 @@ def lr_factor(rule: str, before: int, after: int) -> float:
     raise ValueError(f"rule must be 'linear', 'sqrt' or 'none', got {rule!r}")
 
 
-class ScaledSchedule(Switch):
+class ScaledSchedule(Toggle):
     """The user's learning rates times a factor, on a schedule that goes on counting in the user's own updates.
 
     Behind update u each group has ``raw * w(u)``. ``raw`` is what the user's schedule says for the group behind
@@ -65,8 +65,6 @@ class ScaledSchedule(Switch):
     Raises:
         ValueError: one of the three is out of its range.
     """
-
-    value = None
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: Any, *, factor: float, warmup: int, per_update: Fraction

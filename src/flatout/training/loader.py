@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,7 +13,6 @@ from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
 from flatout.data.replay_buffer import Replayed
 from flatout.mfu import MfuCounter
-from flatout.techniques import Switch
 from flatout.training.garbage import LongLived
 from flatout.training.job import Job
 
@@ -25,10 +24,14 @@ class TrainingLoader(CopiedAsWrapped):
     """
 
     def __init__(
-        self, job: Job, counter: MfuCounter, end_of_epoch: Callable[[], None], switches: Iterable[Switch] = ()
+        self,
+        job: Job,
+        counter: MfuCounter,
+        end_of_epoch: Callable[[], None],
+        observers: Sequence[Callable[[Any], object]] = (),
     ) -> None:
         self._job = job
-        self._watching = [switch for switch in switches if switch.watches]
+        self._observers = observers
         self._counter = counter
         self._end_of_epoch = end_of_epoch
         self._goes_on = False
@@ -37,15 +40,15 @@ class TrainingLoader(CopiedAsWrapped):
     @property
     def _prefetcher(self) -> Prefetcher:
         """The prefetcher over the job's current source, which ``undo`` replaces by the user's loader."""
-        if self._source is not self._job.source:
-            self._source = self._job.source
-            self._made = Prefetcher(self._source, self._job.device, copying=self._counter.copying)
+        if self._source is not self._job.data.source:
+            self._source = self._job.data.source
+            self._made = Prefetcher(self._source, self._job.spec.device, copying=self._counter.copying)
         return self._made
 
     @property
     def original(self) -> Iterable[Any]:
         """The user's loader. Where it cannot be rewound, a ``Replayed`` first yields the batches that trials took."""
-        source, loader = self._job.source, self._job.loader
+        source, loader = self._job.data.source, self._job.data.loader
         return source if isinstance(source, Replayed) else original_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,7 +68,7 @@ class TrainingLoader(CopiedAsWrapped):
         is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batches left
         batches = self._counter.batches(opened)
         with LongLived() as objects:
-            for batch in map(self._show, batches) if self._watching else batches:
+            for batch in map(self._show, batches) if self._observers else batches:
                 if seconds:
                     self._counter.waited(seconds)
                 is_empty, seconds = False, 0.0
@@ -73,8 +76,8 @@ class TrainingLoader(CopiedAsWrapped):
                 objects.between_steps()
         if is_empty:
             raise ValueError(
-                f"loader must yield batches in every epoch, got a {type(self._job.loader).__name__} that is exhausted. "
-                "Let its __iter__ start over: def __iter__(self): yield from make_batches()"
+                f"loader must yield batches in every epoch, got a {type(self._job.data.loader).__name__} that is "
+                "exhausted. Let its __iter__ start over: def __iter__(self): yield from make_batches()"
             )
         self._end_of_epoch()
 
@@ -82,8 +85,8 @@ class TrainingLoader(CopiedAsWrapped):
         return len(self._prefetcher)
 
     def _show(self, batch: Any) -> Any:
-        for switch in self._watching:
-            switch.saw(batch)
+        for observer in self._observers:
+            observer(batch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,25 +100,25 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _wrapped(self) -> Any:
-        return getattr(self._job.loader, SEEDED_FROM, self._job.loader)
+        return getattr(self._job.data.loader, SEEDED_FROM, self._job.data.loader)
 
     @property
     def _made_from_it(self) -> list[Any]:
         """The loaders that were made from the user's, first the one that yields the batches."""
-        loaders = [self._job.source, self._job.loader, self._wrapped]
+        loaders = [self._job.data.source, self._job.data.loader, self._wrapped]
         made = [loader for loader in loaders if isinstance(loader, (DataLoader, InMemoryLoader))]
-        return [loader for loader in made if loader is not original_of(self._job.loader)]
+        return [loader for loader in made if loader is not original_of(self._job.data.loader)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
             object.__setattr__(self, name, value)
         else:
-            set_attribute(original_of(self._job.loader), self._made_from_it, name, value)
+            set_attribute(original_of(self._job.data.loader), self._made_from_it, name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
             object.__delattr__(self, name)
             return
-        delattr(original_of(self._job.loader), name)
+        delattr(original_of(self._job.data.loader), name)
         for loader in self._made_from_it:
             vars(loader).pop(name, None)

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatout.core.batches import batch_size_of, split
 from flatout.training.buffers import Buffers, buffers_of
-
-if TYPE_CHECKING:
-    from flatout.training.job import Job
-
-LossWeight = Callable[[Any], float | Tensor]
-"""``(micro-batch) -> its weight``: what the loss of a micro-batch is a mean over, a number or a 0-dim tensor."""
+from flatout.training.objective import Objective
+from flatout.training.spec import Spec
 
 
 def part_sizes(samples: int, most: int) -> list[int]:
@@ -37,13 +33,13 @@ class Part:
     """A part of a batch, or all of it.
 
     Attributes:
-        batch: its samples.
-        samples: how many.
-        share: what its loss is to be multiplied with, to add up to that of the batch.
+        batch: the samples.
+        samples: number of samples; 0 for a whole batch, whose samples need not be counted.
+        share: factor of the loss, so that the losses of all parts add up to that of the batch.
     """
 
     batch: Any
-    samples: int
+    samples: int = 0
     share: float | Tensor = 1.0
 
 
@@ -51,35 +47,32 @@ class MicroBatches:
     """How a job's batches are taken apart.
 
     The loss of each part enters with its share, so the gradients are those of the whole batch, to rounding, where the
-    loss is the mean over samples (or what ``Job.loss_weight`` says) and samples do not see each other, as they do in
+    loss is the mean over samples (or what ``Spec.loss_weight`` says) and samples do not see each other, as they do in
     BatchNorm. Buffers become the mean of what the parts make of them, weighed by samples: updated once.
 
     Attributes:
         size: samples that are computed at once; None: any number.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, spec: Spec, objective: Objective) -> None:
         self.size: int | None = None
-        self._job = job
+        self._spec = spec
+        self._objective = objective
 
     @cached_property
     def slots(self) -> list[dict[str, Tensor | None]]:
         """The buffers of each module that has any, by name."""
-        return [buffers_of(m) for root in self._job.modules for m in root.modules() if len(m._buffers)]
-
-    def takes_apart(self, batch: Any) -> bool:
-        """Whether a batch is larger than what is computed at once, and can be taken apart."""
-        return self.size is not None and len(self._split(batch)[0]) > 1
+        return [buffers_of(m) for root in self._spec.modules for m in root.modules() if len(m._buffers)]
 
     @property
     def weighs_right(self) -> bool:
         """Whether parts are known to be weighed as the loss does it, without trying."""
-        return self._job.loss_weight is not None or _is_mean_over_samples(self._job.loss_fn)
+        return self._spec.loss_weight is not None or _is_mean_over_samples(self._spec.loss_fn)
 
     @property
     def sees_parts(self) -> bool:
         """Whether a BatchNorm normalises what is computed at once."""
-        modules = (m for root in self._job.modules for m in root.modules())
+        modules = (m for root in self._spec.modules for m in root.modules())
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
 
     def result(self, *differences: str) -> str:
@@ -96,19 +89,22 @@ class MicroBatches:
         return f"{result}, except that {told}" if told else result
 
     def parts(self, batch: Any) -> list[Part]:
-        """The parts of a batch; the batch alone where it is small enough, or cannot be taken apart."""
+        """Return the parts of a batch; the batch alone if it is small enough or cannot be split."""
         batches, sizes = self._split(batch)
-        shares = [1.0] if len(batches) == 1 else self._shares(batches, sizes)
-        return list(map(Part, batches, sizes, shares))
+        return list(map(Part, batches, sizes, self._shares(batches, sizes))) if sizes else [Part(batch)]
+
+    def splits(self, batch: Any) -> bool:
+        """Return True if a batch is computed in several parts."""
+        return bool(self._split(batch)[1])
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        samples = batch_size_of(batch)
-        if self.size is not None and samples > self.size:
+        """Return the parts of a batch and their numbers of samples; nothing if it is computed whole."""
+        if self.size is not None and (samples := batch_size_of(batch)) > self.size:
             sizes = part_sizes(samples, self.size)
             batches = split(batch, sizes)
             if batches is not None:
                 return batches, sizes
-        return [batch], [samples]
+        return [], []
 
     def add_gradients(
         self, parts: Sequence[Part], add: Callable[[Part], Tensor], moved: Sequence[bool] | None = None
@@ -141,10 +137,10 @@ class MicroBatches:
 
     def _shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
         """What the losses of parts are to be multiplied with, to add up to that of their batch."""
-        if getattr(self._job.loss_fn, "reduction", None) == "sum":
+        if getattr(self._spec.loss_fn, "reduction", None) == "sum":
             return [1.0] * len(batches)
         weights: list[Any] = list(sizes)
-        if self._job.loss_weight is not None:
+        if self._spec.loss_weight is not None:
             found = [w.double() if isinstance(w, Tensor) else w for w in map(self._weight, batches)]
             total = sum(found)
             # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
@@ -156,8 +152,8 @@ class MicroBatches:
         return [weight / total for weight in weights]
 
     def _weight(self, batch: Any) -> float | Tensor:
-        assert self._job.loss_weight is not None
-        return self._job.loss_weight(self._job.lent(batch))
+        assert self._spec.loss_weight is not None
+        return self._spec.loss_weight(self._objective.lent(batch))
 
 
 def _is_mean_over_samples(loss_fn: Any) -> bool:

@@ -68,8 +68,8 @@ class FiniteWatch:
         Raises:
             FloatingPointError: ``stop_after`` steps in a row were bad. The message says where infinities or NaNs begin.
         """
-        scaler = self._job.scaler
-        if scaler is not None and self._job.pending:  # ``last_step_skipped`` is that of an earlier update
+        scaler = self._job.stepper.scaler
+        if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` is that of an earlier update
             return
         skipped = None if scaler is None else scaler.last_step_skipped
         name, value = ("loss", loss) if skipped is None else ("skipped", skipped)
@@ -102,7 +102,7 @@ class FiniteWatch:
             self._bad = 0
             return
         # An epoch's leftover batches are updated with outside of a step, so two looks are up to twice as far apart.
-        gap = 1 if name == "loss" else 2 * self._job.accumulate - 1
+        gap = 1 if name == "loss" else 2 * self._job.spec.accumulate - 1
         self._bad = self._bad + 1 if step <= self._last_bad + gap else 1
         self._last_bad = step
         if name == "loss" and self._first_bad_loss is None:
@@ -122,21 +122,21 @@ def first_bad(job: Job, batch: Any) -> str:
 
     Gradients of the model are set to None.
     """
-    for name, parameter in job.model.named_parameters():
+    for name, parameter in job.spec.model.named_parameters():
         if not _is_finite(parameter):
             return f"the parameter {name} is no longer finite; lower the learning rate or clip gradients"
     found: list[str] = []
-    with eager(), _watched(job.model, found.append):
-        loss = job.loss(batch)
+    with eager(), _watched(job.spec.model, found.append):
+        loss = job.objective.loss(batch)
     if found:
         return found[0]
     if not _is_finite(loss):
         return "every module's output is finite, but the loss is not"
-    job.model.zero_grad(set_to_none=True)
+    job.spec.model.zero_grad(set_to_none=True)
     with eager():
-        (loss if job.scaler is None else job.scaler.scale(loss)).backward()
-    bad = [name for name, p in job.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
-    job.model.zero_grad(set_to_none=True)
+        (loss if job.stepper.scaler is None else job.stepper.scaler.scale(loss)).backward()
+    bad = [name for name, p in job.spec.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    job.spec.model.zero_grad(set_to_none=True)
     if bad:  # the backward reaches the last parameter first
         return f"the gradient of {bad[-1]} is the first in the backward that is not finite"
     return "the repeated forward and backward of this batch are finite"

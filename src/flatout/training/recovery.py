@@ -14,9 +14,9 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.training.autocast import autocast_dtype
-from flatout.training.job import Job, PhaseOf, as_range
 from flatout.training.micro_batches import Part, part_sizes
-from flatout.training.step_checkpoint import Begun, aside
+from flatout.training.step_checkpoint import StepCheckpoint, aside
+from flatout.training.stepper import PhaseOf, Stepper, as_range
 
 
 class Recovery:
@@ -37,22 +37,22 @@ class Recovery:
     with ``use_reentrant=True`` may have half of a batch's gradient, beside gradients accumulated before.
 
     Args:
-        job: what to step.
+        stepper: runs the steps, with an optimizer.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._micro = job.micro_batches
-        assert job.optimizer is not None
-        updated = {id(p) for p in parameters_of(job.optimizer)}
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._micro = stepper.micro_batches
+        assert stepper.spec.optimizer is not None
+        updated = {id(p) for p in parameters_of(stepper.spec.optimizer)}
         # Gradients that no update uses grow from step to step.
         self._others = [
-            p for root in job.modules for p in root.parameters() if p.requires_grad and id(p) not in updated
+            p for root in stepper.spec.modules for p in root.parameters() if p.requires_grad and id(p) not in updated
         ]
         self._told_of_update = False
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
-        """``Job.step`` of a training.
+        """Run ``Stepper.step`` of a training.
 
         Args:
             batch: on the device.
@@ -67,35 +67,40 @@ class Recovery:
                 before it, the error says that those are lost.
             flatout.optim.UpdateCutInHalf: somebody else's optimizer failed in the middle of its step.
         """
-        job, begun, failure = self._job, self._begin(), ""
-        if not self._micro.takes_apart(batch):
+        stepper, begun, failure = self._stepper, self._begin(), ""
+        try:
+            parts = self._micro.parts(batch)
+        except BaseException:
+            begun.random.restore()
+            raise
+        if len(parts) == 1:
             try:
-                return job.step(batch, phase)
+                return stepper.step_in_parts(parts, phase)
             except RuntimeError as error:
                 if not ran_out_of_memory(error):
                     raise
                 failure = formatting.first_line(error)
             # Only here is the error gone, and with it the frames that hold the graph.
-            if job.pending > begun.pending:
-                loss = job.last_loss
+            if stepper.pending > begun.pending:
+                loss = stepper.last_loss
                 assert loss is not None
                 self._update_again(phase, failure)
                 return loss
-        loss = self._whole(batch, begun, phase, failure)
-        job.count_batch(loss)
-        if job.pending == job.accumulate:
+        loss = self._gradients(batch, parts, begun, phase, failure)
+        stepper.count_batch(loss)
+        if stepper.is_due:
             self.flush(phase)
         return loss
 
     def flush(self, phase: PhaseOf = as_range) -> bool:
-        """``Job.flush``; an update that runs out of memory is tried again when what is cached was freed.
+        """``Stepper.flush``; an update that runs out of memory is tried again when what is cached was freed.
 
         Raises:
             torch.OutOfMemoryError: again in vain. The update is left out.
             flatout.optim.UpdateCutInHalf: as of ``step``.
         """
         try:
-            return self._job.flush(phase)
+            return self._stepper.flush(phase)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
@@ -106,7 +111,7 @@ class Recovery:
     def _update_again(self, phase: PhaseOf, failure: str) -> None:
         self._free_memory()
         try:
-            self._job.flush(phase)
+            self._stepper.flush(phase)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
@@ -120,11 +125,24 @@ class Recovery:
                     stacklevel=4,
                 )
             return
-        self._job.abandon()
+        self._stepper.abandon()
         raise torch.OutOfMemoryError(f"the update ran out of memory, and was left out: {failure}. {self._ladder()}")
 
-    def _whole(self, batch: Any, begun: Begun, phase: PhaseOf, failure: str) -> Tensor:
-        """Gradients of a loader's batch in parts; ``failure`` of the batch in one, where that was tried."""
+    def _gradients(
+        self, batch: Any, parts: Sequence[Part], begun: StepCheckpoint, phase: PhaseOf, failure: str
+    ) -> Tensor:
+        """Add the gradients of a loader's batch in parts.
+
+        Args:
+            batch: from the loader.
+            parts: of ``batch``.
+            begun: made before the step.
+            phase: as in ``step``.
+            failure: error of the batch computed whole; empty if it is split from the start.
+
+        Returns:
+            The loss of the batch.
+        """
         before, height = self._micro.size, self._height()
         whole = Part(batch, batch_size_of(batch))
         try:
@@ -135,8 +153,8 @@ class Recovery:
                     loss = self._in_smaller_parts(whole, begun, phase, failure, height)
                 else:
                     if not begun.pending:
-                        self._job.zero_grad()
-                    loss = self._in_parts(whole, phase, height=height)
+                        self._stepper.zero_grad()
+                    loss = self._in_parts(parts, phase, height=height)
         except BaseException as error:
             self._micro.size, tried = before, self._micro.size
             is_new = tried != before and isinstance(error, Exception) and not isinstance(error, MemoryError)
@@ -148,7 +166,9 @@ class Recovery:
             self._tell(whole.samples, begun)
         return loss
 
-    def _in_smaller_parts(self, part: Part, begun: Begun, phase: PhaseOf, failure: str, height: int | None) -> Tensor:
+    def _in_smaller_parts(
+        self, part: Part, begun: StepCheckpoint, phase: PhaseOf, failure: str, height: int | None
+    ) -> Tensor:
         """The same as ``_in_parts``, of what has failed in one."""
         size = part.samples
         whole = begun.undo()
@@ -160,61 +180,67 @@ class Recovery:
         begun.random.restore()
         self._micro.size = max(part_sizes(size, -(-size // 2)))
         with aside(whole):
-            return self._in_parts(part, phase, begun.buffers_that_moved(), height)
+            return self._in_parts(self._parts_of(part), phase, begun.buffers_that_moved(), height)
+
+    def _parts_of(self, part: Part) -> list[Part]:
+        """Return the parts of a part of a batch."""
+        return [replace(p, share=part.share * p.share) for p in self._micro.parts(part.batch)]
 
     def _in_parts(
-        self, part: Part, phase: PhaseOf, moved: Sequence[bool] | None = None, height: int | None = None
+        self, parts: Sequence[Part], phase: PhaseOf, moved: Sequence[bool] | None = None, height: int | None = None
     ) -> Tensor:
-        """Gradients of a batch, or of a part of one, in the parts that it is to be computed in.
+        """Add the gradients of a batch, or of a part of one.
 
         Args:
-            part: what is larger than a micro-batch.
+            parts: of the batch.
             phase: as in ``step``.
-            moved: whether each module with buffers has updated them already; None: none has.
+            moved: True for each module whose buffers the whole batch has already updated; None: all False.
             height: bytes that the whole step took.
+
+        Returns:
+            The loss of the batch.
         """
-        parts = [replace(p, share=part.share * p.share) for p in self._micro.parts(part.batch)]
         return self._micro.add_gradients(parts, lambda p: self._part(p, phase, height), moved)
 
     def _part(self, part: Part, phase: PhaseOf, height: int | None) -> Tensor:
-        if self._micro.takes_apart(part.batch):  # a part before has failed
-            return self._in_parts(part, phase, height=height)
+        parts = self._parts_of(part)
+        if len(parts) > 1:  # an earlier part has failed
+            return self._in_parts(parts, phase, height=height)
         begun = self._begin(in_parts=True)
         try:
-            return self._job.add_gradients(part, phase)
+            return self._stepper.add_gradients(part, phase)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
             failure = formatting.first_line(error)
         return self._in_smaller_parts(part, begun, phase, failure, height)
 
-    def _begin(self, *, in_parts: bool = False) -> Begun:
+    def _begin(self, *, in_parts: bool = False) -> StepCheckpoint:
         """Note what a step, or a part of one, begins with."""
-        adds = in_parts or self._job.pending > 0
+        adds = in_parts or self._stepper.pending > 0
         # At the beginning of an update there are no gradients but the others'.
-        return Begun(self._job, self._micro.slots, self._trained() if adds else self._others, adds=adds)
+        return StepCheckpoint(self._stepper, self._micro.slots, self._trained() if adds else self._others, adds=adds)
 
     def _trained(self) -> list[Tensor]:
         """Every parameter that gets gradients: those that the optimizer holds now, and the others."""
-        assert self._job.optimizer is not None
-        return [*parameters_of(self._job.optimizer), *self._others]
+        assert self._stepper.spec.optimizer is not None
+        return [*parameters_of(self._stepper.spec.optimizer), *self._others]
 
     def _free_memory(self) -> None:
         """Give back all that nobody holds any more."""
-        if self._job.whole_step is not None:
-            self._job.whole_step.release()
-        free_memory(self._job.device)
+        self._stepper.runner.release()
+        free_memory(self._stepper.spec.device)
 
     def _height(self) -> int | None:
         """Bytes that steps took at their height on top of what stays; None where nobody counts."""
-        device = self._job.device
+        device = self._stepper.spec.device
         if device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
     # -- what is said ----------------------------------------------------------------------------------------
 
-    def _tell(self, size: int, begun: Begun) -> None:
+    def _tell(self, size: int, begun: StepCheckpoint) -> None:
         seen = []
         if begun.random.moved():
             seen.append("random numbers (Dropout's masks) are drawn for each part")
@@ -237,13 +263,13 @@ class Recovery:
 
     def _ladder(self) -> str:
         """What would help, with the figures that are known."""
-        job = self._job
+        spec = self._stepper.spec
         parameters = list({id(p): p for p in self._trained()}.values())
         weights = sum(p.nbytes for p in parameters)
-        assert job.optimizer is not None
-        state = state_bytes(job.optimizer)
+        assert spec.optimizer is not None
+        state = state_bytes(spec.optimizer)
         steps = ["smaller batches from the loader, or smaller samples (shorter sequences, smaller images)"]
-        if autocast_dtype(job.model) is None and all(p.dtype is not torch.bfloat16 for p in parameters):
+        if autocast_dtype(spec.model) is None and all(p.dtype is not torch.bfloat16 for p in parameters):
             steps.append("precision='bf16', for about half of what the forward keeps for the backward")
         steps.append("torch.utils.checkpoint around the model's blocks, for their inputs instead of all within them")
         if state:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.out_of_memory import ran_out_of_memory, versions
-from flatout.training.job import Job
+from flatout.training.stepper import Stepper
 
 _grad = attrgetter("grad")
 _values = methodcaller("values")
@@ -45,22 +45,22 @@ class Random:
         return self._generator is not None and self._generator.get_offset() != self._place[1]
 
 
-class Begun:
+class StepCheckpoint:
     """What a step, or a part of one, begins with: as much of it as is cheap to keep.
 
     Args:
-        job: that steps.
+        stepper: runs the step.
         slots: the buffers of each module, by name.
         parameters: whose gradients may be there already.
         adds: whether gradients of the update under way are.
     """
 
     def __init__(
-        self, job: Job, slots: Sequence[dict[str, Tensor | None]], parameters: Sequence[Tensor], *, adds: bool
+        self, stepper: Stepper, slots: Sequence[dict[str, Tensor | None]], parameters: Sequence[Tensor], *, adds: bool
     ) -> None:
-        self.pending = job.pending
-        self.random = Random(job.device)
-        self._job = job
+        self.pending = stepper.pending
+        self.random = Random(stepper.spec.device)
+        self._stepper = stepper
         self._slots = slots
         self._buffers = list(chain.from_iterable(map(_values, slots)))
         self._buffer_versions = versions(self._buffers)
@@ -77,7 +77,7 @@ class Begun:
             gradient of a parameter once, when all of it is known.
         """
         if not self._adds:
-            self._job.zero_grad()
+            self._stepper.zero_grad()
         whole = []
         for p, grad, version in zip(self._params, self._grads, self._versions, strict=True):
             if grad is None:
@@ -107,10 +107,10 @@ class Begun:
         try:
             yield
         except BaseException as error:
-            lost = self._job.pending if self.undo() else 0
+            lost = self._stepper.pending if self.undo() else 0
             self.random.restore()
             if lost:
-                self._job.abandon()
+                self._stepper.abandon()
                 if ran_out_of_memory(error):
                     raise torch.OutOfMemoryError(
                         f"{error}. Gradients accumulated before hold part of this batch: those of {lost} before it "

@@ -15,7 +15,8 @@ from flatout.core.snapshot import State
 from flatout.mfu import MfuCounter
 from flatout.report.model import Pace
 from flatout.techniques import Switch
-from flatout.training.job import Job, PhaseOf
+from flatout.training.job import Job
+from flatout.training.stepper import PhaseOf
 from flatout.tuning.budget import Budget
 from flatout.tuning.loader_timer import Track
 from flatout.tuning.step_memory import step_memory
@@ -73,13 +74,13 @@ class Bench:
         """
         for switch in reversed(self.kept):
             switch.disable()
-        self.job.reset()
+        self.job.stepper.reset()
         self.state.restore()
         self.state.check()
         for switch in self.kept:
             switch.enable()
-        if to_train and self.job.optimizer is not None and not self.job.model.training:
-            self.job.model.train()
+        if to_train and self.job.spec.optimizer is not None and not self.job.spec.model.training:
+            self.job.spec.model.train()
 
     def keep(self, switch: Switch) -> None:
         """Leave a switch on from here on."""
@@ -95,14 +96,14 @@ class Bench:
 
     def use(self, source: Iterable[Any]) -> None:
         """Train from another loader from here on."""
-        self.job.source = source
+        self.job.data.source = source
         self._pace = None
 
     def update(self, i: int, *phase: PhaseOf) -> None:
         """The steps of one update, on the batches of turn ``i``; ``phase`` as in ``Job.step``."""
         job = self.job
-        for k in range(job.accumulate):
-            job.step(job.batches[(i * job.accumulate + k) % len(job.batches)], *phase)
+        for k in range(job.spec.accumulate):
+            job.stepper.step(job.data.batches[(i * job.spec.accumulate + k) % len(job.data.batches)], *phase)
 
     def turns(self) -> Callable[[int], float]:
         """What takes turn ``i`` and returns the seconds of an update in it.
@@ -110,7 +111,7 @@ class Bench:
         An update comes first: turning a switch moves weights, clears what was prepared, and leaves memory as another
         way of stepping had it. Only where updates are so long that this hardly shows is that time saved.
         """
-        update_seconds = self.job.accumulate * self.pace.step_ms / 1e3
+        update_seconds = self.job.spec.accumulate * self.pace.step_ms / 1e3
         count = max(1, round(TURN_SECONDS / update_seconds))
 
         def updates(first: int) -> None:
@@ -120,7 +121,7 @@ class Bench:
         def turn(i: int) -> float:
             if update_seconds < WARMED_UP_BELOW:
                 self.update(i)
-            return seconds(lambda: updates(i), self.job.device) / count
+            return seconds(lambda: updates(i), self.job.spec.device) / count
 
         return turn
 
@@ -132,17 +133,17 @@ class Bench:
         return self._pace
 
     def _measure_pace(self) -> Pace:
-        job, batches = self.job, self.job.batches
+        job, batches = self.job, self.job.data.batches
         self.rewind()
         for batch in batches[:2]:
-            job.step(batch)
+            job.stepper.step(batch)
         if self.rewindable:
-            track = Track(job, job.source)
+            track = Track(job, job.data.source)
             track.stretch(2 * len(batches), settle=1)  # workers start with the first
             track.close()
             pace = track.pace
         else:
-            step = median(seconds(lambda b=b: job.step(b), job.device) for b in (*batches, *batches))  # type: ignore[misc]
+            step = median(seconds(lambda b=b: job.stepper.step(b), job.spec.device) for b in (*batches, *batches))  # type: ignore[misc]
             pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
         self.rewind()
         return pace
@@ -163,7 +164,7 @@ class Bench:
             for switch in switches:
                 stack.enter_context(on(switch))
             try:
-                return step_memory(lambda: self.update(0), self.job.device)
+                return step_memory(lambda: self.update(0), self.job.spec.device)
             except RuntimeError:  # of the profiler: what runs here has run before
                 return None
             finally:
@@ -175,12 +176,12 @@ class Bench:
         That is ``step_bytes``, ``phases`` and, where the loader can be rewound, ``loader_per_second``.
         """
         told: dict[str, Any] = {}
-        if self._affords(FEWEST_UPDATES * self.job.accumulate * self.pace.step_ms):
+        if self._affords(FEWEST_UPDATES * self.job.spec.accumulate * self.pace.step_ms):
             told |= {"step_bytes": self.memory, "phases": self.phases()}
         if self.rewindable:
             self.rewind()
             # A loader that fails here fails in training too, or has failed in its trial: not known is all it is now.
-            with closing(Track(self.job, self.job.source)) as track, suppress(Exception):
+            with closing(Track(self.job, self.job.data.source)) as track, suppress(Exception):
                 if self._affords(track.fewest_alone * self.pace.total_ms):
                     told["loader_per_second"] = track.alone()
             self.rewind()
@@ -191,7 +192,7 @@ class Bench:
 
     def phases(self) -> dict[str, float]:
         """Share of an update's time that each of its phases takes with what is kept so far."""
-        counter = MfuCounter(device=self.job.device, phases_every=1)
+        counter = MfuCounter(device=self.job.spec.device, phases_every=1)
         self.rewind()
         self.update(0)  # warms up
         begun = time.perf_counter()
@@ -200,7 +201,7 @@ class Bench:
                 self.update(i, step.phase)
             if time.perf_counter() - begun > PHASE_SECONDS:
                 break
-        synchronize(self.job.device)
+        synchronize(self.job.spec.device)
         phases = counter.total.phases
         self.rewind()
         if phases is None:  # on a GPU that this build has no code for
@@ -215,7 +216,7 @@ class Bench:
         return self._whole_updates(min(50, max(4, math.ceil(STRETCH_SECONDS / step_seconds))))
 
     def _whole_updates(self, steps: int) -> int:
-        return self.job.accumulate * math.ceil(steps / self.job.accumulate)
+        return self.job.spec.accumulate * math.ceil(steps / self.job.spec.accumulate)
 
     def interleave(self, old: Callable[[int], float], new: Callable[[int], float]) -> tuple[list[float], list[float]]:
         """Measure pairs for as long as a trial may take."""

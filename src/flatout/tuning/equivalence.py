@@ -119,22 +119,22 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Ob
         evaluation: also look at the outputs in eval mode, because what is tried can break a branch that training does
             not take.
     """
-    dtype = compute_dtype(job.model)
-    if job.inference:
-        return Observed(dtype, _outputs([job.infer(batch) for batch in batches]))
-    shown = batches if job.optimizer is None else batches[:BATCHES]
+    dtype = compute_dtype(job.spec.model)
+    if job.spec.inference:
+        return Observed(dtype, _outputs([job.objective.infer(batch) for batch in batches]))
+    shown = batches if job.spec.optimizer is None else batches[:BATCHES]
     outputs: dict[str, Tensor] = {}
     if evaluation:
         outputs = _in_eval_mode(job, shown)
-    if job.compute_loss is None:
+    if job.spec.compute_loss is None:
         outputs |= _outputs([_forward(job, batch) for batch in shown])
-    elif job.optimizer is None:
-        outputs |= _outputs([job.loss(batch) for batch in shown])
+    elif job.spec.optimizer is None:
+        outputs |= _outputs([job.objective.loss(batch) for batch in shown])
     gradients = _gradients(job, batches[0])
     losses: dict[str, Tensor] = {}
-    if job.optimizer is not None:
-        steps = range(UPDATES * job.accumulate)
-        losses = {f"of step {i + 1}": job.step(batches[i % len(batches)]).float() for i in steps}
+    if job.spec.optimizer is not None:
+        steps = range(UPDATES * job.spec.accumulate)
+        losses = {f"of step {i + 1}": job.stepper.step(batches[i % len(batches)]).float() for i in steps}
     return Observed(dtype, outputs, gradients, losses)
 
 
@@ -220,19 +220,24 @@ def _outputs(outputs: Sequence[Any], where: str = "") -> dict[str, Tensor]:
 
 def _forward(job: Job, batch: Any) -> list[Tensor]:
     """The tensors of the model's output for a batch; what its parts give is put together along the samples."""
-    parts = job.micro_batches.parts(batch)
+    parts = job.stepper.micro_batches.parts(batch)
     if len(parts) == 1:
-        return floats_of(job.forward(batch)[0])
-    found = [[t if t.dim() else t * part.share for t in floats_of(job.forward(part.batch)[0])] for part in parts]
+        return floats_of(job.objective.forward(batch)[0])
+    found = [
+        [t if t.dim() else t * part.share for t in floats_of(job.objective.forward(part.batch)[0])] for part in parts
+    ]
     return [torch.cat(same) if same[0].dim() else torch.stack(same).sum() for same in zip(*found, strict=True)]
 
 
 def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
-    modes = [(module, module.training) for module in job.model.modules()]
-    job.model.eval()
+    modes = [(module, module.training) for module in job.spec.model.modules()]
+    job.spec.model.eval()
     try:
         with torch.no_grad():
-            outputs = [job.loss(b) if job.compute_loss is not None else job.forward(b)[0] for b in batches]
+            outputs = [
+                job.objective.loss(b) if job.spec.compute_loss is not None else job.objective.forward(b)[0]
+                for b in batches
+            ]
         return _outputs(outputs, " in eval mode")
     finally:
         for module, training in modes:
@@ -242,15 +247,15 @@ def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
 def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     """Of the batch's loss, by the parameter's name."""
     parameters = {
-        name if module is job.model else f"{type(module).__name__}.{name}": parameter
-        for module in job.modules
+        name if module is job.spec.model else f"{type(module).__name__}.{name}": parameter
+        for module in job.spec.modules
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
     for parameter in parameters.values():
         parameter.grad = None
-    scale = 1.0 if job.scaler is None else GRADIENT_SCALE
-    for part in job.micro_batches.parts(batch):
+    scale = 1.0 if job.stepper.scaler is None else GRADIENT_SCALE
+    for part in job.stepper.micro_batches.parts(batch):
         (job.objective(part.batch) * part.share * scale).backward()
     gradients = {name: p.grad.detach().clone() / scale for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():

@@ -62,11 +62,11 @@ class Track:
             self.queue = loader.num_workers * (loader.prefetch_factor or 0)
         if isinstance(loader, InMemoryLoader):
             loader = loader.clone()
-        if isinstance(loader, InMemoryLoader) or job.device.type == "cuda":
+        if isinstance(loader, InMemoryLoader) or job.spec.device.type == "cuda":
             self.queue += PREFETCHED
         self.refill_seconds = 0.0
         """Seconds in which that queue fills at the rate of the latest stretch."""
-        self._batches = _endless(Prefetcher(loader, job.device))
+        self._batches = _endless(Prefetcher(loader, job.spec.device))
         self._stretches: list[Stretch] = []
 
     def stretch(self, steps: int, settle: int, rest: float = 0.0) -> float:
@@ -82,19 +82,19 @@ class Track:
         """
         begin, settled = time.perf_counter(), 0
         while settled < settle or time.perf_counter() < begin + rest:
-            for _ in range(self._job.accumulate):
-                self._job.step(next(self._batches))
-            synchronize(self._job.device)
-            settled += self._job.accumulate
-        synchronize(self._job.device)
+            for _ in range(self._job.spec.accumulate):
+                self._job.stepper.step(next(self._batches))
+            synchronize(self._job.spec.device)
+            settled += self._job.spec.accumulate
+        synchronize(self._job.spec.device)
         start, waited, samples = time.perf_counter(), 0.0, 0
         for _ in range(steps):
             asked = time.perf_counter()
             batch = next(self._batches)
             waited += time.perf_counter() - asked
-            self._job.step(batch)
+            self._job.stepper.step(batch)
             samples += batch_size_of(batch)
-        synchronize(self._job.device)
+        synchronize(self._job.spec.device)
         took = time.perf_counter() - start
         self._stretches.append(Stretch(took, waited, samples, steps))
         self.refill_seconds = self.queue * took / steps
@@ -113,11 +113,11 @@ class Track:
         """
         for _ in range(self.queue + 1):
             next(self._batches)
-        synchronize(self._job.device)
+        synchronize(self._job.spec.device)
         start, samples, took = time.perf_counter(), 0, 0.0
         while took < ALONE_SECONDS:
             samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
-            synchronize(self._job.device)
+            synchronize(self._job.spec.device)
             took = time.perf_counter() - start
         return samples / took
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -46,7 +45,7 @@ class SizeTrials:
 
     def find(self, start: int, *, smallest: int, largest: int) -> Found:
         """The fastest number of samples within memory, in fewer than 20 steps; see :func:`find`."""
-        with self._one_by_one():
+        with self._job.stepper.whole_updates():
             self._stepping(self._batch(smallest))()  # gradients and optimizer state are there from the first step on
         return find(
             self.probe,
@@ -63,7 +62,7 @@ class SizeTrials:
         def probed() -> Probe:
             batch = self._batch(samples)
             allocated, step = self._height(batch), self._stepping(batch)
-            return Probe(samples, min(seconds(step, self._job.device) for _ in range(TIMED)), allocated)
+            return Probe(samples, min(seconds(step, self._job.spec.device) for _ in range(TIMED)), allocated)
 
         return self._within_memory(probed)
 
@@ -73,7 +72,7 @@ class SizeTrials:
         Raises:
             torch.OutOfMemoryError: as all that runs out of memory.
         """
-        with self._one_by_one():
+        with self._job.stepper.whole_updates():
             batch = self._batch(samples)
             self._stepping(batch)()
             return self._height(batch)
@@ -101,8 +100,8 @@ class SizeTrials:
 
     def _height(self, batch: Any) -> int | None:
         """Bytes at the height of a step; optimizer state is there, and gradients count as the step's."""
-        self._job.zero_grad()
-        allocated = step_memory(self._stepping(batch), self._job.device, is_warm=True)
+        self._job.stepper.zero_grad()
+        allocated = step_memory(self._stepping(batch), self._job.spec.device, is_warm=True)
         if allocated is None:
             return None
         return allocated + sum(t.nbytes for t in tensors_within(batch)) + resident_bytes(self._job)
@@ -110,60 +109,47 @@ class SizeTrials:
     def _stepping(self, batch: Any) -> Callable[[], None]:
         def step() -> None:
             self.steps += 1
-            self._job.step(batch)
+            self._job.stepper.step(batch)
 
         return step
 
     def _batch(self, samples: int) -> Any:
-        batch = max(self._job.batches, key=batch_size_of)
+        batch = max(self._job.data.batches, key=batch_size_of)
         return batch if batch_size_of(batch) == samples else resized(batch, samples)
 
     def _within_memory(self, work: Callable[[], T]) -> T | None:
         """What the work returns; None where memory ended."""
         try:
-            with self._one_by_one():
+            with self._job.stepper.whole_updates():
                 return work()
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
         # Only here is the error gone, and with it the frames that hold the graph.
-        free_memory(self._job.device)
+        free_memory(self._job.spec.device)
         return None
-
-    @contextlib.contextmanager
-    def _one_by_one(self) -> Iterator[None]:
-        """Every step is an update, of a batch in one."""
-        job = self._job
-        before = job.accumulate, job.micro_batches.size, job.whole_step
-        job.accumulate, job.micro_batches.size, job.whole_step = 1, None, None
-        job.abandon()
-        try:
-            yield
-        finally:
-            job.abandon()
-            job.accumulate, job.micro_batches.size, job.whole_step = before
 
 
 def resident_bytes(job: Job) -> int:
     """What training keeps from step to step: parameters, buffers and optimizer state. A step makes its gradients."""
-    assert job.optimizer is not None
-    owned = [t for module in job.modules for t in (*module.parameters(), *module.buffers())]
-    tensors = {id(t): t for t in (*parameters_of(job.optimizer), *owned)}
-    return sum(t.nbytes for t in tensors.values()) + state_bytes(job.optimizer)
+    assert job.spec.optimizer is not None
+    owned = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
+    tensors = {id(t): t for t in (*parameters_of(job.spec.optimizer), *owned)}
+    return sum(t.nbytes for t in tensors.values()) + state_bytes(job.spec.optimizer)
 
 
 def memory_limit(job: Job) -> float:
-    """Bytes that training may take: ``job.memory_limit`` at most, and what the device has left, with a margin.
+    """Bytes that training may take: ``job.spec.memory_limit`` at most, and what the device has left, with a margin.
 
     On a GPU what trials keep beside training, a copy of model and optimizer state, counts as taken.
     """
-    if job.device.type == "cuda":
-        index = torch.cuda.current_device() if job.device.index is None else job.device.index
+    if job.spec.device.type == "cuda":
+        index = torch.cuda.current_device() if job.spec.device.index is None else job.spec.device.index
         free, total = torch.cuda.mem_get_info(index)
         allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
         unused = min(free + torch.cuda.memory_reserved(index), allowed) - torch.cuda.memory_allocated(index)
-        unused += sum(p.grad.nbytes for m in job.modules for p in m.parameters() if p.grad is not None)
+        unused += sum(p.grad.nbytes for m in job.spec.modules for p in m.parameters() if p.grad is not None)
     else:
         unused = available_memory()
     left = (1 - MARGIN) * (unused + resident_bytes(job))
-    return left if job.memory_limit is None else min(left, job.memory_limit)
+    return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)

@@ -14,6 +14,7 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, tensors_within
+from flatout.core.errors import Unsuitable
 from flatout.core.out_of_memory import free_memory, ran_out_of_memory
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import (
@@ -111,7 +112,7 @@ class Tuner:
             bench.rewind()
             new(0), old(0)  # what is compiled for one is not for the other
             bench.rewind()
-            return trial_of(switch.label, *bench.interleave(old, new), job.accumulate)
+            return trial_of(switch.label, *bench.interleave(old, new), job.spec.accumulate)
 
         priced = self._attempt(switch.label, trial)
         bench.rewind()
@@ -148,7 +149,7 @@ class Tuner:
         job, budget = self._bench.job, self._bench.budget
         if budget.seconds == 0:
             return "budget=0: nothing is measured"
-        if job.deterministic and not technique.exact:
+        if job.spec.deterministic and not technique.exact:
             return "deterministic=True: it may change the last bits, so no timing decides about it"
         if isinstance(technique, LoaderTechnique) and not self._bench.rewindable:
             return "the loader cannot be rewound: trying another in its place would lose samples"
@@ -164,11 +165,11 @@ class Tuner:
                 f"a trial takes about {estimate:.0f} s, and {budget.left:.0f} s of the budget of "
                 f"{budget.seconds:.0f} s are left"
             )
-        could_save = job.expected_steps * saving / 1e3
+        could_save = job.data.expected_steps * saving / 1e3
         if could_save < estimate:
             return (
                 f"setting it up takes about {estimate:.0f} s and could save {could_save:.0f} s at the very most "
-                f"in the {job.expected_steps:,} steps expected (expected_steps= says otherwise)"
+                f"in the {job.data.expected_steps:,} steps expected (expected_steps= says otherwise)"
             )
         return ""
 
@@ -288,11 +289,11 @@ class Tuner:
                 return turn(i)
 
         bench.rewind()
-        for i in range(candidate.settling * len(job.batches)):
+        for i in range(candidate.settling * len(job.data.batches)):
             new(i)
         times = bench.interleave(old, new)
         trial = replace(
-            trial_of(candidate.label, *times, job.accumulate),
+            trial_of(candidate.label, *times, job.spec.accumulate),
             setup_seconds=setup,
             loss_difference=by.get("losses"),
             output_difference=by.get("outputs"),
@@ -312,27 +313,27 @@ class Tuner:
         job = self._bench.job
         self._bench.rewind()
         with on(candidate):
-            took = seconds(lambda: [job.step(batch) for batch in self._shapes()], job.device)
+            took = seconds(lambda: [job.stepper.step(batch) for batch in self._shapes()], job.spec.device)
             candidate.freeze()
         return took
 
     def _shapes(self) -> list[Any]:
         """A batch of every shape."""
         return list(
-            {tuple(t.shape for t in tensors_within(batch)): batch for batch in self._bench.job.batches}.values()
+            {tuple(t.shape for t in tensors_within(batch)): batch for batch in self._bench.job.data.batches}.values()
         )
 
     def _is_hopeless(self, candidate: Switch) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
         job = self._bench.job
-        batch = job.batches[0]
+        batch = job.data.batches[0]
         self._bench.rewind()
-        old = seconds(lambda: job.step(batch), job.device) * candidate.scale
+        old = seconds(lambda: job.stepper.step(batch), job.spec.device) * candidate.scale
         with on(candidate):
-            batch = job.batches[0]
+            batch = job.data.batches[0]
             for _ in range(candidate.settling):
-                job.step(batch)
-            new = seconds(lambda: job.step(batch), job.device)
+                job.stepper.step(batch)
+            new = seconds(lambda: job.stepper.step(batch), job.spec.device)
         return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
     def _verify(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> list[Difference]:
@@ -340,7 +341,7 @@ class Tuner:
         if not any(t.is_verified for t in held_to) or candidate.scale != 1.0:  # other samples have other outputs
             return []
         job, evaluation = self._bench.job, any(t.checks_evaluation for t in held_to)
-        batches = job.batches
+        batches = job.data.batches
         self._bench.rewind()
         baseline = observe(job, batches, evaluation=evaluation)
         self._bench.rewind()
@@ -349,7 +350,7 @@ class Tuner:
             found = compare(baseline, observed)
         if any(d.fails for d in found if d.what != "losses"):
             self._bench.rewind()
-            nudge(job.model, observed.dtype)
+            nudge(job.spec.model, observed.dtype)
             nudged = compare(baseline, observe(job, batches, evaluation=evaluation))
             found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
         if any(t.draws_other_numbers for t in held_to) and any(d.fails for d in found):
@@ -399,7 +400,7 @@ class Tuner:
         start = time.perf_counter()
         made.append(candidate.make())
         setup = time.perf_counter() - start
-        times = self._bench.alternate(Track(job, job.source), Track(job, made[0]))
+        times = self._bench.alternate(Track(job, job.data.source), Track(job, made[0]))
         return replace(trial_of(candidate.label, *times, self._bench.stretch_steps()), setup_seconds=setup)
 
     # -- what trials have in common --------------------------------------------------------------------------
@@ -410,7 +411,7 @@ class Tuner:
             return trial()
         except NotApplicable:
             raise
-        except NothingBetter as reason:
+        except Unsuitable as reason:
             failure = str(reason)
         except Exception as error:
             failure = formatting.first_line(error)
@@ -418,7 +419,7 @@ class Tuner:
                 failure = f"it ran out of memory: {failure}"
         # Only here is the error gone, and with it the frames that hold the trial's tensors.
         self._bench.rewind()
-        free_memory(self._bench.job.device)
+        free_memory(self._bench.job.spec.device)
         return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
     @property
@@ -464,9 +465,9 @@ class Tuner:
 
     def _race_loops(self, switches: Sequence[Switch], loader_won: bool) -> tuple[list[float], list[float]]:
         job = self._bench.job
-        new = Track(job, job.source)
+        new = Track(job, job.data.source)
         with off(*switches):
-            old = Track(job, job.loader if loader_won else job.source)
+            old = Track(job, job.data.loader if loader_won else job.data.source)
         scale = math.prod(switch.scale for switch in switches)
         times = self._bench.alternate(old, new, to_new=switches, scale=scale)
         self.before, self.after = old.pace.scaled(scale), new.pace
@@ -482,9 +483,9 @@ class Tuner:
                 return new(i)
 
         times = bench.interleave(old, new)
-        samples = job.accumulate * batch_size_of(job.batches[0])
+        samples = job.spec.accumulate * batch_size_of(job.data.batches[0])
         self.before, self.after = (
-            pace_of(Stretch(took, 0.0, samples, job.accumulate) for took in each) for each in times
+            pace_of(Stretch(took, 0.0, samples, job.spec.accumulate) for took in each) for each in times
         )
         return times
 
@@ -492,7 +493,7 @@ class Tuner:
         for switch in reversed(switches):
             self._bench.take_back(switch)
         if loader_won:
-            self._bench.use(self._bench.job.loader)
+            self._bench.use(self._bench.job.data.loader)
         for name in self._won:
             del self.decisions[name]
             if name in self._imposed:

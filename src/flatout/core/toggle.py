@@ -1,0 +1,39 @@
+"""Change to the user's objects that can be turned on and off."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Toggle(ABC):
+    """Change to the user's objects that can be turned on and off, again and again.
+
+    A toggle must not keep the model alive, because it may outlive the ``Run``.
+
+    Attributes:
+        label: name in the report.
+    """
+
+    label: str
+    _is_on = False
+
+    def enable(self) -> None:
+        """Turn the change on; does nothing if it is on."""
+        if not self._is_on:
+            self._turn_on()
+            self._is_on = True
+
+    def disable(self) -> None:
+        """Turn the change off, exactly; does nothing if it is off."""
+        if self._is_on:
+            self._turn_off()
+            self._is_on = False
+
+    @abstractmethod
+    def _turn_on(self) -> None: ...
+
+    @abstractmethod
+    def _turn_off(self) -> None: ...
+
+    def release(self) -> None:
+        """Free what is only kept for turning the change on again."""

@@ -1,0 +1,100 @@
+"""Objective of a training: forward and loss of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.core.batches import cloned, tensors_of, with_own_containers
+from flatout.mfu.wrapped import is_wrapped
+from flatout.training.loss_suggestion import compute_loss_line
+from flatout.training.spec import Spec
+
+
+class Objective:
+    """Forward and loss of a training.
+
+    Args:
+        spec: model and loss.
+
+    Attributes:
+        compiled: replaces ``loss`` in training steps, and may fall back on it; None: steps call ``loss``.
+        writes_batches: True if forward or loss change tensors of their batch in place.
+    """
+
+    compiled: Callable[[Any], Tensor] | None = None
+    writes_batches: bool = False
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss as training steps compute it: by ``compiled`` if that is set.
+
+        If a counter listens to the model's calls, the loss is computed without ``compiled``, which hides these calls.
+        """
+        if self.compiled is None or is_wrapped(self.spec.model):
+            return self.loss(batch)
+        if self.spec.loss_fn is not None and type(batch) is list:
+            batch = tuple(batch)  # a loader's list and run.step((x, y)) are one kind of call
+        return self.compiled(self.lent(batch))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Run the forward and return the loss of one batch that is on the device.
+
+        Raises:
+            TypeError: the batch is neither a pair nor a mapping and there is no ``compute_loss``.
+            ValueError: an optimizer was given, but neither a loss nor an output with ``.loss``.
+        """
+        spec = self.spec
+        if spec.compute_loss is not None:
+            return spec.compute_loss(spec.model, self.lent(batch))
+        output, target = self.forward(batch)
+        if spec.loss_fn is not None:
+            if target is None:
+                raise TypeError(
+                    f"batches must be (x, y) pairs for loss_fn, got {type(batch).__name__}. "
+                    f"Replace loss_fn by {compute_loss_line(spec.model, batch, has_loss_fn=True)}"
+                )
+            return spec.loss_fn(output, target)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is not None:
+            return loss
+        if spec.optimizer is not None:
+            raise ValueError(
+                f"model must return an output with .loss if there is no loss_fn or compute_loss, got "
+                f"{type(output).__name__}. Pass loss_fn, or "
+                f"{compute_loss_line(spec.model, batch, has_loss_fn=True)}"
+            )
+        return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """Return the model's output for one batch, and the target; None if the batch has no target."""
+        model, batch = self.spec.model, self.lent(batch)
+        if isinstance(batch, Mapping):
+            return model(**batch), None
+        if isinstance(batch, Tensor):
+            return model(batch), None
+        if isinstance(batch, Sequence) and len(batch) == 2:
+            return model(batch[0]), batch[1]
+        given = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+        line = compute_loss_line(model, batch, has_loss_fn=self.spec.loss_fn is not None)
+        raise TypeError(f"batches must be (x, y) pairs or mappings, got {given}. Define the loss: {line}")
+
+    def infer(self, batch: Any) -> Any:
+        """Return the model's output for one batch, or the result of ``compute_loss``, under ``inference_mode``."""
+        with torch.inference_mode():
+            if self.spec.compute_loss is not None:
+                return self.spec.compute_loss(self.spec.model, self.lent(batch))
+            return self.forward(batch)[0]
+
+    def lent(self, batch: Any) -> Any:
+        """Return a copy of a batch for the user's code, which may pop entries and write to tensors.
+
+        Containers are always copied, tensors only if ``writes_batches``. The batch itself must not change, because
+        trials and steps that ran out of memory use it again.
+        """
+        return cloned(batch) if self.writes_batches else with_own_containers(batch)

@@ -1,0 +1,60 @@
+"""Specification of a training: what the user gave to ``optimize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LossWeight = Callable[[Any], float | Tensor]
+"""``(batch) -> weight``, a number or a 0-dim tensor. The loss of a batch is a mean over ``weight`` elements."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """Model, optimizer, loss and settings of a training. Nothing in it changes.
+
+    Attributes:
+        model: the user's module.
+        device: where steps run.
+        optimizer: the user's optimizer; None in the two-value form and for inference.
+        loss_fn: ``(output, target) -> loss``.
+        compute_loss: ``(model, batch) -> loss``, for batches that ``loss_fn`` does not fit.
+        loss_weight: weight of the loss of a part of a batch; None: its number of samples.
+        inference: True if a step is a forward alone.
+        accumulate: batches per update.
+        resizes: True for ``batch_size="auto"``: the loader may be replaced by one with a faster batch size.
+        memory_limit: bytes that training may take; None: what the device has.
+        max_grad_norm: global gradient norm to clip to; None for no clipping.
+        deterministic: True if only bit-identical techniques may be chosen by timing.
+        reproducible: True if ``deterministic`` is set because :func:`flatout.reproducible` is in force, which has
+            already set torch's flags.
+    """
+
+    model: nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    loss_weight: LossWeight | None = None
+    inference: bool = False
+    accumulate: int = 1
+    resizes: bool = False
+    memory_limit: int | None = None
+    max_grad_norm: float | None = None
+    deterministic: bool = False
+    reproducible: bool = False
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Model and loss modules: everything with parameters or buffers that a step may use."""
+        return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
+
+    @property
+    def code(self) -> list[Any]:
+        """The user's modules and functions that a step calls."""
+        functions = (self.loss_fn, self.compute_loss, self.loss_weight)
+        return [self.model, *(function for function in functions if function is not None)]

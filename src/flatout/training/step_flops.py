@@ -1,0 +1,84 @@
+"""FLOPs of a training step, and the peak that MFU is relative to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.core.random_state import RandomState
+from flatout.core.snapshot import State
+from flatout.mfu.flop_count import FlopCount
+from flatout.mfu.flops import count_flops
+from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
+from flatout.mfu.signatures import CountedWork
+from flatout.training.autocast import autocast_dtype
+from flatout.training.objective import Objective
+from flatout.training.spec import Spec
+
+
+def counted_work(objective: Objective) -> CountedWork:
+    """Return the count of samples, tokens and FLOPs by batch: ``work(batch)``. FLOPs are those of forward, loss and
+    backward."""
+    return CountedWork(lambda batch: _count(objective, batch))
+
+
+def share_of_flops(work: CountedWork, module: str) -> float | None:
+    """Return the share of a step's FLOPs, 0..1, that one of the model's modules takes; None if it is not known.
+
+    Args:
+        work: the counts of ``counted_work``.
+        module: name in ``model.named_modules()``.
+    """
+    for count in work.counts[:1]:
+        try:
+            return count.by_module[f"parts.0.{module}"].total / max(1, count.total)
+        except KeyError:  # counted under another of its names
+            return None
+    return None
+
+
+def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
+    """Return the peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and its source.
+
+    Args:
+        spec: model and device.
+        measure: True if it may be measured now (one or two seconds) if no data sheet has it.
+    """
+    real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
+    dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # complex products are made of these
+    if spec.device.type != "cuda":
+        peak = measured_peak_flops(spec.device, dtype, measure=measure)
+        return peak, f"the fastest matrix product here in {_short(dtype)}"
+    tf32 = dtype is torch.float32 and multiplies_in_tf32(spec.device)
+    peak = peak_flops(spec.device, "tf32" if tf32 else dtype)
+    return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
+
+
+def _count(objective: Objective, batch: Any) -> FlopCount:
+    """Count FLOPs with the user's model and loss, even during training, and restore what these change."""
+    spec = objective.spec
+    state = State.capture([], code=[f for f in spec.code if f is not spec.model])
+    with RandomState.capture(spec.model).restored(), state.guarded(), state.extended():
+        try:
+            return count_flops(_Forward(objective), batch, backward=not spec.inference)
+        finally:
+            state.restore()
+
+
+class _Forward(nn.Module):
+    """Forward and loss as a module, over everything that has parameters or buffers."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self._objective = objective
+        self.parts = nn.ModuleList(objective.spec.modules)
+
+    def forward(self, batch: Any) -> Any:
+        objective = self._objective
+        return objective.infer(batch) if objective.spec.inference else objective.loss(batch)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype)[6:])

@@ -1,0 +1,237 @@
+"""Training step: gradients of a batch, and the update after ``accumulate`` batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flatout.amp import GradScaler
+from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.mfu.ranges import range
+from flatout.optim import update
+from flatout.optim.atomic_update import AllOrNothing
+from flatout.optim.native_step import NativeStep
+from flatout.training.autocast import autocast_dtype
+from flatout.training.micro_batches import MicroBatches, Part
+from flatout.training.objective import Objective
+from flatout.training.spec import Spec
+
+PhaseOf = Callable[[str], AbstractContextManager[Any]]
+"""``with phase("forward"): ...`` marks a phase of the step for profilers and counters."""
+
+
+def as_range(phase: str) -> range:
+    """Return a range that only profilers see."""
+    return range(f"flatout.{phase}")
+
+
+class StepRunner(Protocol):
+    """Way to run the training step of a batch that is computed whole."""
+
+    def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
+        """Run the step. Arguments and result are those of :meth:`Stepper.step`."""
+
+    def release(self) -> None:
+        """Free memory that is only kept for later steps."""
+
+
+class _Eager:
+    """Runs a step kernel by kernel."""
+
+    def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
+        return stepper.eager_step([Part(batch)], phase)
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+
+EAGER: StepRunner = _Eager()
+
+
+class Stepper:
+    """Runs training steps of an objective: accumulates gradients, scales losses, updates.
+
+    Args:
+        spec: model, optimizer and settings.
+        objective: forward and loss of ``spec``.
+
+    Attributes:
+        accumulate: batches per update.
+        micro_batches: how a batch is split if it is not computed whole.
+        runner: runs the step of a batch that is computed whole. Techniques replace it.
+        pending: batches whose gradients wait for the next update.
+        last_loss: loss of the last pending batch; None if no batch is pending.
+    """
+
+    def __init__(self, spec: Spec, objective: Objective) -> None:
+        self.spec = spec
+        self.objective = objective
+        self.accumulate = spec.accumulate
+        self.micro_batches = MicroBatches(spec, objective)
+        self.runner = EAGER
+        self.pending = 0
+        self.last_loss: Tensor | None = None
+        self._averaged = False
+        self._scaler: GradScaler | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler; None unless the model computes in fp16."""
+        if autocast_dtype(self.spec.model) is not torch.float16:
+            return None
+        if self._scaler is None:
+            self._scaler = GradScaler(self.spec.device.type)
+        return self._scaler
+
+    def step(self, batch: Any, phase: PhaseOf = as_range) -> Any:
+        """Run forward, backward and, after ``accumulate`` batches, the update.
+
+        Args:
+            batch: on the device.
+            phase: entered for the forward, the backward and the update.
+
+        Returns:
+            The loss, 0-dim, detached, on the device, not synchronized. For inference: the result of
+            ``Objective.infer``.
+        """
+        if self.spec.inference:
+            with phase("forward"):
+                return self.objective.infer(batch)
+        return self.step_in_parts(self.micro_batches.parts(batch), phase)
+
+    def step_in_parts(self, parts: Sequence[Part], phase: PhaseOf = as_range) -> Tensor:
+        """Run ``step`` on a batch that ``micro_batches`` has split."""
+        if len(parts) == 1:
+            return self.runner(self, parts[0].batch, phase)
+        return self.eager_step(parts, phase)
+
+    def eager_step(self, parts: Sequence[Part], phase: PhaseOf = as_range) -> Tensor:
+        """Run a training step kernel by kernel on the parts of a batch."""
+        if self.pending == 0:
+            self.zero_grad()
+        loss = self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
+        self.count_batch(loss)
+        if self.is_due:
+            self.flush(phase)
+        return loss
+
+    def add_gradients(self, part: Part, phase: PhaseOf = as_range) -> Tensor:
+        """Run forward and backward of a batch, or of a part of one.
+
+        Args:
+            part: on the device; if its share is 0, its loss may be any value.
+            phase: entered for the forward and the backward.
+
+        Returns:
+            The loss times the part's share, detached.
+        """
+        share = part.share
+        with phase("forward"):
+            loss = self.objective(part.batch)
+            if isinstance(share, Tensor):
+                loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
+            elif share == 0:
+                loss = torch.zeros_like(loss)
+            elif share != 1:
+                loss = loss * share
+        with phase("backward"):
+            if loss.requires_grad or share:
+                (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
+        return loss.detach()
+
+    def count_batch(self, loss: Tensor) -> None:
+        """Count a batch whose gradients are complete, with its loss."""
+        self.pending += 1
+        self.last_loss = loss
+
+    @property
+    def is_due(self) -> bool:
+        """True if enough batches are pending for an update."""
+        return self.pending == self.accumulate
+
+    def flush(self, phase: PhaseOf = as_range) -> bool:
+        """Update with the mean of the gradients of all pending batches.
+
+        Args:
+            phase: entered for the update.
+
+        Returns:
+            False if no batch was pending.
+
+        Raises:
+            torch.OutOfMemoryError: the batches are still pending, so ``flush`` may be called again.
+            flatout.optim.UpdateCutInHalf: memory ran out after some parameters had changed.
+        """
+        optimizer, batches, self.pending = self.spec.optimizer, self.pending, 0
+        if batches == 0 or optimizer is None:
+            return False
+        # flatout's optimizers allocate before they write.
+        watch = None if isinstance(optimizer, NativeStep) else AllOrNothing(optimizer)
+        try:
+            with phase("update"), watch or contextlib.nullcontext():
+                self._update(optimizer, batches)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                self.pending = batches
+                self._averaged |= watch is not None and watch.has_rewritten_gradients
+            raise
+        self._averaged, self.last_loss = False, None
+        return True
+
+    def _update(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        max_norm = self.spec.max_grad_norm
+        if self.scaler is not None:
+            if batches < self.accumulate and not self._averaged:  # an epoch's leftover shares the whole weight
+                grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+                torch._foreach_mul_(grads, self.accumulate / batches)
+                self._averaged = True
+            # The lazy form, also without clipping, moves 4 bytes per parameter less.
+            self.scaler.step(optimizer, max_grad_norm=math.inf if max_norm is None else max_norm)
+            self.scaler.update()
+        else:
+            inv_scale = None if batches == 1 or self._averaged else 1.0 / batches
+            update(optimizer, inv_scale=inv_scale, max_grad_norm=max_norm)
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        (self.spec.optimizer or self.spec.model).zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def whole_updates(self) -> Iterator[None]:
+        """Make every step, inside the block, an eager update on a batch that is computed whole."""
+        before = self.accumulate, self.micro_batches.size, self.runner
+        self.accumulate, self.micro_batches.size, self.runner = 1, None, EAGER
+        self.abandon()
+        try:
+            yield
+        finally:
+            self.abandon()
+            self.accumulate, self.micro_batches.size, self.runner = before
+
+    @property
+    def progress(self) -> tuple[int, GradScaler | None]:
+        """Pending batches, and the loss scaler: the state of a training that a ``State`` does not hold."""
+        return self.pending, self._scaler
+
+    @progress.setter
+    def progress(self, progress: tuple[int, GradScaler | None]) -> None:
+        self.pending, self._scaler = progress
+
+    def reset(self) -> None:
+        """Forget pending batches and the loss scaler."""
+        self.pending = 0
+        self._averaged = False
+        self._scaler = None
+
+    def abandon(self) -> None:
+        """Forget pending batches and a step that an error ended half way. The loss scale stays."""
+        self.pending = 0
+        self._averaged = False
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
