@@ -61,9 +61,11 @@ def test_a_torch_that_is_too_old_is_refused_by_both_versions() -> None:
 
 @pytest.mark.parametrize("built_with_cuda", [False, True])
 def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> None:
+    library = importlib.util.find_spec("flatout.native._host")
+    assert library is not None
     result = run_python(
         "import sys, types, warnings, torch\n"
-        "import importlib.util\n"
+        "import importlib.machinery, importlib.util\n"
         "torch.cuda.is_available = lambda: True\n"
         "torch.version.cuda = '13.0'\n"
         "spec = importlib.util.find_spec('flatout')\n"
@@ -71,7 +73,8 @@ def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> No
         "host = types.ModuleType('flatout.native._host')\n"
         f"host.built_with_cuda = {built_with_cuda}\n"
         "sys.modules['flatout'] = package\n"
-        "package._host = host\n"
+        f"host.__spec__ = importlib.machinery.ModuleSpec('host', None, origin={library.origin!r})\n"
+        "sys.modules['flatout.native._host'] = host\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    import flatout.native, flatout.native\n"
@@ -90,8 +93,8 @@ def is_expected(path: str) -> bool:
     """Python, its type stubs and marker, the two libraries, the metadata: and nothing else."""
     return bool(
         re.fullmatch(
-            r"flatout/([a-z_0-9]+/)*[a-z_0-9]+\.pyi?|flatout/py\.typed|flatout/_C\.so"
-            r"|flatout/_host\.[\w.-]+\.so|flatout-[\d.]+\.dist-info/.+",
+            r"flatout/([a-z_0-9]+/)*[a-z_0-9]+\.pyi?|flatout/py\.typed|flatout/native/_C\.so"
+            r"|flatout/native/_host\.[\w.-]+\.so|flatout-[\d.]+\.dist-info/.+",
             path,
         )
     )
@@ -131,9 +134,9 @@ def test_a_wheel_built_without_nvcc_holds_what_it_should(tmp_path: Path) -> None
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
     assert [name for name in names if not is_expected(name)] == []
-    assert {"flatout/_C.so", "flatout/py.typed", "flatout/__init__.py"} <= set(names)
-    assert sum(name.startswith("flatout/_host.") for name in names) == 2  # the module and its types
+    assert {"flatout/native/_C.so", "flatout/py.typed", "flatout/__init__.py"} <= set(names)
+    assert sum(name.startswith("flatout/native/_host.") for name in names) == 2  # the module and its types
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
-    assert "libtorch_cpu" in needed(tmp_path / "unpacked/flatout/_C.so")
+    assert "libtorch_cpu" in needed(tmp_path / "unpacked/flatout/native/_C.so")
     cache = (tmp_path / "build/CMakeCache.txt").read_text()
     assert "CMAKE_CUDA_COMPILER" not in cache

@@ -152,7 +152,7 @@ def test_a_bad_seed_is_refused_and_changes_nothing(seed: Any, error: type[Except
 @pytest.fixture
 def started_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have cuBLAS started without a deterministic workspace, as happens on a GPU alone."""
-    monkeypatch.setattr(sys.modules["flatout.reproducible"], "cublas_started_without", lambda: True)
+    monkeypatch.setattr(sys.modules["flatout.core.reproducible"], "cublas_started_without", lambda: True)
 
 
 @pytest.mark.usefixtures("started_cublas")

@@ -17,7 +17,8 @@ from flatout.core.snapshot import State
 from flatout.techniques import Switch
 from flatout.techniques.precision import AutocastSwitch
 from flatout.training.job import Job
-from flatout.tuning.equivalence import ALLOWED, Observed, apart, compare, compute_dtype, nudge, observe
+from flatout.training.tolerance import ALLOWED, apart, compute_dtype
+from flatout.tuning.equivalence import Observed, compare, nudge, observe
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import Net, job_of, make_data, make_job

@@ -21,7 +21,7 @@ from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique,
 from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, routed_calls, signature
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 from flatout.training.autocast import call_as
-from flatout.tuning.equivalence import ALLOWED, apart, compute_dtype, floats_of
+from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace

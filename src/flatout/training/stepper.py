@@ -200,7 +200,8 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
-        (self.spec.optimizer or self.spec.model).zero_grad(set_to_none=True)
+        owner = self.spec.model if self.spec.optimizer is None else self.spec.optimizer
+        owner.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def whole_updates(self) -> Iterator[None]:

@@ -1,0 +1,90 @@
+"""Tolerance of numerics: the relative difference of two results, and how much each dtype allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.core.batches import tensors_of
+from flatout.mfu.peaks import multiplies_in_tf32
+from flatout.training.autocast import autocast_dtype
+
+FLOOR = 0.1
+"""Share of its part in the whole below which a tensor's own size is no measure for its error.
+
+A bias in front of a BatchNorm, say, has a gradient that is all rounding.
+"""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Largest relative differences that are accepted.
+
+    Attributes:
+        outputs: of the model's outputs, by tensor.
+        gradients: of the gradients, by parameter.
+        losses: of the loss trajectory, in the mean.
+    """
+
+    outputs: float
+    gradients: float
+    losses: float
+
+
+ALLOWED: Mapping[torch.dtype | str, Allowed] = {
+    torch.float64: Allowed(1e-6, 1e-5, 5e-3),
+    torch.float32: Allowed(1e-3, 1e-2, 5e-3),
+    "tf32": Allowed(1e-2, 5e-2, 5e-3),
+    torch.float16: Allowed(1e-2, 5e-2, 2e-2),
+    torch.bfloat16: Allowed(5e-2, 2e-1, 2e-2),
+}
+"""By the dtype that products are computed in, from the finest to the coarsest.
+
+Rounding differs by a unit in the last place (1e-7, 1e-3 or 8e-3 of a value) from operator to operator, and grows with
+depth; a wrong mask, a stale weight or a branch not taken changes results by their own size. A model that multiplies
+rounding errors by more (gradients of residual networks with BatchNorm, fresh from their initialisation: 16 to 50 % in
+bfloat16) is allowed ``tuning.equivalence.LEEWAY`` times what nudging its weights by half a unit in the last place
+changes.
+"""
+
+
+def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
+
+    A tensor that is small beside the others is measured against ``FLOOR`` of what would be its part in the whole.
+    Infinite for a NaN, for other shapes, and for a tensor that only one side has.
+    """
+    if not baseline and not candidate:
+        return 0.0, ""
+    for name in (*baseline, *candidate):
+        if name not in baseline or name not in candidate or baseline[name].shape != candidate[name].shape:
+            return float("inf"), name
+    names = [name for name in baseline if baseline[name].numel()]
+    if not names:
+        return 0.0, ""
+    norms = torch.stack([torch.linalg.vector_norm(baseline[n].float()) for n in names])
+    errors = torch.stack([torch.linalg.vector_norm(candidate[n].float() - baseline[n].float()) for n in names])
+    sizes = torch.tensor([float(baseline[n].numel()) for n in names], device=norms.device)
+    even = torch.linalg.vector_norm(norms) * (sizes / sizes.sum()).sqrt()
+    scale = torch.maximum(norms, FLOOR * even)
+    relative = torch.where(scale > 0, errors / scale, errors).nan_to_num(nan=float("inf"))
+    worst = int(relative.argmax())
+    return float(relative[worst]), names[worst]
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype | str:
+    """The dtype that a model's products are computed in: a torch dtype, or ``"tf32"``."""
+    tensors = [p for p in model.parameters() if p.is_floating_point()]
+    coarsest = max((p.dtype for p in tensors if p.dtype in ALLOWED), key=list(ALLOWED).index, default=torch.float32)
+    dtype = autocast_dtype(model) or coarsest
+    cuda = next((p.device for p in tensors if p.device.type == "cuda"), None)
+    return "tf32" if dtype is torch.float32 and cuda is not None and multiplies_in_tf32(cuda) else dtype
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """Every tensor of real or complex numbers in an output."""
+    return [t for t in tensors_of(output) if t.is_floating_point() or t.is_complex()]
