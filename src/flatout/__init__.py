@@ -11,9 +11,8 @@ from flatout.optimize import optimize
 from flatout.plan import Plan
 from flatout.report import Report
 from flatout.core.reproducible import reproducible
+from flatout.core.version import __version__
 from flatout.run import Run, undo
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DamagedCheckpoint",

@@ -35,7 +35,7 @@ from flatout.core.cleanup import add_note, run_all
 from flatout.core.reproducible import check_seed, is_reproducible, seed_all
 from flatout.core.snapshot import State
 from flatout.data import is_rewindable
-from flatout.data.loaders import TRIAL_BATCHES, first_batches
+from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches
 from flatout.data.replay_buffer import Replayed
 from flatout.plan import Plan, fingerprint
 from flatout.report import Report
@@ -198,7 +198,7 @@ def optimize(
             plan.check(fingerprint(model, optimizer, job.spec.device))
         check_applicable(job, choices, forced)
         rows = {row.technique: row for row in _apply_rules(job, switches)}
-        state = State.capture(job.spec.modules, optimizer, loader, job.spec.code)
+        state = State.capture(spec.modules, optimizer, loader, spec.code, also=[LoaderPosition(loader)])
         guard.enter_context(state.guarded())
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)

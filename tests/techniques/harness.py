@@ -14,6 +14,7 @@ from torch import Tensor
 import flatout
 from flatout.core.snapshot import State
 from flatout.data import is_rewindable
+from flatout.data.loaders import LoaderPosition
 from flatout.data.tuning import Tuned
 from flatout.report.model import Pace, Row
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
@@ -199,7 +200,8 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
         job: job from ``job_of`` with batches.
         budget: as for ``optimize``.
     """
-    state = State.capture(job.spec.modules, job.spec.optimizer, job.data.loader, job.spec.code)
+    spec, loader = job.spec, job.data.loader
+    state = State.capture(spec.modules, spec.optimizer, loader, spec.code, also=[LoaderPosition(loader)])
     with state.guarded():
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.data.loader))
         tuner = Tuner(bench, {}, "techniques=")

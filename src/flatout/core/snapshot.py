@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from flatout.core.mallopt import MallocSetting
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
 from flatout.core.torch_flags import AttentionKernels, Float32Precision
-from flatout.data.loaders import LoaderPosition
 
 
 class _BackendFlags:
@@ -53,6 +52,13 @@ class _BackendFlags:
         self._malloc.restore()
 
 
+class Restorable(Protocol):
+    """Snapshot that can be restored any number of times."""
+
+    def restore(self) -> None:
+        """Restore the captured state."""
+
+
 class State:
     """A snapshot of a training job: ``State.capture(...)`` now, ``restore()`` as often as wanted.
 
@@ -61,7 +67,7 @@ class State:
     gradients and the optimizer's state.
     """
 
-    def __init__(self, saved: Saved, *parts: Any) -> None:
+    def __init__(self, saved: Saved, *parts: Restorable) -> None:
         self._saved = saved
         self._parts = (saved, *parts)
         self._guard = StepGuard(saved)
@@ -74,6 +80,7 @@ class State:
         loader: Any = None,
         code: Sequence[Any] = (),
         *,
+        also: Sequence[Restorable] = (),
         on: torch.device | None = None,
     ) -> State:
         """Copy everything that a training step changes.
@@ -84,9 +91,9 @@ class State:
             optimizer: the optimizer, whose parameters, state, hyper-parameters and attributes are captured, with the
                 tensors, containers and optimizers in these.
             loader: the loader, whose random generators are captured, including those of its samplers and its dataset.
-                Of flatout's loaders also the position.
             code: callables of the step, such as the loss. Captured are the random generators that they use, and the
                 modules, optimizers and tensors that they can reach.
+            also: other snapshots, restored together with this one: of the loader's position, for example.
             on: the device for the copies; default: the device of each original.
         """
         modules = list(modules)
@@ -97,9 +104,7 @@ class State:
             saved.optimizer(optimizer)
         add_foreign(saved, list(code))
         # Restored in this order. Flags come last, because reverting a technique changes them.
-        return cls(
-            saved, RandomState.capture([loader, *modules, *code, optimizer]), LoaderPosition(loader), _BackendFlags()
-        )
+        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, _BackendFlags())
 
     def restore(self) -> None:
         """Restore everything to the captured state. May be called any number of times.

@@ -183,7 +183,7 @@ class MfuCounter:
             TypeError: for a ``ScriptModule``, whose calls cannot be seen.
             ValueError: the model is wrapped already.
         """
-        self._calls.add(count_calls(self, model))
+        self._calls.add(count_calls(self._core, model, lambda: self.flops_per_step))
         return model
 
     def reset(self) -> None:

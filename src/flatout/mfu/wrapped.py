@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,20 +22,26 @@ from flatout.mfu.ranges import range
 from flatout.mfu.signatures import CountedWork
 from flatout.native._host import PHASES, StepCounter
 
-if TYPE_CHECKING:
-    from flatout.mfu.counter import MfuCounter
-
 FORWARD, BACKWARD, UPDATE = map(PHASES.index, ("forward", "backward", "update"))
 
 
-def count_calls(counter: MfuCounter, model: nn.Module) -> Calls:
-    """Count the training steps of ``model`` on ``counter`` for as long as the model lives."""
+FlopsPerStep = Callable[[], float | FlopCount | None]
+"""Returns the FLOPs of a step that the user gave; None if calls have to be counted."""
+
+
+def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> Calls:
+    """Count the training steps of ``model`` on ``core`` for as long as the model lives.
+
+    Raises:
+        TypeError: the model is a ``ScriptModule``.
+        ValueError: the model is wrapped already.
+    """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("the calls of a ScriptModule cannot be seen: use counter.step in the loop instead")
     counted_by = getattr(type(model), "flatout_calls", None)
     if counted_by is not None and counted_by.are_of(model):  # a copy may share the class
         raise ValueError(f"this {type(model).__name__} is wrapped already")
-    calls = Calls(counter, model)
+    calls = Calls(core, model, flops_per_step)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(counted, self).__call__
@@ -77,8 +83,9 @@ class Calls:
     before the next forward.
     """
 
-    def __init__(self, counter: MfuCounter, model: nn.Module) -> None:
-        self._counter = counter
+    def __init__(self, core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> None:
+        self._core = core
+        self._flops_per_step = flops_per_step
         self._model = weakref.ref(model)
         self._work = CountedWork(self._counted)
         self._steps: dict[int, UnderWay] = {}
@@ -89,10 +96,6 @@ class Calls:
 
     def __del__(self) -> None:
         self.settle()  # the model is gone: nothing follows its last step
-
-    @property
-    def _core(self) -> StepCounter:
-        return self._counter._core
 
     def are_of(self, module: nn.Module) -> bool:
         """Whether it is this module's calls that are counted."""
@@ -126,7 +129,8 @@ class Calls:
         samples, tokens, flops = self._work(*args, **kwargs)
         if step is None:
             step = self._steps[thread] = UnderWay(self._core.begin())
-        step.add(samples, tokens, flops if self._counter.flops_per_step is None else self._counter.flops_per_step)
+        given = self._flops_per_step()
+        step.add(samples, tokens, flops if given is None else given)
         self._core.mark(step.token, FORWARD)
         step.in_forward = True
         try:
@@ -207,7 +211,7 @@ class Calls:
         return True
 
     def _counted(self, *args: Any, **kwargs: Any) -> FlopCount | None:
-        if self._counter.flops_per_step is not None:
+        if self._flops_per_step() is not None:
             return None
         model = self._model()
         assert model is not None

@@ -1,11 +1,11 @@
-"""A plan: all buckets of an optimizer, and whether they still are what they were made for."""
+"""All buckets of an optimizer, and the check that they still fit it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,16 +25,26 @@ from flatout.optim.bucket import (
     takes,
 )
 
-if TYPE_CHECKING:
-    from flatout.optim.native_step import NativeStep
-
 _grads_are_apart = torch.ops.flatout.grads_are_apart
 _params = itemgetter("params")
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
 
 
-class Plan:
+class Bucketed(Protocol):
+    """Optimizer whose parameters are divided into buckets: ``NativeStep``."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind: ...
+
+    def _streams(self, group: dict[str, Any]) -> tuple[str, ...]: ...
+
+    def _counts(self, group: dict[str, Any]) -> bool: ...
+
+
+class BucketPlan:
     """Which buckets an optimizer has, made anew as seldom as possible.
 
     What may change under it is looked at before each step, at C speed: who the parameters are, where their memory is,
@@ -55,7 +65,7 @@ class Plan:
         self._distributed = False  # there are DTensors
         self._redistributed = False  # some gradients of DTensors were redistributed into new tensors
 
-    def ready(self, optimizer: NativeStep) -> list[Bucket] | None:
+    def ready(self, optimizer: Bucketed) -> list[Bucket] | None:
         """The buckets with something to do, their gradients set; None when something is not for the kernels.
 
         Changes no parameter, and no state when the answer is None.
@@ -95,7 +105,7 @@ class Plan:
             and _grads_are_apart([bucket.handle for bucket in given])
         )
 
-    def _holds(self, optimizer: NativeStep) -> bool:
+    def _holds(self, optimizer: Bucketed) -> bool:
         return (
             self._where() == self._places
             and _forms(optimizer) == self._forms
@@ -118,7 +128,7 @@ class Plan:
             newcomers -= bucket.given
         return READY if newcomers == 0 else STALE
 
-    def _make(self, optimizer: NativeStep, params: list[Tensor], grads: list[Tensor | None]) -> int:
+    def _make(self, optimizer: Bucketed, params: list[Tensor], grads: list[Tensor | None]) -> int:
         self._buckets, self._params = [], []  # until done: nothing holds
         members = self._members | {i for i, grad in enumerate(grads) if grad is not None}
         # All are looked at before the first state is begun.
@@ -154,7 +164,7 @@ class Plan:
         self._state = _values(optimizer)
         return self._set_grads(grads)
 
-    def _kinds(self, optimizer: NativeStep, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
+    def _kinds(self, optimizer: Bucketed, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
         """Positions of the members by what they have in common."""
         found: dict[tuple[Any, ...], list[int]] = {}
         groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
@@ -168,7 +178,7 @@ class Plan:
         ]
 
 
-def _begins_twice(optimizer: NativeStep, kind: Kind, params: list[Tensor]) -> bool:
+def _begins_twice(optimizer: Bucketed, kind: Kind, params: list[Tensor]) -> bool:
     """Return whether SGD is about to create the momentum buffer of a parameter that is listed twice.
 
     torch's loop sets the buffer to the gradient at each mention. Native steps would add the gradient to the same zeros
@@ -189,7 +199,7 @@ def _places(params: list[Tensor]) -> list[list[Any]]:
     return [list(map(look, params)) for look in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
 
-def _forms(optimizer: NativeStep) -> list[Any]:
+def _forms(optimizer: Bucketed) -> list[Any]:
     """Per group, all that its buckets depend on and a user may change between steps."""
     return [
         (len(group["params"]), optimizer._streams(group), optimizer._counts(group), options.form(group))
@@ -197,5 +207,5 @@ def _forms(optimizer: NativeStep) -> list[Any]:
     ]
 
 
-def _values(optimizer: NativeStep) -> list[Any]:
+def _values(optimizer: Bucketed) -> list[Any]:
     return [value for entry in optimizer.state.values() if isinstance(entry, dict) for value in entry.values()]

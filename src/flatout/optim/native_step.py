@@ -14,7 +14,7 @@ from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.optim import options
 from flatout.optim.atomic_update import AllOrNothing, UpdateCutInHalf
 from flatout.optim.bucket import Bucket, Kind, keep_moment
-from flatout.optim.bucket_plan import Plan
+from flatout.optim.bucket_plan import BucketPlan
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded
 from flatout.optim.ema import Averages
 
@@ -213,7 +213,7 @@ class NativeStep(torch.optim.Optimizer):
         if any(map(_only_the_device_knows, self.param_groups)):
             return None
         if "_plan" not in self.__dict__:
-            self._plan = Plan()
+            self._plan = BucketPlan()
         # State made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)

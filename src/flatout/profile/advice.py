@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flatout.core import formatting
 from flatout.core.machine import usable_cores
-from flatout.profile.model import Cause, Profile
+from flatout.profile.model import Cause, ProfileData
 from flatout.profile.trace import Trace
 from flatout.profile.wording import ms
 
@@ -17,7 +17,7 @@ Advice = Iterator[tuple[float, str]]
 """Seconds per step that are at stake, and the sentence."""
 
 
-def advise(profile: Profile, trace: Trace) -> tuple[str, ...]:
+def advise(profile: ProfileData, trace: Trace) -> tuple[str, ...]:
     """Sentences, the costliest matter first.
 
     Args:
@@ -42,7 +42,7 @@ def advise(profile: Profile, trace: Trace) -> tuple[str, ...]:
     return tuple(sentences) or ("Nothing sticks out: the time goes into many small things.",)
 
 
-def _loader(profile: Profile, trace: Trace) -> Advice:
+def _loader(profile: ProfileData, trace: Trace) -> Advice:
     cost = _idle(profile, "loader") if trace.device else profile.phases["loader_wait"]
     line = next(iter(trace.hot_lines("loader_wait")), "")
     if line:  # samples are made on this thread
@@ -58,7 +58,7 @@ def _loader(profile: Profile, trace: Trace) -> Advice:
     yield cost, f"Waiting for data takes {_of_a_step(profile, cost)}. {remedy}"
 
 
-def _own_code(profile: Profile, trace: Trace) -> Advice:
+def _own_code(profile: ProfileData, trace: Trace) -> Advice:
     cost = _idle(profile, "own code") if trace.device else profile.phases["host_idle"]
     line, most = next(iter(trace.hot_lines("host_idle").items()), ("", 0.0))
     where = f" Most of it is {line} ({ms(most)})." if most > cost / 4 else ""
@@ -69,7 +69,7 @@ def _own_code(profile: Profile, trace: Trace) -> Advice:
     )
 
 
-def _update(profile: Profile, trace: Trace) -> Advice:
+def _update(profile: ProfileData, trace: Trace) -> Advice:
     # An update is memory traffic, cheap beside forward and backward: only what is beyond a tenth of them is at stake.
     excess = profile.phases["update"] - 0.1 * (profile.phases["forward"] + profile.phases["backward"])
     names = {event.name for event in trace.host}
@@ -85,7 +85,7 @@ def _update(profile: Profile, trace: Trace) -> Advice:
     yield excess, f"The optimizer's update takes {ms(profile.phases['update'])} of a step{remedy}"
 
 
-def _idling(profile: Profile) -> Advice:
+def _idling(profile: ProfileData) -> Advice:
     """What the gaps of a GPU tell, besides the loader's and the loop's own."""
     for gap in profile.gaps:
         if gap.cause == "sync":
@@ -111,7 +111,7 @@ def _idling(profile: Profile) -> Advice:
     )
 
 
-def _operator(profile: Profile) -> Advice:
+def _operator(profile: ProfileData) -> Advice:
     # Custom operators, optimizers' and what torch.compile wrote are as they are.
     top = next(iter(profile.operators), None)
     if top is None or not top.name.startswith("aten::") or top.name.startswith(("aten::_fused_", "aten::_foreach_")):
@@ -126,7 +126,7 @@ def _operator(profile: Profile) -> Advice:
     )
 
 
-def _would_wait(profile: Profile) -> list[str]:
+def _would_wait(profile: ProfileData) -> list[str]:
     here = [f"{sync.where} ({sync.what})" for sync in profile.syncs if sync.where]
     if not here:
         return []
@@ -134,9 +134,9 @@ def _would_wait(profile: Profile) -> list[str]:
     return [f"On a GPU these would make Python wait for it, for free on this CPU: {', '.join(here[:3])}{more}."]
 
 
-def _idle(profile: Profile, cause: Cause) -> float:
+def _idle(profile: ProfileData, cause: Cause) -> float:
     return sum(gap.seconds for gap in profile.gaps if gap.cause == cause)
 
 
-def _of_a_step(profile: Profile, cost: float) -> str:
+def _of_a_step(profile: ProfileData, cost: float) -> str:
     return f"{formatting.share(cost / profile.seconds)} of a step ({ms(cost)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from flatout.core import formatting
-from flatout.profile.model import PHASES, Memory, Profile, Step
+from flatout.profile.model import PHASES, Memory, ProfileData, Step
 from flatout.profile.wording import LOOKS, ms
 from flatout.report.charts import WIDTH, Part, level, stacked, svg
 
@@ -13,7 +13,7 @@ _BEGIN = 64  # room for numbers, left of the plot
 _TOP = 8
 
 
-def mean(profile: Profile) -> str:
+def mean(profile: ProfileData) -> str:
     """The mean step as one stacked bar; with a GPU a second one, of what it worked for."""
     rows = {"host": profile.phases} | ({"GPU": profile.device_phases} if profile.device_phases else {})
     bars = {

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from flatout.profile.events import Event
 from flatout.profile.model import Cause, Gaps, Phase
-from flatout.profile.trace import Event, Trace
+from flatout.profile.trace import Trace
 
 
 @dataclass(frozen=True)

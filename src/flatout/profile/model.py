@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from os import PathLike, fspath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Literal, get_args
-
-from rich.console import Console, ConsoleOptions, RenderableType
-
-from flatout.report.shown import Shown
-
-SCHEMA_VERSION = 1
-"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
+from typing import Literal, get_args
 
 Phase = Literal["loader_wait", "h2d", "forward", "backward", "update", "host_idle"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -137,10 +128,8 @@ def _remove(folder: str, owner: int) -> None:
 
 
 @dataclass(frozen=True)
-class Profile(Shown):
-    """Where the time of training steps goes.
-
-    ``print(profile)`` gives text, ``rich.print(profile)`` colour, a Jupyter cell a page with charts.
+class ProfileData:
+    """Time of training steps by part, operator and line of code.
 
     Attributes:
         steps: what each profiled step took.
@@ -160,8 +149,6 @@ class Profile(Shown):
         environment: what the figures must be read with.
         trace: the file behind ``to_chrome_trace``; None for a profile that was read or made by hand.
     """
-
-    _TITLE = "flatout profile"
 
     steps: tuple[Step, ...]
     seconds: float
@@ -185,35 +172,3 @@ class Profile(Shown):
         if not self.device_phases:
             return None
         return 1 - sum(gap.seconds for gap in self.gaps) / self.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = asdict(replace(self, trace=None))
-        del plain["trace"]
-        return {"schema": SCHEMA_VERSION, **plain}
-
-    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Writes the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
-
-        Raises:
-            ValueError: there is no trace: this profile was not recorded here.
-        """
-        if self.trace is None:
-            raise ValueError("this profile has no trace: it was not recorded in this process")
-        opened = gzip.open(path, "wb") if fspath(path).endswith(".gz") else open(path, "wb")  # noqa: SIM115
-        with opened as to, open(self.trace.path, "rb") as trace:
-            shutil.copyfileobj(trace, to)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from flatout.profile import terminal
-
-        yield from terminal.render(self, options)
-
-    def __str__(self) -> str:
-        from flatout.profile import terminal
-
-        return terminal.to_text(self)
-
-    def _fragment(self) -> str:
-        from flatout.profile import page
-
-        return page.fragment(self)

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
 
+from flatout.profile.events import Event
 from flatout.profile.model import PHASES, Operator, Phase
-from flatout.profile.trace import Event, Trace
+from flatout.profile.trace import Trace
 
 
 def operators(trace: Trace, limit: int = 15) -> tuple[Operator, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.core import formatting
 from flatout.profile import charts, wording
-from flatout.profile.model import Profile
+from flatout.profile.model import ProfileData
 from flatout.profile.wording import ms
 from flatout.report.html import footer, table, text
 
@@ -16,14 +16,14 @@ _LOOKS = {
 }
 
 
-def fragment(profile: Profile) -> str:
+def fragment(profile: ProfileData) -> str:
     """The profile's parts, top to bottom, without document and style."""
     parts = [_header(profile), _advice(profile), _steps(profile), *map(_section, wording.sections(profile))]
     parts += [_memory(profile), _commands(profile), footer(profile.environment)]
     return f"<section>{''.join(parts)}</section>"
 
 
-def _header(profile: Profile) -> str:
+def _header(profile: ProfileData) -> str:
     rate = f" {formatting.count(profile.samples / profile.seconds)} samples per second." if profile.samples else ""
     verdict = f"<p>{text(profile.verdict)}</p>" if profile.verdict else ""
     return (
@@ -33,12 +33,12 @@ def _header(profile: Profile) -> str:
     )
 
 
-def _advice(profile: Profile) -> str:
+def _advice(profile: ProfileData) -> str:
     items = "".join(f"<li>{text(sentence)}</li>" for sentence in profile.advice)
     return f'<h2>What to do, the costliest first</h2><ol class="why">{items}</ol>'
 
 
-def _steps(profile: Profile) -> str:
+def _steps(profile: ProfileData) -> str:
     legend = " ".join(
         f'<i class="key" style="background:{look.colour}"></i>{look.name} '
         f"{formatting.share(profile.phases[phase] / profile.seconds)}"
@@ -66,7 +66,7 @@ def _section(section: wording.Section) -> str:
     return f"<h2>{section.title}</h2>{note}{table(headings, (f'<tr>{row}</tr>' for row in map(''.join, cells)))}"
 
 
-def _memory(profile: Profile) -> str:
+def _memory(profile: ProfileData) -> str:
     if profile.memory is None:
         return ""
     total = sum(step.seconds for step in profile.steps)
@@ -74,7 +74,7 @@ def _memory(profile: Profile) -> str:
     return f'<h2>Memory</h2><p class="quiet">{note}.</p>{charts.memory(profile.memory, total)}'
 
 
-def _commands(profile: Profile) -> str:
+def _commands(profile: ProfileData) -> str:
     if not profile.commands:
         return ""
     listed = "".join(f'<p class="why"><code>{text(line)}</code></p>' for line in profile.commands)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from flatout.profile.events import Event
 from flatout.profile.model import Phase
-
-if TYPE_CHECKING:
-    from flatout.profile.trace import Event, Trace
 
 _MARKED: dict[str, Phase] = {
     "flatout.loader_wait": "loader_wait",
@@ -39,19 +37,24 @@ class Span(NamedTuple):
 class Parts:
     """The whole time of the main thread, divided.
 
+    Args:
+        main: events of the main thread, in order of their start.
+        trained: operators of the main thread's forwards that a backward followed.
+        uploads: calls of the main thread that copy to the device.
+        end: end of the last step.
+
     Attributes:
         spans: in order, without gap or overlap; what is nothing else is ``host_idle``.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        main = [event for event in trace.host if event.thread == trace.main]
+    def __init__(self, main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float) -> None:
         marked = [
             Span(event.start, event.end, _MARKED[event.name])
             for event in main
             if event.kind == "user_annotation" and event.name in _MARKED
         ]
         known = {span.phase for span in marked}
-        found = marked + [span for span in _inferred(trace, main) if span.phase not in known]
+        found = marked + [span for span in _inferred(main, trained, uploads, end) if span.phase not in known]
         self.spans = _flat([*found, *_losses(found)])
         self._starts = [span.start for span in self.spans]
 
@@ -67,7 +70,7 @@ class Parts:
             yield Span(max(span.start, start), min(span.end, end), span.phase)
 
 
-def _inferred(trace: Trace, main: list[Event]) -> Iterator[Span]:
+def _inferred(main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float) -> Iterator[Span]:
     """What torch itself tells of the parts, marked or not."""
     for event in _outermost(event for event in main if event.name.endswith(_BACKWARD)):
         yield Span(event.start, event.end, "backward")
@@ -75,12 +78,11 @@ def _inferred(trace: Trace, main: list[Event]) -> Iterator[Span]:
         yield Span(event.start, event.end, "update")
 
     calls = _outermost(event for event in main if event.name.startswith("nn.Module: "))
-    operators = [event for event in trace.differentiated if event.thread == trace.main]
-    trained = sorted(operator.start for operator in operators)
+    starts = sorted(operator.start for operator in trained)
     learning = {
         event
-        for event in (*calls, *operators)
-        if bisect_left(trained, event.start) < bisect_right(trained, event.end)
+        for event in (*calls, *trained)
+        if bisect_left(starts, event.start) < bisect_right(starts, event.end)
         and not any(outer.name.endswith(_BACKWARD) for outer in event.ancestors())  # recomputes a forward
     }
     for event in learning:
@@ -88,16 +90,14 @@ def _inferred(trace: Trace, main: list[Event]) -> Iterator[Span]:
 
     waits = _outermost(event for event in main if event.name.startswith("enumerate(DataLoader)#"))
     for wait, following in zip_longest(waits, waits[1:]):
-        until = trace.end if following is None else following.start
+        until = end if following is None else following.start
         fed = [call for call in calls if wait.end <= call.start < until]
         if not fed or not learning.isdisjoint(fed):  # else it feeds an evaluation
             yield Span(wait.start, wait.end, "loader_wait")
 
-    for copy in trace.device:
-        call = trace.launch_of(copy) if copy.kind == "gpu_memcpy" and "HtoD" in copy.name else None
-        if call is not None and call.thread == trace.main:
-            *_, outermost = call, *(event for event in call.ancestors() if event.name in _COPIES)
-            yield Span(outermost.start, outermost.end, "h2d")
+    for call in uploads:
+        *_, outermost = call, *(event for event in call.ancestors() if event.name in _COPIES)
+        yield Span(outermost.start, outermost.end, "h2d")
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:

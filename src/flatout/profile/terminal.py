@@ -12,7 +12,7 @@ from rich.text import Text
 
 from flatout.core import formatting
 from flatout.profile import wording
-from flatout.profile.model import PHASES, Profile
+from flatout.profile.model import PHASES, ProfileData
 from flatout.profile.wording import ms
 from flatout.report import terminal
 
@@ -23,7 +23,7 @@ Say = Callable[..., Text]
 """Text for this terminal: (text, style)."""
 
 
-def render(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType]:
+def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[RenderableType]:
     """The parts of the summary, top to bottom, for a console of ``options.max_width`` columns."""
     plain = options.ascii_only
 
@@ -67,12 +67,12 @@ def continued(command: str, width: int) -> str:
     return " \\\n".join(lines)
 
 
-def to_text(profile: Profile, width: int | None = None, ascii_only: bool | None = None) -> str:
+def to_text(profile: ProfileData, width: int | None = None, ascii_only: bool | None = None) -> str:
     """The summary as plain text; see ``report.terminal.plain_text``."""
     return terminal.plain_text(lambda options: render(profile, options), width, ascii_only)
 
 
-def _phases(profile: Profile, width: int, say: Say) -> Table:
+def _phases(profile: ProfileData, width: int, say: Say) -> Table:
     on_gpu = bool(profile.device_phases)
     headings = [("", True), ("part of the step", False), ("host" if on_gpu else "time", True), ("", False)]
     table = _table([*headings, ("GPU", True)] if on_gpu else headings)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from flatout.profile.events import RUNTIME, Event
 from flatout.profile.model import Phase
 from flatout.profile.parts import Parts
 from flatout.profile.places import is_users
@@ -24,49 +24,11 @@ BOUNDARY = "flatout.boundary"
 """Annotation of no length between two steps."""
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_RUNTIME = {"cuda_runtime", "cuda_driver"}
-_HOST = {"cpu_op", "user_annotation", "python_function", *_RUNTIME}
+_HOST = {"cpu_op", "user_annotation", "python_function", *RUNTIME}
 _ARGUMENTS = re.compile(r'(?<="args": \{\n).*(?=\n)')
 _NAME = re.compile(r'(?<="name": ").*(?=",(?: "pid": .*)?$)', re.MULTILINE)  # not escaped by torch before 2.14
 _TEXT = re.compile(r'(?<=": ").*?(?="(?:, "[A-Z][A-Za-z ]*": |$))')
 _FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
-
-
-@dataclass(eq=False)
-class Event:
-    """Something that took time on a thread of the host, or on a stream of a device.
-
-    Attributes:
-        parent: the shortest event of the same thread that holds this one.
-    """
-
-    name: str
-    kind: str
-    start: float
-    end: float
-    thread: Any
-    args: Mapping[str, Any]
-    parent: Event | None = field(default=None, repr=False)
-
-    @property
-    def duration(self) -> float:
-        return self.end - self.start
-
-    @property
-    def is_call(self) -> bool:
-        """Whether it is a call of the device's runtime or driver."""
-        return self.kind in _RUNTIME
-
-    def ancestors(self) -> Iterator[Event]:
-        """This event, the one that holds it, and so on outwards."""
-        event: Event | None = self
-        while event is not None:
-            yield event
-            event = event.parent
-
-    def operators(self) -> Iterator[Event]:
-        """Those of its ancestors that are operators of torch."""
-        return (event for event in self.ancestors() if event.kind == "cpu_op")
 
 
 class Trace:
@@ -141,7 +103,11 @@ class Trace:
     @cached_property
     def parts(self) -> Parts:
         """The parts of the steps on the main thread."""
-        return Parts(self)
+        main = [event for event in self.host if event.thread == self.main]
+        trained = [event for event in self.differentiated if event.thread == self.main]
+        uploads = (event for event in self.device if event.kind == "gpu_memcpy" and "HtoD" in event.name)
+        calls = (call for call in map(self.launch_of, uploads) if call is not None and call.thread == self.main)
+        return Parts(main, trained, list(calls), self.end)
 
     def phase_of(self, event: Event) -> Phase:
         """The part of a step that an event belongs to. autograd's own threads work while main is in backward."""

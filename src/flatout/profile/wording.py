@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from flatout.core import formatting
-from flatout.profile.model import Cause, Phase, Profile
+from flatout.profile.model import Cause, Phase, ProfileData
 
 
 class Look(NamedTuple):
@@ -48,7 +48,7 @@ def ms(seconds: float) -> str:
     return formatting.milliseconds(1e3 * seconds)
 
 
-def biggest(profile: Profile) -> str:
+def biggest(profile: ProfileData) -> str:
     """The largest part of a step, in words."""
     if profile.device_busy is not None and profile.device_busy < 0.9 and profile.gaps:
         worst = profile.gaps[0]
@@ -59,14 +59,14 @@ def biggest(profile: Profile) -> str:
     return f"{formatting.share(profile.phases[phase] / profile.seconds)} of it is {LOOKS[phase].name}"
 
 
-def basis(profile: Profile) -> str:
+def basis(profile: ProfileData) -> str:
     """What the figures rest on."""
     count = len(profile.steps)
     text = f"mean of {count} step{'s' * (count != 1)} under the profiler"
     return f"{text}; {ms(profile.unprofiled_seconds)} without it" if profile.unprofiled_seconds else text
 
 
-def peak(profile: Profile) -> str:
+def peak(profile: ProfileData) -> str:
     """The most memory that was taken, where that was, and what counts; empty when nothing was allocated."""
     if profile.memory is None:
         return ""
@@ -103,7 +103,7 @@ class Section:
         return [[cell(item) for _, _, cell in self.columns] for item in self.items]
 
 
-def sections(profile: Profile) -> Iterator[Section]:
+def sections(profile: ProfileData) -> Iterator[Section]:
     """The tables of a profile, in their order; those without a row are left out."""
     on_gpu = bool(profile.device_phases)
     if profile.gaps:

@@ -1,0 +1,3 @@
+"""Version of flatout."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,47 @@
+"""Events of a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RUNTIME = {"cuda_runtime", "cuda_driver"}
+"""Kinds of events that are calls of the device's runtime or driver."""
+
+
+@dataclass(eq=False)
+class Event:
+    """Something that took time on a thread of the host, or on a stream of a device.
+
+    Attributes:
+        parent: the shortest event of the same thread that holds this one.
+    """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    thread: Any
+    args: Mapping[str, Any]
+    parent: Event | None = field(default=None, repr=False)
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_call(self) -> bool:
+        """True for a call of the device's runtime or driver."""
+        return self.kind in RUNTIME
+
+    def ancestors(self) -> Iterator[Event]:
+        """This event, the one that holds it, and so on outwards."""
+        event: Event | None = self
+        while event is not None:
+            yield event
+            event = event.parent
+
+    def operators(self) -> Iterator[Event]:
+        """Those of its ancestors that are operators of torch."""
+        return (event for event in self.ancestors() if event.kind == "cpu_op")

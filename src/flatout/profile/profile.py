@@ -1,0 +1,55 @@
+"""``Profile``: a profile with its files and its looks."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from os import PathLike, fspath
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+
+from flatout.profile import page, terminal
+from flatout.profile.model import ProfileData
+from flatout.report.shown import Shown
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True)
+class Profile(ProfileData, Shown):
+    """Where the time of training steps goes: :class:`ProfileData` to look at.
+
+    ``print(profile)`` gives text, ``rich.print(profile)`` color, a Jupyter cell a page with charts.
+    """
+
+    _TITLE = "flatout profile"
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = asdict(replace(self, trace=None))
+        del plain["trace"]
+        return {"schema": SCHEMA_VERSION, **plain}
+
+    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Writes the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
+
+        Raises:
+            ValueError: there is no trace: this profile was not recorded here.
+        """
+        if self.trace is None:
+            raise ValueError("this profile has no trace: it was not recorded in this process")
+        opened = gzip.open(path, "wb") if fspath(path).endswith(".gz") else open(path, "wb")  # noqa: SIM115
+        with opened as to, open(self.trace.path, "rb") as trace:
+            shutil.copyfileobj(trace, to)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from terminal.render(self, options)
+
+    def __str__(self) -> str:
+        return terminal.to_text(self)
+
+    def _fragment(self) -> str:
+        return page.fragment(self)
