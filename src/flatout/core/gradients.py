@@ -226,15 +226,15 @@ def check(
     """
     check_max_norm(max_norm)
     places = _by_place(grads, norm_type)
-    (device, ranks), (native, others) = next(iter(places.items()))
+    (device, ranks), (ours, others) = next(iter(places.items()))
     if len(places) == 1 and ranks is None and not others:
-        return GradCheck(*_look_natively(native, on_device(inv_scale, device), max_norm, norm_type))
+        return GradCheck(*_look_natively(ours, on_device(inv_scale, device), max_norm, norm_type))
     looks = []
     for (device, ranks), (ours, others) in places.items():
         inverse = on_device(inv_scale, device)
         here = []
         if ours:
-            here.append(_look_natively(native, inverse, None, norm_type)[:2])
+            here.append(_look_natively(ours, inverse, None, norm_type)[:2])
         if others:
             norm = _norm(others, norm_type)
             here.append((_found_inf(others), norm if inverse is None else norm * inverse))
