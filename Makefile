@@ -85,11 +85,11 @@ $(VENV)/.dev: $(VENV)/.flatout
 
 # ---- lint --------------------------------------------------------------------------------------------------
 
-.PHONY: lint-checks lint-format lint-python lint-types
+.PHONY: lint-checks lint-format lint-python lint-imports lint-types
 lint: $(VENV)/.native $(VENV)/.dev
 	+@$(MAKE) --no-print-directory -j$(JOBS) lint-checks
 
-lint-checks: lint-format lint-python lint-types $(tidied)
+lint-checks: lint-format lint-python lint-imports lint-types $(tidied)
 
 lint-format: $(VENV)/.dev
 	$(VENV)/bin/clang-format --dry-run -Werror $(formatted)
@@ -97,6 +97,9 @@ lint-format: $(VENV)/.dev
 lint-python: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+lint-imports: $(VENV)/.dev
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 lint-types: $(VENV)/.dev
 	$(VENV)/bin/mypy

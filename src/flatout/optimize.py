@@ -56,6 +56,7 @@ from flatout.training.step_flops import peak_of
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.ranks import why_apart
+from flatout.tuning.size_trials import parts_that_fit
 from flatout.tuning.tuner import Tuner
 
 ADVICE_SHARE = 0.05
@@ -356,7 +357,7 @@ def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, loo
         asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
         rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
     bench.rewind()
-    parts = BATCH_SIZE.fit(job) if looks else None
+    parts = parts_that_fit(job) if looks else None
     bench.rewind()
     if parts is not None:
         why = f"whole batches do not fit into memory: they are computed in parts, {job.stepper.micro_batches.result()}"

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class
+from flatout.core.process_group import group_size
 from flatout.mfu.counting import is_counting
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
@@ -215,7 +216,7 @@ class Calls:
             return None
         model = self._model()
         assert model is not None
-        if _processes() > 1:  # each counts when it has the time: none may wait for another meanwhile
+        if group_size() > 1:  # each counts when it has the time: none may wait for another meanwhile
             raise RuntimeError("several processes train together: give MfuCounter flops_per_step")
         return count_flops(model, *args, **kwargs)
 
@@ -240,11 +241,6 @@ def _listen_to_updates() -> None:
     """One hook for all, for good: a model may be collected while torch goes through the hooks, and removing its own
     then would break that."""
     register_optimizer_step_post_hook(behind_update)
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _is_transformed() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from flatout.core.errors import Unsuitable
 from flatout.core.toggle import Toggle
@@ -226,6 +226,40 @@ class StepTechnique(Measured):
     @abstractmethod
     def candidates(self, job: Job) -> Sequence[Switch]:
         """Switches to try, most promising first."""
+
+
+class SizeRange(NamedTuple):
+    """Numbers of samples that a search may try, and the present one."""
+
+    now: int
+    smallest: int
+    largest: int
+
+
+class SizeTechnique(StepTechnique):
+    """Technique whose only candidate is a number of samples, which the tuner finds by timing steps."""
+
+    @abstractmethod
+    def sizes(self, job: Job) -> SizeRange:
+        """Return the numbers of samples to search.
+
+        Raises:
+            NotApplicable: nothing can be searched.
+        """
+
+    @abstractmethod
+    def candidate(self, job: Job, samples: int, reason: str) -> Switch:
+        """Return the candidate for a number of samples.
+
+        Args:
+            job: the training.
+            samples: result of the search.
+            reason: result of the search, in one sentence.
+        """
+
+    def candidates(self, job: Job) -> Sequence[Switch]:
+        """Return no candidate, because there is none before a search."""
+        return ()
 
 
 class LoaderTechnique(Measured):

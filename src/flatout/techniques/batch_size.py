@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, to_device
+from flatout.core.process_group import group_size
 from flatout.data import seed_samples
 from flatout.data.loaders import (
     RESIZED_FROM,
@@ -22,10 +19,8 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
-from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
+from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique, Switch
 from flatout.training.autocast import autocast_dtype
-from flatout.training.micro_batches import part_sizes
-from flatout.tuning.size_trials import SizeTrials, memory_limit
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -93,7 +88,7 @@ class BatchSwitch(Switch):
             self._parked[job] = loader, source, (), expected_steps
 
 
-class BatchSize(StepTechnique):
+class BatchSize(SizeTechnique):
     """Finds the micro-batch that trains fastest, without running out of memory.
 
     Steps of a few sizes are timed, and their memory measured, which shows what larger ones would take. What is found
@@ -129,23 +124,20 @@ class BatchSize(StepTechnique):
         """The steps of the search; where they may grow, those of larger sizes count for more."""
         return (4 if job.spec.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
-        """The fastest size that is found."""
+    def sizes(self, job: Job) -> SizeRange:
+        """Return sizes of the loader's batches, or of their parts."""
         reason = self._why_not_search(job)
         if reason:
             raise NotApplicable(reason)
         own, largest = size_of(job), self._largest(job)
         now = job.stepper.micro_batches.size or (own if job.spec.resizes else largest)
-        try:
-            found = SizeTrials(job).find(now, smallest=min(SMALLEST, now), largest=max(now, largest))
-        except Exception as error:  # of the user's code, which may know one size only
-            raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
-        if found.samples is None or found.samples == now:
-            raise NothingBetter(found.reason)
+        return SizeRange(now, smallest=min(SMALLEST, now), largest=max(now, largest))
+
+    def candidate(self, job: Job, samples: int, reason: str) -> Switch:
+        """Return a batch of another size, or parts of one."""
         if job.spec.resizes:
-            return [BatchSwitch(job, samples=found.samples, reason=found.reason)]
-        micro_batch = None if found.samples >= largest else found.samples
-        return [BatchSwitch(job, micro_batch=micro_batch, reason=found.reason)]
+            return BatchSwitch(job, samples=samples, reason=reason)
+        return BatchSwitch(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)
 
     def found(self, candidate: BatchSwitch) -> str:
         """What the search saw."""
@@ -174,27 +166,8 @@ class BatchSize(StepTechnique):
                 raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
         return BatchSwitch(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
 
-    def fit(self, job: Job) -> Switch | None:
-        """Parts that fit into memory, where whole batches do not; None where they do.
-
-        Raises:
-            torch.OutOfMemoryError: a single sample does not fit either, or batches cannot be taken apart.
-        """
-        if _is_one_of_several():
-            return None
-        largest, trials = max(map(batch_size_of, job.data.batches)), SizeTrials(job)
-        if trials.fits(largest):
-            return None
-        too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"
-        if resized(job.data.batches[0], 1) is None:
-            raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
-        samples = trials.most_that_fit(largest - 1)
-        if samples is None:
-            raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
-        return BatchSwitch(job, micro_batch=max(part_sizes(largest, samples)))
-
     def _why_not_search(self, job: Job) -> str:
-        if _is_one_of_several():
+        if group_size() > 1:
             return "several processes train together: each would find a size of its own"
         if job.spec.resizes:
             return ""
@@ -228,10 +201,6 @@ def size_of(job: Job) -> int:
 def _unseeded(loader: Any) -> Any:
     """The loader that one with a seed for each sample was made of."""
     return getattr(loader, SEEDED_FROM, loader)
-
-
-def _is_one_of_several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_size(value: Any) -> bool:

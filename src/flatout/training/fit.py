@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 from flatout.core.kinds import check_kinds, check_number
+from flatout.core.process_group import group_size
 from flatout.data.remote import WorkerError
 from flatout.training.checkpoint.folder import Folder
 from flatout.training.checkpoint.termination import Termination
@@ -94,7 +94,7 @@ class Keeper:
     """
 
     def __init__(self, run: Trainable, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if group_size() > 1:
             raise RuntimeError(
                 "checkpoint_dir is for one process: several would write the same files, and stop at different steps; "
                 "run.save and run.load go on with a file for each rank"

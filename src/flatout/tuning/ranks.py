@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flatout.core.dtensor import is_distributed
+from flatout.core.process_group import group_size
 from flatout.data.loaders import TORCHS_SAMPLERS
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
@@ -21,7 +22,7 @@ _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 def world_size() -> int:
     """Return the number of ranks: the process group's size, else torchrun's ``WORLD_SIZE``, else 1."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
+        return group_size()
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if size.isdecimal() else 1
 

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, tensors_within
 from flatout.core.machine import available_memory
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.core.process_group import group_size
+from flatout.techniques.batch_size import BatchSwitch
+from flatout.training.micro_batches import part_sizes
 from flatout.tuning.size_finder import Found, Probe, find
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import seconds
@@ -153,3 +157,23 @@ def memory_limit(job: Job) -> float:
         unused = available_memory()
     left = (1 - MARGIN) * (unused + resident_bytes(job))
     return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)
+
+
+def parts_that_fit(job: Job) -> BatchSwitch | None:
+    """Return the largest parts of batches that memory holds; None if it holds whole batches.
+
+    Raises:
+        torch.OutOfMemoryError: memory holds no single sample, or batches cannot be split.
+    """
+    if group_size() > 1:
+        return None
+    largest, trials = max(map(batch_size_of, job.data.batches)), SizeTrials(job)
+    if trials.fits(largest):
+        return None
+    too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"
+    if resized(job.data.batches[0], 1) is None:
+        raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
+    samples = trials.most_that_fit(largest - 1)
+    if samples is None:
+        raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
+    return BatchSwitch(job, micro_batch=max(part_sizes(largest, samples)))

@@ -24,6 +24,7 @@ from flatout.techniques import (
     NotApplicable,
     NothingBetter,
     PairSwitch,
+    SizeTechnique,
     Source,
     StepTechnique,
     Switch,
@@ -32,6 +33,7 @@ from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdic
 from flatout.tuning.bench import COSTS_SHARE, Bench, off, on
 from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
 from flatout.tuning.loader_timer import Stretch, Track, pace_of
+from flatout.tuning.size_trials import SizeTrials
 from flatout.tuning.statistics import paired_gain
 from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
 
@@ -176,7 +178,7 @@ class Tuner:
     # -- trials of the step ----------------------------------------------------------------------------------
 
     def _decide_step(self, technique: StepTechnique, row: Row) -> Row:
-        trials, best = self._try_all(technique.candidates(self._bench.job), technique)
+        trials, best = self._try_all(self._candidates(technique), technique)
         if best is None and any(trial.gain is not None and not trial.failure for trial in trials):
             for companion in self._companions(technique):
                 more, best = self._try_pairs(technique, companion)
@@ -190,6 +192,19 @@ class Tuner:
         row = verdict(row, trials, best and best[0])
         found = technique.found(best[1]) if best else ""
         return replace(row, why=f"{row.why}; {found}") if found else row
+
+    def _candidates(self, technique: StepTechnique) -> Sequence[Switch]:
+        job = self._bench.job
+        if not isinstance(technique, SizeTechnique):
+            return technique.candidates(job)
+        now, smallest, largest = technique.sizes(job)
+        try:
+            found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
+        except Exception as error:  # of the user's code, which may accept one size only
+            raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
+        if found.samples is None or found.samples == now:
+            raise NothingBetter(found.reason)
+        return [technique.candidate(job, found.samples, found.reason)]
 
     def _try_all(
         self, candidates: Sequence[SwitchT], *held_to: StepTechnique
