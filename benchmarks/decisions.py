@@ -21,7 +21,7 @@ from support.training_jobs import JOBS, Job
 from support.turns import Lane, Rates, closing, fastest, ratio, take_turns
 
 from flatout.core.machine import usable_cores
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 
 CONVERTED = {
     "precision": "bf16",
@@ -50,7 +50,7 @@ def switches() -> dict[str, Any]:
 def combinations(job: Job) -> dict[str, Lane]:
     """A lane for each combination that serves the job, by what it turns on."""
     lanes: dict[str, Lane] = {}
-    plain = State.capture([])
+    plain = Snapshot.capture([])
     for on in itertools.product((False, True), repeat=len(switches())):
         forced = {name: value if each else False for (name, value), each in zip(switches().items(), on, strict=True)}
         with contextlib.suppress(ValueError):  # one of them does not apply
@@ -69,7 +69,7 @@ def _name(decisions: dict[str, Any]) -> str:
 def test_choice(name: str, benchmark) -> None:
     """Times the choice; the best of all combinations takes turns with it and is in ``extra_info``."""
     job = JOBS[name]()
-    plain = State.capture([])
+    plain = Snapshot.capture([])
     run, _ = tuned(job, techniques=APART, budget=BUDGET)
     chosen = _name(run.plan.decisions)
     plain.restore()

@@ -29,7 +29,7 @@ from support.turns import Alone, Lane, alone, closing, ratio, take_turns
 
 import flatout
 from flatout.core import formatting
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.data import map_tensors, to_device
 from flatout.mfu import FlopCount, count_flops, peak_flops
 
@@ -45,7 +45,7 @@ TURN = 1.0 if ON_GPU else 0.1
 @pytest.fixture(autouse=True)
 def as_it_came() -> Iterator[None]:
     """Flags are put back, and the device's memory is given back, after each job."""
-    state = State.capture([])
+    state = Snapshot.capture([])
     yield
     state.restore()
     gc.collect()

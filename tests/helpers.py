@@ -64,7 +64,7 @@ def trained_state(model, optimizer=None):
 
 
 def snapshot(model, optimizer=None):
-    """Everything that ``State`` promises to restore, as comparable plain data."""
+    """Everything that ``Snapshot`` promises to restore, as comparable plain data."""
     seen = {
         "parameters": {n: _picture(p) for n, p in model.named_parameters(remove_duplicate=False)},
         "grads": {n: None if p.grad is None else _picture(p.grad) for n, p in model.named_parameters()},

@@ -178,7 +178,7 @@ class Device:
     def watch(self, stop_after: int, losses: Iterable[float]) -> None:
         model = nn.Linear(8, 3)
         job = job_of(model, [], torch.optim.SGD(model.parameters(), lr=0.01))
-        watch = non_finite.FiniteWatch(job, stop_after)
+        watch = non_finite.NonFiniteMonitor(job, stop_after)
         for self.step, loss in enumerate(losses, 1):
             if self.step >= watch.next_look:
                 watch.look(self.step, OnDevice(torch.tensor(loss)), None)

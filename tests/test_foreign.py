@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.helpers import Operators, bits, snapshot
 from tests.jobs import NO_TECHNIQUES, QUICK, train, tried
 
@@ -298,7 +298,7 @@ def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
         return functional.mse_loss(model(batch[0]), teacher(batch[0]) + bias)
 
     with Operators() as seen:
-        State.capture([], code=[compute_loss])
+        Snapshot.capture([], code=[compute_loss])
     assert not {"aten::clone", "aten::_to_copy"} & {*seen.names}
     model, batches, opt = make_job()
     before = snapshot(teacher)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from support.loops import DEVICE
 
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.monitor import GpuSample, Sample, Sampler
 from flatout.tuning.trial import synchronize
 
@@ -36,7 +36,7 @@ class Lane:
     def __init__(self, name: str, steps: Iterator[int]) -> None:
         self.name = name
         self._steps = steps
-        self._state = State.capture([])
+        self._state = Snapshot.capture([])
         self._steps_per_second: float | None = None
 
     def turn(self, seconds: float) -> float:
@@ -47,7 +47,7 @@ class Lane:
         steps = max(1, round(seconds * self._steps_per_second))
         samples, took = self._train(steps)
         self._steps_per_second = steps / took
-        self._state = State.capture([])
+        self._state = Snapshot.capture([])
         return samples / took
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ def ratio(rates: Rates, one: str, other: str) -> float:
 @contextlib.contextmanager
 def closing(lanes: Sequence[Lane | LaneApart]) -> Iterator[None]:
     """Ends the lanes, and leaves the process as it was."""
-    state = State.capture([])
+    state = Snapshot.capture([])
     try:
         yield
     finally:

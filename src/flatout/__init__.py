@@ -6,16 +6,17 @@ checklist on the user's own step, keeps what pays, undoes what does not, and ``p
 
 from flatout import native  # noqa: I001, F401  (first: it refuses a torch that is too old)
 from flatout import amp, data, mfu, optim
-from flatout.training.checkpoint.file import DamagedCheckpoint
+from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
 from flatout.plan import Plan
 from flatout.report import Report
+from flatout.core.deprecated import old_names
 from flatout.core.reproducible import reproducible
 from flatout.core.version import __version__
 from flatout.run import Run, undo
 
 __all__ = [
-    "DamagedCheckpoint",
+    "CorruptCheckpointError",
     "Plan",
     "Report",
     "Run",
@@ -28,3 +29,5 @@ __all__ = [
     "reproducible",
     "undo",
 ]
+
+__getattr__ = old_names("flatout", {"DamagedCheckpoint": CorruptCheckpointError})

@@ -33,19 +33,19 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.cleanup import add_note, run_all
 from flatout.core.reproducible import check_seed, is_reproducible, seed_all
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches
-from flatout.data.replay_buffer import Replayed
+from flatout.data.replay_buffer import ReplayBuffer
 from flatout.plan import Plan, fingerprint
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Pace, Row, Summary
 from flatout.run import Run, attach, detach
-from flatout.techniques import PLANNED, REGISTRY, Advice, Measured, NotApplicable, Rule, Switch
+from flatout.techniques import PLANNED, REGISTRY, Advice, Candidate, Measured, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.determinism import seeded_where_random
-from flatout.training.batch_size_change import Change
+from flatout.training.batch_size_change import BatchSizeChange
 from flatout.training.device_verdict import judged
 from flatout.training.export import example_of
 from flatout.training.first_step import check_step
@@ -191,7 +191,7 @@ def optimize(
         warnings.warn(apart, RuntimeWarning, stacklevel=2)
     own_size = size_of(job)
     earlier = detach(model)
-    switches: dict[str, Switch] = {}
+    switches: dict[str, Candidate] = {}
     bench: Bench | None = None
     guard = contextlib.ExitStack()
     try:
@@ -199,7 +199,7 @@ def optimize(
             plan.check(fingerprint(model, optimizer, job.spec.device))
         check_applicable(job, choices, forced)
         rows = {row.technique: row for row in _apply_rules(job, switches)}
-        state = State.capture(spec.modules, optimizer, loader, spec.code, also=[LoaderPosition(loader)])
+        state = Snapshot.capture(spec.modules, optimizer, loader, spec.code, also=[LoaderPosition(loader)])
         guard.enter_context(state.guarded())
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
         taken = _take(job, bench.rewindable)
@@ -249,7 +249,7 @@ def optimize(
                     rows[technique.name] = _advise(technique, job, choices, budget if measures else 0)
         job.data.batches = ()
         for switch in bench.kept:
-            switch.trials_over()
+            switch.on_tuning_end()
         bench.rewind(to_train=False)
     except BaseException as error:
         restore: list[Callable[[], object]] = []
@@ -267,7 +267,7 @@ def optimize(
         seed_all(seed)
     kept = [*switches.values(), *bench.kept]
     if optimizer is not None and size_of(job) != own_size:
-        change = Change(
+        change = BatchSizeChange(
             rule=lr_rule,
             samples=(own_size * accumulate, size_of(job) * accumulate),
             updates=(math.ceil(_length(loader) / accumulate), math.ceil(_length(job.data.loader) / accumulate)),
@@ -304,7 +304,7 @@ def _saying(what: str) -> Iterator[None]:
     """Tell profilers, and a person at a terminal, what takes so long; start no thread for anybody else."""
     console = Console(stderr=True)
     said = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
-    with mfu.range(f"flatout: {what}"), said:
+    with mfu.nvtx_range(f"flatout: {what}"), said:
         yield
 
 
@@ -322,7 +322,7 @@ def _take(job: Job, rewindable: bool) -> list[Any]:
     if rewindable:
         taken = first_batches(loader, TRIAL_BATCHES)
     else:
-        job.data.source = Replayed(loader, TRIAL_BATCHES)
+        job.data.source = ReplayBuffer(loader, TRIAL_BATCHES)
         taken = job.data.source.read
     if not taken:
         raise ValueError("the loader is empty: it yielded no batch")
@@ -365,7 +365,7 @@ def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, loo
     return rows
 
 
-def _apply_rules(job: Job, switches: dict[str, Switch]) -> Iterator[Row]:
+def _apply_rules(job: Job, switches: dict[str, Candidate]) -> Iterator[Row]:
     """Turn on every rule that serves this job; ``switches`` receives what was turned on, by technique."""
     for technique in REGISTRY:
         if not isinstance(technique, Rule):
@@ -379,7 +379,7 @@ def _apply_rules(job: Job, switches: dict[str, Switch]) -> Iterator[Row]:
         if switch is not None:
             switches[technique.name] = switch
             switch.enable()
-        yield technique.row("kept", technique.kept_because)
+        yield technique.row("kept", technique.rationale)
 
 
 def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: float) -> Row:

@@ -87,7 +87,7 @@ class Plan:
 
         Raises:
             ValueError: the newest checkpoint holds no plan.
-            flatout.DamagedCheckpoint: there are checkpoints, and none can be read.
+            flatout.CorruptCheckpointError: there are checkpoints, and none can be read.
         """
         state = newest_in(folder)
         if state is None:

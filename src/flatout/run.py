@@ -18,7 +18,7 @@ from flatout.core.batches import batch_size_of, to_device
 from flatout.core.formatting import first_line
 from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
 from flatout.mfu import MfuCounter
@@ -26,7 +26,7 @@ from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
 from flatout.report import Report
-from flatout.techniques import Switch
+from flatout.techniques import Candidate
 from flatout.training import checkpoint, job_state
 from flatout.training.checkpoint.copies import mapped
 from flatout.training.device_verdict import judged
@@ -35,7 +35,7 @@ from flatout.training.fit import Fitted, Keeper, fit
 from flatout.training.job import Job
 from flatout.training.loader import TrainingLoader
 from flatout.training.logged_metrics import Logs
-from flatout.training.non_finite import FiniteWatch
+from flatout.training.non_finite import NonFiniteMonitor
 from flatout.training.progress_bar import EpochProgress
 from flatout.training.recovery import Recovery
 
@@ -109,11 +109,11 @@ class Run:
             job,
             self._counter,
             self._flush,
-            [switch.saw for switch in switches if isinstance(switch, Switch) and switch.watches],
+            [switch.saw for switch in switches if isinstance(switch, Candidate) and switch.watches],
         )
         self.logs = Logs()
         self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
-        self._finite = FiniteWatch(job)
+        self._finite = NonFiniteMonitor(job)
         self.steps = 0
         self.fitted = Fitted()
         self._writer = checkpoint.Writer()
@@ -190,7 +190,8 @@ class Run:
                 infinities or NaNs begin. Before that, the first bad loss that is read gives a warning.
             torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be taken apart; it says what would
                 help. The step has not been taken, and what was accumulated before it is lost only where it says so.
-            flatout.optim.UpdateCutInHalf: an optimizer that is not flatout's ran out of memory in the middle of a step.
+            flatout.optim.PartialUpdateError: an optimizer that is not flatout's ran out of memory in the middle of a
+                step.
         """
         if self._recovery is None:
             raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
@@ -285,7 +286,7 @@ class Run:
                 checkpoint is of another training.
             OSError: a checkpoint could not be written.
             RuntimeError: ``checkpoint_dir`` where several processes train together.
-            flatout.DamagedCheckpoint: there are checkpoints, and none can be read.
+            flatout.CorruptCheckpointError: there are checkpoints, and none can be read.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be >= 1, got {checkpoint_every}")
@@ -336,7 +337,7 @@ class Run:
 
         Raises:
             FileNotFoundError: there is no such file.
-            flatout.DamagedCheckpoint: a ``ValueError``: it is not ``save``'s, or not any more what that wrote.
+            flatout.CorruptCheckpointError: a ``ValueError``: it is not ``save``'s, or not any more what that wrote.
             ValueError: it is of another training. Nothing has changed then.
         """
         self._adopt(checkpoint.read(path), f"{path} is")
@@ -383,7 +384,7 @@ class Run:
             ValueError: ``state`` does not fit this training.
         """
         # On the host: the device may have no room for a second model.
-        before = State.capture(
+        before = Snapshot.capture(
             self._job.spec.modules, self.optimizer, self._job.data.loader, self._job.spec.code, on=torch.device("cpu")
         )
         random = self._random_state()
@@ -430,7 +431,7 @@ class Run:
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
         here = self._job.stepper.micro_batches.size
         self._job.stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
-        self._finite = FiniteWatch(self._job, self._finite.stop_after)
+        self._finite = NonFiniteMonitor(self._job, self._finite.stop_after)
         if plan.decisions != self.plan.decisions:
             warnings.warn(
                 f"the checkpoint was trained with {plan.decisions}, this run has {dict(self.plan.decisions)}. Training "

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.training.checkpoint import DamagedCheckpoint, read, write
+from flatout.training.checkpoint import CorruptCheckpointError, read, write
 from flatout.training.checkpoint.file import temporary_of
 from tests.checkpoint.sealing import content_of, of_a_later_version, sealed
 from tests.helpers import room_for_files, special_file
@@ -64,7 +64,7 @@ def test_a_flipped_bit_anywhere_is_detected(written, tmp_path_factory, data):
     content[bit // 8] ^= 1 << bit % 8
     damaged = tmp_path_factory.getbasetemp() / "flipped.pt"
     damaged.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=r"flipped\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"flipped\.pt"):
         read(damaged)
 
 
@@ -74,7 +74,7 @@ def test_every_bit_of_the_trailer_counts(written, tmp_path):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "flipped.pt").write_bytes(flipped)
-        with pytest.raises(DamagedCheckpoint):
+        with pytest.raises(CorruptCheckpointError):
             read(tmp_path / "flipped.pt")
 
 
@@ -83,13 +83,13 @@ def test_a_truncated_file_is_detected(written, tmp_path, left):
     content = written.read_bytes()
     cut = tmp_path / "cut.pt"
     cut.write_bytes(content[: int(left * len(content)) if isinstance(left, float) else left])
-    with pytest.raises(DamagedCheckpoint, match=r"cut\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"cut\.pt"):
         read(cut)
 
 
 def test_trailing_bytes_are_detected(written, tmp_path):
     (tmp_path / "long.pt").write_bytes(written.read_bytes() + b"\0")
-    with pytest.raises(DamagedCheckpoint):
+    with pytest.raises(CorruptCheckpointError):
         read(tmp_path / "long.pt")
 
 
@@ -100,7 +100,7 @@ def test_a_foreign_file_is_refused(tmp_path, kind):
         torch.save(STATE, path)
     else:
         path.write_text("a plan, say\n" * 100)
-    with pytest.raises(DamagedCheckpoint, match=r"foreign\.pt"):
+    with pytest.raises(CorruptCheckpointError, match=r"foreign\.pt"):
         read(path)
 
 
@@ -162,7 +162,7 @@ def test_a_foreign_file_with_a_valid_trailer_is_refused(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "device"])
 def test_a_path_that_is_no_regular_file_is_refused_at_once(tmp_path, kind):
     path = special_file(tmp_path, kind)
-    with pytest.raises(DamagedCheckpoint, match=path.name):
+    with pytest.raises(CorruptCheckpointError, match=path.name):
         read(path)
 
 
@@ -194,7 +194,7 @@ def test_another_version_is_whole_and_refused(tmp_path):
     of_a_later_version(tmp_path / "new.pt")
     with pytest.raises(ValueError, match=r"new\.pt.*\b2\b.*\b1\b") as caught:
         read(tmp_path / "new.pt")
-    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert not isinstance(caught.value, CorruptCheckpointError)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
@@ -205,7 +205,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     write(tmp_path / "evil.pt", {"model": Runs()})
     with pytest.raises(ValueError, match=r"evil\.pt") as caught:
         read(tmp_path / "evil.pt")
-    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert not isinstance(caught.value, CorruptCheckpointError)
     assert not (tmp_path / "made").exists()
 
 

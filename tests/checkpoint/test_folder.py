@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from flatout.training.checkpoint import DamagedCheckpoint, Folder, newest_in, write
+from flatout.training.checkpoint import CorruptCheckpointError, Folder, newest_in, write
 from tests.checkpoint.sealing import of_a_later_version
 
 
@@ -75,7 +75,7 @@ def test_if_all_files_are_corrupt_it_raises_and_renames_none(tmp_path):
     damage(folder.path_of(1))
     damage(folder.path_of(2))
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(DamagedCheckpoint, match=re.escape(str(tmp_path))):
+    with pytest.raises(CorruptCheckpointError, match=re.escape(str(tmp_path))):
         folder.newest()
     assert sorted(os.listdir(tmp_path)) == before
 

@@ -17,7 +17,7 @@ import flatout
 from tests.checkpoint.test_file import equal
 from tests.checkpoint.training import make
 
-State = dict[str, Any]
+Snapshot = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=["plain", "scaled", "workers"])
@@ -30,7 +30,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[flatout.Run]:
 
 
 @pytest.fixture(scope="module")
-def good(run: flatout.Run) -> State:
+def good(run: flatout.Run) -> Snapshot:
     return copy.deepcopy(run.state_dict())
 
 
@@ -47,7 +47,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(equal(left, right))
 
 
-def put(state: State, *keys: Any, value: Any) -> State:
+def put(state: Snapshot, *keys: Any, value: Any) -> Snapshot:
     """Return a copy of the state with another value at this path."""
     changed = copy.deepcopy(state)
     place: Any = changed
@@ -57,7 +57,7 @@ def put(state: State, *keys: Any, value: Any) -> State:
     return changed
 
 
-WRONG: dict[str, Callable[[State], Any]] = {
+WRONG: dict[str, Callable[[Snapshot], Any]] = {
     "micro_batch of a list": lambda good: put(good, "micro_batch", value=[]),
     "micro_batch of no samples": lambda good: put(good, "micro_batch", value=0),
     "micro_batch of a truth value": lambda good: put(good, "micro_batch", value=True),
@@ -96,7 +96,7 @@ WRONG: dict[str, Callable[[State], Any]] = {
 }
 
 
-def _with_a_cycle(good: State) -> State:
+def _with_a_cycle(good: Snapshot) -> Snapshot:
     changed = copy.deepcopy(good)
     changed["job"]["again"] = changed
     return changed
@@ -110,7 +110,7 @@ def _deep() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_invalid_state_changes_nothing(name: str, run: flatout.Run, good: State) -> None:
+def test_an_invalid_state_changes_nothing(name: str, run: flatout.Run, good: Snapshot) -> None:
     run.load_state_dict(good)
     loaded = everything(run)
     with torch.no_grad():  # differ from the state, so that a partial load would show
@@ -137,7 +137,7 @@ def leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from leaves(value, (*keys, i))
 
 
-def mutated(good: State, draw: random.Random) -> State:
+def mutated(good: Snapshot, draw: random.Random) -> Snapshot:
     state = copy.deepcopy(good)
     for _ in range(draw.randint(1, 2)):
         keys = draw.choice(list(leaves(state)))
@@ -157,7 +157,7 @@ def mutated(good: State, draw: random.Random) -> State:
     return state
 
 
-def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, good: State) -> None:
+def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, good: Snapshot) -> None:
     run.load_state_dict(good)
     loaded = 0
     for seed in range(120):

@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
-from flatout.data.replay_buffer import Replayed
+from flatout.data.replay_buffer import ReplayBuffer
 from tests.jobs import QUICK, Net
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -71,7 +71,7 @@ def test_training_sees_what_a_loader_yields_that_fills_its_memory_again(kind, bu
 @pytest.mark.parametrize("kind", [tuple, list, dict, Pair])
 @pytest.mark.parametrize("count", [3, 8, 9])
 def test_replayed_batches_are_those_that_were_read(kind, count):
-    replayed = Replayed(Refilled(kind), count)
+    replayed = ReplayBuffer(Refilled(kind), count)
     for _ in range(2):
         assert [parts(batch)[0][0, 0].item() for batch in replayed] == list(range(8))
 
@@ -86,11 +86,11 @@ class Shared(IterableDataset):
 
 
 def test_a_dataset_without_batches_may_fill_its_memory_again():
-    assert [x[0].item() for x in Replayed(DataLoader(Shared(), batch_size=None), 5)] == list(range(8))
+    assert [x[0].item() for x in ReplayBuffer(DataLoader(Shared(), batch_size=None), 5)] == list(range(8))
 
 
 def test_iterators_that_were_begun_before_the_first_batch_do_not_mix_their_epochs():
-    replayed = Replayed(Refilled(tuple), 4)
+    replayed = ReplayBuffer(Refilled(tuple), 4)
     first, second = iter(replayed), iter(replayed)
     assert next(first)[0][0, 0] == 0
     assert [x[0, 0].item() for x, _ in second] == list(range(8))
@@ -114,8 +114,8 @@ class Noisy(Refilled):
 
 def test_reading_leaves_the_generators_where_they_were():
     before = torch.get_rng_state()
-    Replayed(Noisy(), 3)
+    ReplayBuffer(Noisy(), 3)
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(OSError, match="gone"):
-        Replayed(Noisy(fails_at=2), 3)
+        ReplayBuffer(Noisy(fails_at=2), 3)
     assert torch.equal(torch.get_rng_state(), before)

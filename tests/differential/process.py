@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.helpers import bits, native_threads
 from tests.process_state import attention
 
@@ -38,7 +38,7 @@ THEIR_THREADS = ("ThreadPoolExecutor", "tqdm")
 @contextlib.contextmanager
 def as_user_sets_it(flags: tuple[str, ...]) -> Iterator[None]:
     """The process with some of ``FLAGS`` set."""
-    state, collects = State.capture([]), gc.isenabled()
+    state, collects = Snapshot.capture([]), gc.isenabled()
     torch.set_num_threads(1)  # two would wait for each other wherever a machine is busy
     for name in flags:
         FLAGS[name]()

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import flatout
 from flatout.report.model import Row
-from flatout.techniques.cudnn_benchmark import BenchmarkSwitch
-from flatout.techniques.sdpa_backend import KERNELS, AttentionSwitch, _Attention
-from flatout.techniques.tf32 import TENSOR_CORES, Tf32Switch
+from flatout.techniques.cudnn_benchmark import BenchmarkCandidate
+from flatout.techniques.sdpa_backend import KERNELS, AttentionCandidate, _Attention
+from flatout.techniques.tf32 import TENSOR_CORES, Tf32Candidate
 from tests.gpu.trace import traced
 from tests.helpers import snapshot
 
@@ -62,7 +62,7 @@ def test_a_shape_that_ran_before_is_searched_for_once() -> None:
     for _ in range(2):
         step()
     usual = len(traced(step).kernels)
-    switch = BenchmarkSwitch()
+    switch = BenchmarkCandidate()
     switch.enable()
     first, second = (len(traced(step).kernels) for _ in range(2))
     switch.disable()
@@ -80,7 +80,7 @@ def test_products_are_rounded_while_tf32_is_on() -> None:
     def error() -> float:
         return float(((a @ b).double() - exact).abs().mean() / exact.abs().mean())
 
-    switch = Tf32Switch()
+    switch = Tf32Candidate()
     errors = [error()]
     switch.enable()
     errors.append(error())
@@ -98,7 +98,7 @@ def test_the_kernel_that_is_asked_first_attends_alike(kernel: str) -> None:
         expected = model(x)
     if kernel not in seen.used | seen.others | {"math"}:
         pytest.skip(f"this GPU's {kernel} kernel does not serve: {sorted(seen.used | seen.others)} do")
-    switch = AttentionSwitch(kernel, "cuda")
+    switch = AttentionCandidate(kernel, "cuda")
     switch.enable()
     with _Attention() as asked:
         got = model(x)
@@ -109,7 +109,7 @@ def test_the_kernel_that_is_asked_first_attends_alike(kernel: str) -> None:
 
 
 def test_what_the_kernel_cannot_serve_goes_elsewhere() -> None:
-    switch = AttentionSwitch("flash", "cuda")
+    switch = AttentionCandidate("flash", "cuda")
     switch.enable()
     q = torch.randn(2, 4, 32, 64, device="cuda")  # flash attention is for 16 bits
     attended = functional.scaled_dot_product_attention(q, q, q)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.report import Gain, Trial
-from flatout.techniques import StepTechnique, Switch
+from flatout.techniques import Candidate, StepTechnique
 from flatout.training.job import Job
 from flatout.tuning.trial import FEWEST_PAIRS
 
 
-class Change(Switch):
+class Change(Candidate):
     """Candidate that two functions enable and disable."""
 
     def __init__(self, label: str, on: Callable[[], object], off: Callable[[], object]) -> None:
@@ -30,18 +30,18 @@ class OneCandidate(StepTechnique):
 
     name = "candidate"
     title = "a candidate"
-    kept_because = "it is fast"
+    rationale = "it is fast"
     expected = "2x"
     is_verified = True
 
-    def change(self, job: Job) -> Switch:
+    def change(self, job: Job) -> Candidate:
         """Return the candidate."""
         raise NotImplementedError
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         return [self.change(job)]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         return self.change(job)
 
 

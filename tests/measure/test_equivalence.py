@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.core.snapshot import State
-from flatout.techniques import Switch
-from flatout.techniques.precision import AutocastSwitch
+from flatout.core.snapshot import Snapshot
+from flatout.techniques import Candidate
+from flatout.techniques.precision import AutocastCandidate
 from flatout.training.job import Job
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype
 from flatout.tuning.equivalence import Observed, compare, nudge, observe
@@ -55,7 +55,7 @@ def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
 
 def test_gradients_and_losses_are_those_of_the_loss_that_steps_compute() -> None:
     job, batches = make(Net())
-    state = State.capture(job.spec.modules, job.spec.optimizer)
+    state = Snapshot.capture(job.spec.modules, job.spec.optimizer)
     plain = observe(job, batches)
     state.restore()
     job.objective.compiled = lambda batch: 3 * job.objective.loss(batch)
@@ -109,7 +109,7 @@ def test_a_tensor_of_nothing_but_rounding_does_not_count_by_its_own_size() -> No
 
 def test_the_coarser_of_the_two_dtypes_sets_the_tolerance() -> None:
     model = Net()
-    switch = AutocastSwitch(model, "cpu", "bf16")
+    switch = AutocastCandidate(model, "cpu", "bf16")
     assert compute_dtype(model) is torch.float32
     switch.enable()
     assert compute_dtype(model) is torch.bfloat16
@@ -137,7 +137,7 @@ class Wrong(OneCandidate):
     def __init__(self, how: str) -> None:
         self._how = how
 
-    def change(self, job: Any) -> Switch:
+    def change(self, job: Any) -> Candidate:
         layer, hooks = job.spec.model.body[-1], []
 
         def on() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 import flatout
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.report import Gain
-from flatout.techniques import Switch
+from flatout.techniques import Candidate
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import saves_memory
 from tests.clock import Clock, TimedStep
@@ -88,7 +88,7 @@ class Eats(OneCandidate):
     def __init__(self) -> None:
         self.held: list[weakref.ref[Any]] = []
 
-    def change(self, job: Any) -> Switch:
+    def change(self, job: Any) -> Candidate:
         def forward(x: torch.Tensor) -> torch.Tensor:
             large = torch.ones(MEGABYTE)
             self.held.append(weakref.ref(large))

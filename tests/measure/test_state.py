@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.helpers import bits, snapshot
 
 
@@ -59,7 +59,7 @@ def test_restore_is_bit_exact(name, stepped_before, on):
     if stepped_before:
         train(model, optimizer)
     before = snapshot(model, optimizer)
-    state = State.capture([model], optimizer, on=on)
+    state = Snapshot.capture([model], optimizer, on=on)
 
     for _ in range(2):
         train(model, optimizer)
@@ -77,7 +77,7 @@ def test_storage_identity_and_ties_survive():
     train(model, optimizer)
     pointers = [p.data_ptr() for p in model.parameters()]
     momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     train(model, optimizer)
     model.last.weight = nn.Parameter(torch.zeros(6, 6))
     model.register_buffer("late", torch.zeros(1))
@@ -94,7 +94,7 @@ def test_gradients_come_back_absent_or_with_their_bits():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.first.bias.grad = torch.full_like(model.first.bias, 7.0)
     grad = model.first.bias.grad
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     train(model, optimizer)
     state.restore()
     assert model.first.bias.grad is grad
@@ -108,7 +108,7 @@ def test_nan_payloads_are_kept():
     with torch.no_grad():
         model.bias.copy_(odd)
     before = bits(model.bias)
-    state = State.capture([model])
+    state = Snapshot.capture([model])
     with torch.no_grad():
         model.bias.zero_()
     state.restore()
@@ -118,7 +118,7 @@ def test_nan_payloads_are_kept():
 def test_loader_generators_come_back():
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=5, shuffle=True, generator=generator)
-    state = State.capture([nn.Linear(1, 1)], loader=loader)
+    state = Snapshot.capture([nn.Linear(1, 1)], loader=loader)
     first = [batch[0].tolist() for batch in loader]
     assert [batch[0].tolist() for batch in loader] != first
     state.restore()
@@ -126,7 +126,7 @@ def test_loader_generators_come_back():
 
 
 def test_backend_flags_come_back():
-    state = State.capture([nn.Linear(1, 1)])
+    state = Snapshot.capture([nn.Linear(1, 1)])
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.get_num_threads())
     torch.set_float32_matmul_precision("medium")
     torch.backends.cudnn.benchmark = not before[1]
@@ -145,7 +145,7 @@ def test_parameters_from_elsewhere_come_back_too():
     model, head = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     before = [bits(p) for p in head.parameters()]
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     head(model(torch.ones(1, 2))).sum().backward()
     optimizer.step()
     assert [bits(p) for p in head.parameters()] != before
@@ -159,7 +159,7 @@ def test_expanded_buffers_and_odd_optimizer_state_are_legal():
     model.register_buffer("wide", torch.zeros(3, 1).expand(3, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["k"] = 3
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     model.wide[:, :1].fill_(7)
     optimizer.state["k"] = 4
     state.restore()
@@ -174,7 +174,7 @@ def test_sparse_gradients_and_moments_come_back():
     optimizer.step()
     gradient, moment = model.weight.grad, optimizer.state[model.weight]["momentum_buffer"]
     before = [bits(t) for t in (model.weight, gradient, moment)]
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     model(torch.tensor([0, 2])).square().sum().backward()
     optimizer.step()
     state.restore()
@@ -187,7 +187,7 @@ def test_the_newer_precision_flags_are_no_obstacle():
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        State.capture([nn.Linear(1, 1)]).restore()
+        Snapshot.capture([nn.Linear(1, 1)]).restore()
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
@@ -203,7 +203,7 @@ def test_generators_of_the_dataset_come_back():
             return self.noise.random()
 
     loader = DataLoader(Noisy(), batch_size=2)
-    state = State.capture([nn.Linear(1, 1)], loader=loader)
+    state = Snapshot.capture([nn.Linear(1, 1)], loader=loader)
     first = [batch.tolist() for batch in loader]
     assert [batch.tolist() for batch in loader] != first
     state.restore()
@@ -228,7 +228,7 @@ class Noise(nn.Module):
 
 def test_generators_of_modules_come_back_however_deep():
     model = nn.Sequential(*[nn.Identity() for _ in range(70)], Noise(depth=8))
-    state = State.capture([model])
+    state = Snapshot.capture([model])
     first = model(torch.ones(1))
     assert model(torch.ones(1)) != first
     state.restore()
@@ -244,7 +244,7 @@ def test_generators_of_the_loss_and_of_the_optimizer_come_back():
     def compute_loss(model, batch):
         return torch.rand((), generator=generator).item() + held.random()
 
-    state = State.capture([model], optimizer, code=[compute_loss])
+    state = Snapshot.capture([model], optimizer, code=[compute_loss])
     first = compute_loss(model, None), optimizer.noise.random()
     assert compute_loss(model, None) != first[0]
     assert optimizer.noise.random() != first[1]
@@ -291,7 +291,7 @@ def test_tensors_in_attributes_of_an_optimizer_come_back():
         tensors += [value for entry in inner.state.values() for value in entry.values()]
         return [bits(t) for t in tensors], list(optimizer.slow), optimizer.updated.copy(), optimizer.norms.tolist()
 
-    before, state = picture(), State.capture([model], optimizer)
+    before, state = picture(), Snapshot.capture([model], optimizer)
     for _ in range(2):
         train(model, optimizer)
         assert picture() != before
@@ -310,7 +310,7 @@ def test_objects_and_lists_in_the_state_of_an_optimizer_come_back():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept, history = Preconditioner(), [torch.zeros(1)]
     optimizer.state[model.weight] = {"preconditioner": kept, "history": history}
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     kept.statistics[0].add_(1)
     kept.statistics.append(torch.ones(2))
     history[0] += 1
@@ -348,7 +348,7 @@ def test_buffers_that_forward_resizes_come_back_with_their_memory():
     tensors = [*model.buffers(), *model.parameters()]
     view = model.shrinks[2:]
     before = snapshot(model)
-    state = State.capture([model])
+    state = Snapshot.capture([model])
     for size in (4, 9):
         model(torch.ones(size))
         state.restore()
@@ -360,7 +360,7 @@ def test_buffers_that_forward_resizes_come_back_with_their_memory():
 def test_swapped_parameters_come_back():
     model = nn.Linear(2, 2)
     before, weight = bits(model.weight), model.weight
-    state = State.capture([model])
+    state = Snapshot.capture([model])
     torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(5, dtype=torch.float64), requires_grad=False))
     state.restore()
     assert model.weight is weight
@@ -373,7 +373,7 @@ def test_a_freshly_prepared_quantized_model_comes_back():
         warnings.simplefilter("ignore")
         model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
         torch.ao.quantization.prepare_qat(model, inplace=True)
-    before, state = snapshot(model), State.capture([model])
+    before, state = snapshot(model), Snapshot.capture([model])
     model(torch.randn(2, 4))
     assert snapshot(model) != before
     state.restore()
@@ -382,7 +382,7 @@ def test_a_freshly_prepared_quantized_model_comes_back():
 
 def test_lazy_parameters_are_uninitialized_again():
     layer = nn.LazyLinear(2)
-    state = State.capture([layer])
+    state = Snapshot.capture([layer])
     weight = layer.weight
     weight.materialize((2, 3))
     state.restore()
@@ -397,7 +397,7 @@ def test_buffers_made_in_inference_mode_come_back(captured_there):
         model.register_buffer("count", torch.zeros(2))
         model.register_buffer("wide", torch.zeros(1).expand(3))
     with torch.inference_mode(captured_there):
-        state = State.capture([model])
+        state = Snapshot.capture([model])
     with torch.inference_mode():
         model.count += 1
         model.wide[:1].fill_(7)
@@ -406,7 +406,7 @@ def test_buffers_made_in_inference_mode_come_back(captured_there):
 
 
 def test_modes_of_the_process_come_back():
-    state = State.capture([])
+    state = Snapshot.capture([])
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     state.restore()
@@ -433,7 +433,7 @@ def test_restoring_continues_after_a_failure():
     stuck, model = Stuck(), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = snapshot(model, optimizer)
-    state = State.capture([stuck, model], optimizer)
+    state = Snapshot.capture([stuck, model], optimizer)
     stuck(torch.ones(1))
     train(model, optimizer)
     model.eval()

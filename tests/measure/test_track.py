@@ -11,7 +11,7 @@ from flatout.data import InMemoryLoader
 from flatout.report import Report
 from flatout.tuning.bench import off
 from flatout.tuning.budget import Budget
-from flatout.tuning.loader_timer import Stretch, Track, pace_of
+from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job
@@ -24,9 +24,9 @@ class Stream(IterableDataset):
         return ((torch.full((8,), float(i)), i % 3) for i in range(64))
 
 
-def track(loader, job=None) -> Track:
+def track(loader, job=None) -> LoaderTimer:
     model, _, opt = job or make_job()
-    return Track(job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy), loader)
+    return LoaderTimer(job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy), loader)
 
 
 def test_a_pace_is_of_the_middle_half():

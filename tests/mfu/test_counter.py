@@ -306,14 +306,14 @@ def test_concurrent_steps_of_one_counter() -> None:
 
 
 def test_ranges_nest_and_let_exceptions_pass() -> None:
-    with pytest.raises(KeyError), flatout.mfu.range("outer"), flatout.mfu.range("inner"):
+    with pytest.raises(KeyError), flatout.mfu.nvtx_range("outer"), flatout.mfu.nvtx_range("inner"):
         raise KeyError
 
 
 def test_ranges_show_in_a_torch_profile() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with flatout.mfu.range("seen"):
+        with flatout.mfu.nvtx_range("seen"):
             torch.ones(2)
-        with pytest.raises(KeyError), flatout.mfu.range("left by an exception"):
+        with pytest.raises(KeyError), flatout.mfu.nvtx_range("left by an exception"):
             raise KeyError
     assert {"seen", "left by an exception"} <= {event.key for event in profile.key_averages()}

@@ -21,7 +21,7 @@ model = torch.nn.Linear(4, 1)
 batches = [(torch.ones(2, 4), torch.ones(2, 1))] * 2
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = flatout.optimize(model, batches, optimizer, torch.nn.functional.mse_loss, budget=0)
-with flatout.mfu.range("mine"):
+with flatout.mfu.nvtx_range("mine"):
     for batch in run.loader:
         run.step(batch)
 """

@@ -232,7 +232,7 @@ def test_steps_and_phases_leave_nothing_behind() -> None:
     counter = MfuCounter(device="cpu", phases_every=2)
     with counter.step():
         pass
-    objects = core_of(counter), flatout.mfu.range, flatout.native._host.Step, flatout.native._host.Phase
+    objects = core_of(counter), flatout.mfu.nvtx_range, flatout.native._host.Step, flatout.native._host.Phase
     held = [sys.getrefcount(each) for each in objects]
     for listened in (False, True):
         with torch.autograd.profiler.profile(enabled=listened):

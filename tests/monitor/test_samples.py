@@ -404,7 +404,7 @@ def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(sys
 
 
 def test_rates_survive_counters_that_restart() -> None:
-    rates = host.Rates()
+    rates = host.CounterRates()
     looks = [(100.0, 1.0), (300.0, 3.0), (50.0, 4.0), (50.0, 4.0), (60.0, 5.0)]
     assert [rates.per_second("x", *look) for look in looks] == [None, 100.0, None, None, 10.0]
 

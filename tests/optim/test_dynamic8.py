@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.optim as fo
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.optim import dynamic8
 from tests.optim.bounds import SMALLEST_SCALE, decoded, dynamic_map, in_memory_order, nearest_code
 from tests.optim.cases import BRAIN, CODES, DOUBLE, FLOAT, HALF, Case, Run, Step
@@ -498,7 +498,7 @@ def test_a_snapshot_restores_codes():
     params = list(model.parameters())
     stepped(optimizer, params, range(2))
     kept = [copy.deepcopy({"p": p.detach(), **optimizer.state[p]}) for p in params]
-    state = State.capture([model], optimizer)
+    state = Snapshot.capture([model], optimizer)
     optimizer.param_groups[0]["moment_dtype"] = None
     stepped(optimizer, params, range(2, 4))
     state.restore()

@@ -9,7 +9,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatout.optim as fo
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.optim.bounds import join
 from tests.optim.helpers import parameters, set_grads
 
@@ -174,7 +174,7 @@ def test_a_snapshot_holds_averages_masters_and_copies():
     optimizer = fo.AdamW(params, **options)
     set_grads(params, 0)
     optimizer.step()
-    snapshot = State.capture([], optimizer)
+    snapshot = Snapshot.capture([], optimizer)
     results = []
     for _ in range(2):
         for step in range(3):

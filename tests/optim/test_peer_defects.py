@@ -13,7 +13,7 @@ import torch
 
 import flatout.optim as fo
 from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.optim import update
 
 
@@ -70,7 +70,7 @@ def test_a_snapshot_of_the_state_holds_the_first_step():
     optimizer = fo.SGD([p], lr=0.1, momentum=0.9, dampening=0.4)
     p.grad = torch.full_like(p, float("inf"))
     update(optimizer, inv_scale=torch.tensor(1.0))
-    snapshot = State.capture([], optimizer)
+    snapshot = Snapshot.capture([], optimizer)
     results = []
     for _ in range(2):
         for value in (1.0, 2.0):

@@ -15,7 +15,7 @@ def marked(trace: Trace) -> set[str]:
     return {trace.phase_of(event) for event in trace.within(trace.host) if event.name == "<built-in function sleep>"}
 
 
-class Recording:
+class ProfileRecording:
     """Records events in the format of torch's profiler. Times are in microseconds."""
 
     def __init__(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from flatout.profile import Profile, Sync
 from flatout.profile.summary import summarise
 from flatout.profile.trace import Trace
-from tests.profile.events import AUTOGRAD, Recording
+from tests.profile.events import AUTOGRAD, ProfileRecording
 
 HOSTILE = 'train<b>&"\x1b[31m.py'
 
 
 def sync_bound() -> Profile:
-    r = Recording()
+    r = ProfileRecording()
     for index in range(4):
         at = 1000.0 * index
         r.boundary(at)

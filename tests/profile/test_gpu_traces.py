@@ -22,22 +22,22 @@ from flatout.profile.summary import summarise
 from flatout.profile.terminal import continued
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.profile.wording import LOOKS, sections
-from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, Recording
+from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
 from tests.renderings.rendered import in_terminal, root_of
 
 
-def found(recording: Recording) -> list[tuple[float, float, str, str, str]]:
+def found(recording: ProfileRecording) -> list[tuple[float, float, str, str, str]]:
     return [(g.start, g.end, g.cause, g.phase, g.where) for g in gaps.gaps(Trace(recording.events))]
 
 
-def parts(recording: Recording) -> list[tuple[float, float, str]]:
+def parts(recording: ProfileRecording) -> list[tuple[float, float, str]]:
     return [tuple(span) for span in Trace(recording.events).parts.spans if span.phase != "host_idle"]
 
 
-def step(length: float = 1000) -> Recording:
-    recording = Recording()
+def step(length: float = 1000) -> ProfileRecording:
+    recording = ProfileRecording()
     recording.boundary(0)
     recording.boundary(length)
     return recording
@@ -224,7 +224,7 @@ times = st.integers(0, 200)
 def test_busy_and_gaps_are_all_of_the_steps_and_overlap_nowhere(
     kernels: list[tuple[int, int, int, int, bool]], phases: list[tuple[int, int, str]], waits: list[tuple[int, int]]
 ) -> None:
-    r = Recording()
+    r = ProfileRecording()
     for at in (20, 90, 170):
         r.boundary(at)
     for launched, start, length, stream, known in kernels:
@@ -260,7 +260,7 @@ def test_busy_and_gaps_are_all_of_the_steps_and_overlap_nowhere(
     times,
 )
 def test_the_parts_of_a_stretch_are_all_of_it(phases: list[tuple[int, int, str]], one: int, other: int) -> None:
-    r = Recording()
+    r = ProfileRecording()
     r.boundary(0)
     r.boundary(200)
     for start, end, name in phases:
@@ -389,7 +389,7 @@ def test_the_gpus_memory_comes_before_the_hosts_and_keeps_its_peak() -> None:
 
 
 def test_a_trace_without_steps_is_refused() -> None:
-    r = Recording()
+    r = ProfileRecording()
     r.boundary(3)
     with pytest.raises(ValueError, match=r"\b1\b"):
         Trace(r.events)

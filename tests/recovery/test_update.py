@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.optim import UpdateCutInHalf
+from flatout.optim import PartialUpdateError
 from tests.helpers import Operators, bits
 from tests.reasons import reasons
 from tests.recovery.harness import (
@@ -103,7 +103,7 @@ def test_an_epochs_leftover_is_averaged_once():
 def test_an_update_cut_in_half_is_an_error(after):
     run = make(optimizer=hungry)
     run.optimizer.fails_after = after
-    with pytest.raises(UpdateCutInHalf, match="Hungry") as caught:
+    with pytest.raises(PartialUpdateError, match="Hungry") as caught:
         run.step(batches_of(16)[0])
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert waiting(run) == 0
@@ -139,7 +139,7 @@ def test_an_update_of_ours_that_fails_between_buckets_is_cut_in_half():
     with MemoryEnds(WRITE, 1, 3):
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
-        with pytest.raises(UpdateCutInHalf):
+        with pytest.raises(PartialUpdateError):
             optimizer.step()
 
 
@@ -150,7 +150,7 @@ def test_torchs_step_in_the_place_of_ours(inv_scale):
     words(torch.tensor([1, 2])).sum().backward()
     before = bits(words.weight)
     # Gradients that were scaled would be scaled once more.
-    error = torch.OutOfMemoryError if inv_scale is None else UpdateCutInHalf
+    error = torch.OutOfMemoryError if inv_scale is None else PartialUpdateError
     with MemoryEnds("aten::add_", 1) as memory, pytest.raises(error):
         flatout.optim.update(optimizer, inv_scale=inv_scale)
     assert memory.calls == 1

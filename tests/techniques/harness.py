@@ -12,19 +12,19 @@ from unittest import mock
 from torch import Tensor
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.loaders import LoaderPosition
 from flatout.data.tuning import Tuned
 from flatout.report.model import Pace, Row
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
-from flatout.techniques.cuda_graph import CudaGraph, GraphSwitch, why_not_captured
+from flatout.techniques.cuda_graph import CudaGraph, GraphCandidate, why_not_captured
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.loader_timer import Track
+from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
 from tests.techniques.recorder import Rerun
@@ -201,7 +201,7 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
         budget: as for ``optimize``.
     """
     spec, loader = job.spec, job.data.loader
-    state = State.capture(spec.modules, spec.optimizer, loader, spec.code, also=[LoaderPosition(loader)])
+    state = Snapshot.capture(spec.modules, spec.optimizer, loader, spec.code, also=[LoaderPosition(loader)])
     with state.guarded():
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.data.loader))
         tuner = Tuner(bench, {}, "techniques=")
@@ -231,7 +231,7 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
     def alternate(*_: Any, **__: Any) -> tuple[list[float], list[float]]:
         return [old] * 10, [new] * 10
 
-    with mock.patch.object(Track, "pace", pace), mock.patch.object(Bench, "alternate", alternate):
+    with mock.patch.object(LoaderTimer, "pace", pace), mock.patch.object(Bench, "alternate", alternate):
         yield
 
 
@@ -292,7 +292,7 @@ def job_under(run: flatout.Run) -> Job:
 
 def graphed(run: flatout.Run, recorder: Rerun) -> Candidate:
     """Return the candidate that records the steps of a run with this recorder."""
-    return Candidate(GraphSwitch(job_under(run).stepper, recorder))
+    return Candidate(GraphCandidate(job_under(run).stepper, recorder))
 
 
 def recorder_of(run: flatout.Run) -> Rerun:
@@ -329,10 +329,10 @@ def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
     """Make the technique record steps on the CPU as functions. Yield the recorders that it makes."""
     made = Recorders()
 
-    def candidates(self: CudaGraph, job: Job) -> list[GraphSwitch]:
+    def candidates(self: CudaGraph, job: Job) -> list[GraphCandidate]:
         made.append(Rerun(job))
         made[-1].error = made.error
-        return [GraphSwitch(job.stepper, made[-1])]
+        return [GraphCandidate(job.stepper, made[-1])]
 
     def check(self: CudaGraph, job: Job) -> None:
         reason = why_not_captured(job)

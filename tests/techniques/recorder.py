@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 
 
 class Rerun:
@@ -39,7 +39,7 @@ class Rerun:
         scales = [] if scaler is None else [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
         optimizer = self.job.spec.optimizer
         known = set(optimizer.state)
-        state = State.capture(self.job.spec.modules, optimizer)
+        state = Snapshot.capture(self.job.spec.modules, optimizer)
         try:
             result = work()
         finally:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.mfu import MfuCounter
 from flatout.training.capture_guards import sign
 from flatout.training.graphed_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
@@ -349,7 +349,7 @@ def test_state_that_is_put_back_is_trained_from(stepped):
     pair = Pair()
     if stepped:
         pair.train(16)
-    states = [State.capture([run.model], run.optimizer) for run in pair.runs]
+    states = [Snapshot.capture([run.model], run.optimizer) for run in pair.runs]
     random = list(pair.random)
     for again in range(3):
         pair.train(*[16] * (WARM_UP + 3))
@@ -536,7 +536,7 @@ def test_the_warmup_steps_eagerly_and_captures_at_once_and_raises_what_goes_wron
     run = pair.runs[1]
     pair.candidate.__exit__()
     recorder = recorder_of(run)
-    state = State.capture([run.model], run.optimizer)
+    state = Snapshot.capture([run.model], run.optimizer)
     with graphed(run, recorder) as candidate:
         run.step(batches_of(16)[0])
         assert (recorder.recorded, recorder.eager, recorder.replayed) == (1, WARM_UP, 1)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.jobs import job_of, make_job
 from tests.process_state import malloc
 from tests.reasons import reasons
@@ -105,7 +105,7 @@ def test_the_threshold_is_the_one_that_glibc_came_to():
 
 
 def test_a_state_puts_it_back():
-    state = State.capture([])
+    state = Snapshot.capture([])
     with forced("malloc", True, job_of(nn.Linear(1, 1))):
         assert malloc()
         state.restore()

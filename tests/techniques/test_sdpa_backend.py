@@ -9,7 +9,7 @@ from torch.backends import cuda
 from torch.nn import functional
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.techniques.sdpa_backend import KERNELS
 from tests.clock import TimedStep
 from tests.helpers import Operators, snapshot
@@ -53,7 +53,7 @@ def test_off_is_exactly_as_before(kernel, device, enabled, order):
     if device == "cpu" and kernel not in ("flash", "math"):
         device = "cuda"
     set_attention((enabled, order))
-    before, state = attention(), State.capture([nn.Linear(1, 1)])
+    before, state = attention(), Snapshot.capture([nn.Linear(1, 1)])
     candidate = forced("sdpa_backend", kernel, job_of(nn.Linear(1, 1), device=device))
     for _ in range(2):
         with candidate:

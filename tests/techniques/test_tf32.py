@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from tests.jobs import job_of, make_job
 from tests.reasons import reasons
 from tests.techniques.harness import candidates, forced, refusal
@@ -100,7 +100,7 @@ def test_state_restores_what_a_trial_turned(names, broken_off):
     fresh()
     for name in names:
         SETTINGS[name]()
-    state, before = State.capture([nn.Linear(1, 1)]), picture()
+    state, before = Snapshot.capture([nn.Linear(1, 1)]), picture()
     with contextlib.ExitStack() as stack:
         stack.enter_context(forced("tf32", True, on_gpu()))
         if not broken_off:

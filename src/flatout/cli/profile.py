@@ -13,7 +13,7 @@ from rich.console import Console
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import clean
 from flatout.profile import Profile, nsight
-from flatout.profile.record import SEARCHED_STEPS, Recording
+from flatout.profile.record import SEARCHED_STEPS, ProfileRecording
 from flatout.profile.script import Ended, capture_script, profile_script
 
 DESCRIPTION = """\
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _show(recording: Recording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
+def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
     """Print the profile and write it to files.
 
     Raises:

@@ -1,7 +1,7 @@
 """Snapshot of everything that training changes, restored bit for bit.
 
-Trials, undo and recovery use the same ``State``. Python attributes that a user's ``forward``, loss or dataset sets are
-not saved, even where they are tensors or hooks.
+Trials, undo and recovery use the same ``Snapshot``. Python attributes that a user's ``forward``, loss or dataset sets
+are not saved, even if they are tensors or hooks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Restorable(Protocol):
         """Restore the captured state."""
 
 
-class State:
-    """A snapshot of a training job: ``State.capture(...)`` now, ``restore()`` as often as wanted.
+class Snapshot:
+    """A snapshot of a training job: ``Snapshot.capture(...)`` now, ``restore()`` as often as wanted.
 
     Restoring is bit-exact and in place. Parameters, buffers and optimizer state keep their objects and their memory, so
     views, tied weights and other references stay valid. A snapshot takes the memory of one copy of the model, its
@@ -82,7 +82,7 @@ class State:
         *,
         also: Sequence[Restorable] = (),
         on: torch.device | None = None,
-    ) -> State:
+    ) -> Snapshot:
         """Copy everything that a training step changes.
 
         Args:

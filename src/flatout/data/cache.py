@@ -18,7 +18,7 @@ from flatout.data.forwarding import Forwarding
 from flatout.data.in_memory_loader import InMemoryLoader, why_not_collated
 from flatout.data.order import why_not_ordered
 from flatout.data.prefetcher import Prefetcher
-from flatout.data.samples import Layout, NotCacheable, taken_apart
+from flatout.data.samples import NotCacheable, SampleLayout, taken_apart
 from flatout.data.table import Table
 
 _CHUNK = 32  # samples decoded at a time, at most, where all of them are
@@ -297,7 +297,7 @@ def _why_not_dataset(dataset: Any) -> str | None:
     return "the dataset is empty" if len(dataset) == 0 else None
 
 
-def _table(layout: Layout, rows: int, byte_budget: int) -> Table:
+def _table(layout: SampleLayout, rows: int, byte_budget: int) -> Table:
     if not layout.leaves:
         raise NotCacheable("dataset[0] holds no tensor, array or number")
     needed = rows * layout.nbytes
@@ -309,7 +309,7 @@ def _table(layout: Layout, rows: int, byte_budget: int) -> Table:
         raise NotCacheable(f"no {needed:,} bytes of shared memory for the samples: {error}") from error
 
 
-def _taken_apart(index: int, sample: Any) -> tuple[Layout, list[Any]]:
+def _taken_apart(index: int, sample: Any) -> tuple[SampleLayout, list[Any]]:
     try:
         return taken_apart(sample)
     except NotCacheable as reason:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from flatout.core.random_state import RandomState
-from flatout.data.order import Foreign, Position, Span, as_indices, is_int
+from flatout.data.order import IndexSpan, OpaqueBatch, Position, as_indices, is_int
 
 
 class Asked:
@@ -20,7 +20,7 @@ class Asked:
 
     Args:
         batch_sampler: gives batches of indices.
-        samples: in the dataset; ``None``: all batches are :class:`Foreign`.
+        samples: in the dataset; ``None``: all batches are :class:`OpaqueBatch`.
         start: to go on from.
         held: the generators that the sampler holds.
         reads_ahead: batches are drawn before those in front of them were handed out.
@@ -55,7 +55,7 @@ class Asked:
         else:
             raise ValueError("the state was saved where torch's own sampler was replayed")
 
-    def next_span(self, *, asked: bool) -> Span | Foreign | None:
+    def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
         """As in :class:`Order`."""
         if not asked:
             return None
@@ -77,7 +77,7 @@ class Asked:
         if self._samples is not None and type(batch) in (list, tuple) and batch:
             found = as_indices(batch, self._samples)
         end = self.position() if self._reads_ahead else None
-        return Foreign(batch, end) if found is None else Span(found, 0, len(found), 1, end)
+        return OpaqueBatch(batch, end) if found is None else IndexSpan(found, 0, len(found), 1, end)
 
     def position(self) -> Position:
         """As in :class:`Order`."""

@@ -21,7 +21,7 @@ from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loaders import seeds_workers_once, set_epoch
-from flatout.data.order import Foreign, Order, Replayed, Span, as_indices, why_not_ordered
+from flatout.data.order import IndexSpan, OpaqueBatch, Order, RecordedOrder, as_indices, why_not_ordered
 from flatout.data.position import Progress
 from flatout.native import _host
 
@@ -282,7 +282,7 @@ class InMemoryLoader(Forwarding):
 
 @dataclass
 class _Started:
-    span: Span
+    span: IndexSpan
     batches: Any
     taken: int = 0
 
@@ -307,7 +307,7 @@ class _InMemoryIterator:
         if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         progress.has_run = True
-        if loader.num_workers > 0 and isinstance(order, Replayed):
+        if loader.num_workers > 0 and isinstance(order, RecordedOrder):
             order.draw()  # `iter` of a DataLoader with workers draws the first indices at once
         return order
 
@@ -322,7 +322,7 @@ class _InMemoryIterator:
             span = self._order.next_span(asked=self._left == 0)
             if span is None:
                 break
-            if isinstance(span, Foreign):  # only returned when `_left` is 0, so no other batch is running
+            if isinstance(span, OpaqueBatch):  # only returned when `_left` is 0, so no other batch is running
                 batch = self._fetch(span)
                 progress.reached(self._order, span, 1)
                 return batch
@@ -346,14 +346,14 @@ class _InMemoryIterator:
             return to_device(batch, self._loader.device)
         return pin_memory(batch) if self._pin else batch
 
-    def _start(self, span: Span, ahead: int) -> Any:
+    def _start(self, span: IndexSpan, ahead: int) -> Any:
         indices, rows, first = span.indices, self._loader._rows, span.first
         if rows is not None:
             samples = span.count * span.batches
             indices = rows[first : first + samples] if indices is None else rows.index_select(0, indices)
         return self._gather.start(indices, first, span.count, span.batches, ahead)
 
-    def _fetch(self, batch: Foreign) -> Any:
+    def _fetch(self, batch: OpaqueBatch) -> Any:
         """Fetch a batch as ``DataLoader`` does. The dataset interprets the indices, and may refuse them."""
         loader = self._loader.loader
         dataset: Any = loader.dataset

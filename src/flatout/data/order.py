@@ -38,7 +38,7 @@ numbers, strings, lists and dicts, and of what a sampler's own ``state_dict`` ho
 
 
 @dataclass(frozen=True)
-class Span:
+class IndexSpan:
     """Batches of ``count`` samples each, one behind the other.
 
     Their samples are ``indices`` (int64 ``[batches * count]``), or ``first, first + 1, ...`` where they are ``None``.
@@ -60,7 +60,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class OpaqueBatch:
     """One batch of which only the dataset knows what its indices mean: no ints, or out of range."""
 
     indices: Any
@@ -74,7 +74,7 @@ class Foreign:
 class Order(Protocol):
     """One epoch's batches, in order."""
 
-    def next_span(self, *, asked: bool) -> Span | Foreign | None:
+    def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
         """The next batches, as many as are drawn already but at least one; with ``asked``, ``None`` behind the last.
 
         Unless ``asked``, when the user wants the very next batch, nothing is drawn that somebody else could see: then
@@ -210,7 +210,7 @@ def is_int(index: Any) -> bool:
     return type(index) is int or isinstance(index, np.integer)
 
 
-class Replayed:
+class RecordedOrder:
     """Draws as torch's samplers do, whole blocks of indices at a time.
 
     Raises:
@@ -236,7 +236,7 @@ class Replayed:
             self._taken = start["taken"]
             self._drawn = self._taken + len(self._left)
 
-    def next_span(self, *, asked: bool) -> Span | None:
+    def next_span(self, *, asked: bool) -> IndexSpan | None:
         if asked or (self._drawn and not self._is_seen):
             self.draw()
         count = min(self._size, self._drawn - self._taken)
@@ -247,7 +247,7 @@ class Replayed:
         first = self._taken
         self._left = self._left[batches * count :]
         self._taken += batches * count
-        return Span(indices, first, count, batches, self.position())
+        return IndexSpan(indices, first, count, batches, self.position())
 
     def draw(self) -> None:
         """Draw the indices of the next batch, unless they are already drawn."""

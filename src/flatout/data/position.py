@@ -15,7 +15,7 @@ from flatout.core.random_state import RandomState, generators_in
 from flatout.data.custom_order import Asked
 from flatout.data.loaders import TORCHS_SAMPLERS
 from flatout.data.openmp import serial
-from flatout.data.order import Foreign, Order, Position, Replayed, Span, blocks_of
+from flatout.data.order import IndexSpan, OpaqueBatch, Order, Position, RecordedOrder, blocks_of
 
 _VERSION = 1
 
@@ -42,7 +42,7 @@ class Progress:
         self._newest_taken = 0
         """Number of the newest order that yielded a batch."""
         self._position: Position | None = None
-        self._reached: tuple[Span | Foreign, int] | None = None
+        self._reached: tuple[IndexSpan | OpaqueBatch, int] | None = None
         self._loaded: dict[str, Any] | None = None
 
     def begin(self, samples: int | None, *, reads_ahead: bool = False) -> Order:
@@ -52,7 +52,7 @@ class Progress:
 
         Args:
             samples: number of samples in the dataset. With ``None`` only the dataset interprets indices. Then batches
-                of samplers that are not torch's stay :class:`Foreign`, and indices of a ``SubsetRandomSampler`` are
+                of samplers that are not torch's stay :class:`OpaqueBatch`, and indices of a ``SubsetRandomSampler`` are
                 positions in its ``indices``.
             reads_ahead: whether a batch may be requested before earlier ones are yielded.
 
@@ -66,7 +66,7 @@ class Progress:
         if type(batch_sampler) is BatchSampler:
             with serial():
                 blocks = blocks_of(batch_sampler.sampler, samples)
-                order = None if blocks is None else Replayed(batch_sampler, blocks, start)
+                order = None if blocks is None else RecordedOrder(batch_sampler, blocks, start)
         if order is None:
             held = self._samplers_generators
             order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
@@ -82,7 +82,7 @@ class Progress:
         """True if the next epoch is the rest of a loaded one, whose seeds were drawn when it began."""
         return self._loaded is not None
 
-    def reached(self, order: Order, span: Span | Foreign, batch: int) -> None:
+    def reached(self, order: Order, span: IndexSpan | OpaqueBatch, batch: int) -> None:
         """Record that the ``batch``-th batch of ``span``, counted from 1, was yielded."""
         if self._counts(order):
             self._order, self._reached, self._loaded = order, (span, batch), None

@@ -78,7 +78,7 @@ class Prefetcher(Forwarding):
         self._copying = copying
         self.reset_stall()
         self._source = source_of(loader)
-        self._handed_out: _Place | None = None
+        self._handed_out: _Position | None = None
         self._begun = 0
         self._newest_taken = 0  # number of the newest epoch that yielded a batch, or the first one after a load
         self._ring: Any = None
@@ -137,7 +137,7 @@ class Prefetcher(Forwarding):
         Raises:
             TypeError: the loader is none of these. The message says what is missing.
         """
-        place = self._handed_out or _Place(self._source.mark())
+        place = self._handed_out or _Position(self._source.mark())
         return self._source.state_dict(place.mark)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Prefetcher(Forwarding):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     """Where a source was behind a batch."""
 
     mark: Any
@@ -229,7 +229,7 @@ class _PassThrough:
 class _Entry:
     """What came out of the loader: a batch and its copy, or an exception; and where the loader was behind it."""
 
-    place: _Place
+    place: _Position
     batch: Any = None
     copy: Copy | None = None
     transformed: tuple[Any, torch.cuda.Event | None] | None = None
@@ -246,9 +246,9 @@ class _Ahead(_PassThrough):
         self._exhausted = False
         prefetcher._begun += 1
         self._number = prefetcher._begun
-        prefetcher._handed_out = _Place(prefetcher._source.mark())
+        prefetcher._handed_out = _Position(prefetcher._source.mark())
 
-    def _is_at(self, place: _Place) -> None:
+    def _is_at(self, place: _Position) -> None:
         """Record ``place`` as the position after the last batch, unless a newer epoch has yielded a batch."""
         if self._number >= self._prefetcher._newest_taken:
             self._prefetcher._newest_taken, self._prefetcher._handed_out = self._number, place
@@ -260,7 +260,7 @@ class _Ahead(_PassThrough):
         asked = time.perf_counter()
         self._top_up(epoch, queue)
         if not queue:
-            self._is_at(_Place(self._prefetcher._source.mark()))
+            self._is_at(_Position(self._prefetcher._source.mark()))
             self.close()
             raise StopIteration
         entry = queue[0]
@@ -298,9 +298,9 @@ class _Ahead(_PassThrough):
                 self._exhausted = True
                 return
             except Exception as error:
-                queue.append(_Entry(_Place(self._prefetcher._source.mark()), error=error))
+                queue.append(_Entry(_Position(self._prefetcher._source.mark()), error=error))
                 return
-            entry = _Entry(_Place(self._prefetcher._source.mark()), batch)
+            entry = _Entry(_Position(self._prefetcher._source.mark()), batch)
             queue.append(entry)
             try:
                 self._start(entry)

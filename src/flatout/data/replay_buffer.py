@@ -14,7 +14,7 @@ from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.source import Epoch, Source, source_of
 
 
-class Replayed(CopiedAsWrapped, Source):
+class ReplayBuffer(CopiedAsWrapped, Source):
     """Loader whose first epoch begins with batches that were already read. No batch is lost or repeated.
 
     Reading ahead leaves the random generators unchanged. When the first epoch begins, each generator that is still
@@ -117,7 +117,7 @@ class Replayed(CopiedAsWrapped, Source):
 class _First:
     """First epoch: the batches that were read, then the rest. Begins at the first ``next``, not at ``iter``."""
 
-    def __init__(self, replayed: Replayed, pinned_for: int | None) -> None:
+    def __init__(self, replayed: ReplayBuffer, pinned_for: int | None) -> None:
         self._replayed = replayed
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None

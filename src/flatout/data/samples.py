@@ -48,7 +48,7 @@ class _Container:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """Containers and leaves of a sample. Two samples of equal layout differ in values alone."""
 
     structure: _Container | Leaf
@@ -63,7 +63,7 @@ class Layout:
         """A sample with ``values`` for its leaves."""
         return _built(self.structure, values)
 
-    def difference(self, other: Layout) -> str:
+    def difference(self, other: SampleLayout) -> str:
         """How a sample of the layout ``other`` differs from ``dataset[0]``, whose layout this is."""
         if [leaf.kind for leaf in self.leaves] == [leaf.kind for leaf in other.leaves]:
             for here, there in zip(self.leaves, other.leaves, strict=True):
@@ -75,7 +75,7 @@ class Layout:
         return "is made of other types than dataset[0]"
 
 
-def taken_apart(sample: Any) -> tuple[Layout, list[Any]]:
+def taken_apart(sample: Any) -> tuple[SampleLayout, list[Any]]:
     """The layout of ``sample`` and the values of its leaves, in order.
 
     Raises:
@@ -85,7 +85,7 @@ def taken_apart(sample: Any) -> tuple[Layout, list[Any]]:
     leaves: list[Leaf] = []
     values: list[Any] = []
     structure = _walk(sample, leaves, values)
-    return Layout(structure, tuple(leaves)), values
+    return SampleLayout(structure, tuple(leaves)), values
 
 
 def _walk(sample: Any, leaves: list[Leaf], values: list[Any]) -> _Container | Leaf:

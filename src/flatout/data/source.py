@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 from flatout.core.kinds import check_number
 from flatout.data.in_memory_loader import InMemoryLoader
 from flatout.data.loaders import clone_loader, seeds_workers_once
-from flatout.data.order import Foreign, Order, Span
+from flatout.data.order import IndexSpan, OpaqueBatch, Order
 from flatout.data.position import Progress
 from flatout.data.remote import InWorker, WorkerError, death_of_a_worker, watch
 
@@ -384,7 +384,7 @@ class _Noted:
         self._loader = loader
         self._progress = progress
         self.order: Order | None = None
-        self.given: deque[tuple[Span | Foreign, int]] = deque()
+        self.given: deque[tuple[IndexSpan | OpaqueBatch, int]] = deque()
         self.draws_seed = False
         """Whether an epoch's begin draws the seed of workers, which persistent ones have already."""
         self.has_order = False
@@ -411,13 +411,13 @@ class _Noted:
 class _NotedBatches:
     """Not a generator: one that raises has ended, a sampler need not have."""
 
-    def __init__(self, loader: DataLoader, order: Order, given: deque[tuple[Span | Foreign, int]]) -> None:
+    def __init__(self, loader: DataLoader, order: Order, given: deque[tuple[IndexSpan | OpaqueBatch, int]]) -> None:
         sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
         self._names = sampler.indices if type(sampler) is SubsetRandomSampler else None
         self._is_batched = loader.batch_sampler is not None
         self._order = order
         self._given = given
-        self._lists: Iterator[tuple[Span | Foreign, int, Any]] = iter(())
+        self._lists: Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -432,7 +432,7 @@ class _NotedBatches:
             found = next(self._lists)
         span, number, indices = found
         self._given.append((span, number))
-        if self._names is not None and isinstance(span, Span):
+        if self._names is not None and isinstance(span, IndexSpan):
             indices = [self._names[place] for place in indices]
         return indices if self._is_batched else indices[0]
 
@@ -441,9 +441,9 @@ def _noted(twin: DataLoader) -> _Noted:
     return twin.sampler if twin.batch_sampler is None else twin.batch_sampler  # type: ignore[return-value]
 
 
-def _lists(span: Span | Foreign) -> Iterator[tuple[Span | Foreign, int, Any]]:
+def _lists(span: IndexSpan | OpaqueBatch) -> Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]]:
     """The batches of a span: its number in it, and its indices."""
-    if isinstance(span, Foreign):
+    if isinstance(span, OpaqueBatch):
         yield span, 1, span.indices
         return
     for number in range(span.batches):

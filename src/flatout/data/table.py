@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.machine import free_shared_memory
-from flatout.data.samples import Layout, Leaf
+from flatout.data.samples import Leaf, SampleLayout
 from flatout.native import _host
 
 _ALIGNMENT = 64  # bytes: a cache line
@@ -98,7 +98,7 @@ class Table:
         OSError: there is no memory to share.
     """
 
-    def __init__(self, layout: Layout, rows: int) -> None:
+    def __init__(self, layout: SampleLayout, rows: int) -> None:
         self.layout = layout
         self.rows = rows
         sizes = (rows + 1, 1 + _LONGEST_NOTE, *(rows * leaf.nbytes for leaf in layout.leaves))

@@ -121,7 +121,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
     with RandomState.capture(loader).restored(), warnings.catch_warnings():
         # torch warns of more workers than cores: how many are too many is what is being found out.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return _Search(Trials(loader), loader, step_time, budget).run()
+        return _SettingsSearch(Trials(loader), loader, step_time, budget).run()
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Bound:
     why: str
 
 
-class _Search:
+class _SettingsSearch:
     """Which trials to make, and what follows from them."""
 
     def __init__(self, trials: Trials, loader: DataLoader, step_time: float, budget: float) -> None:

@@ -1,11 +1,12 @@
 """How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
 
+from flatout.core.deprecated import old_names
 from flatout.mfu.counter import MfuCounter
 from flatout.mfu.flop_count import FlopCount, FlopNode
 from flatout.mfu.flops import count_flops
 from flatout.mfu.formulas import register_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
-from flatout.mfu.ranges import range
+from flatout.mfu.ranges import nvtx_range
 from flatout.mfu.reading import Phases, Reading
 from flatout.mfu.verdict import Verdict
 
@@ -19,7 +20,9 @@ __all__ = [
     "clock_peak_flops",
     "count_flops",
     "measured_peak_flops",
+    "nvtx_range",
     "peak_flops",
-    "range",
     "register_flops",
 ]
+
+__getattr__ = old_names("flatout.mfu", {"range": nvtx_range})

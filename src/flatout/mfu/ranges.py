@@ -7,8 +7,8 @@ from torch.autograd import profiler
 from flatout.native import _host
 
 
-class range:
-    """A range for profilers: ``with flatout.mfu.range("augment"): ...``.
+class nvtx_range:
+    """A range for profilers: ``with flatout.mfu.nvtx_range("augment"): ...``.
 
     Nsight Systems and the like see it as an NVTX range (a build without CUDA has none), ``torch.profiler`` as a user
     annotation. With neither listening it costs less than a microsecond.
@@ -31,4 +31,4 @@ class range:
         _host.range_pop()
 
 
-_host.show_ranges(vars(profiler), range)
+_host.show_ranges(vars(profiler), nvtx_range)

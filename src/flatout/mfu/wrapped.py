@@ -19,7 +19,7 @@ from flatout.core.process_group import group_size
 from flatout.mfu.counting import is_counting
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
-from flatout.mfu.ranges import range
+from flatout.mfu.ranges import nvtx_range
 from flatout.mfu.signatures import CountedWork
 from flatout.native._host import PHASES, StepCounter
 
@@ -135,7 +135,7 @@ class Calls:
         self._core.mark(step.token, FORWARD)
         step.in_forward = True
         try:
-            with range("flatout.forward"):
+            with nvtx_range("flatout.forward"):
                 output = call(*args, **kwargs)
         except BaseException:
             self._drop(thread)

@@ -25,7 +25,7 @@ BUSIEST = 12
 _USS_SHARE = 0.01  # of the time: the system walks all pages of a process to tell what only it has
 
 
-class Rates:
+class CounterRates:
     """Counters that only rise, as what they rose by per second since the last look."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Host:
     """CPU, memory, swap, shared memory, disks and network."""
 
     def __init__(self) -> None:
-        self._rates = Rates()
+        self._rates = CounterRates()
 
     def sample(self) -> HostSample:
         """One look; raises nothing."""
@@ -117,7 +117,7 @@ class Processes:
         self._pid = pid
         self._uss: dict[int, int | None] = {}
         self._next_uss = -math.inf
-        self._rates = Rates()
+        self._rates = CounterRates()
         self._root = None
         self._ended = False
         if psutil is not None and pid is not None:

@@ -15,7 +15,7 @@ _grad = attrgetter("grad")
 _HANDED = ("grad_scale", "found_inf")
 
 
-class UpdateCutInHalf(RuntimeError):
+class PartialUpdateError(RuntimeError):
     """An optimizer ran out of memory when it had updated some of the parameters, or of its state, and not the rest."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -27,7 +27,7 @@ class UpdateCutInHalf(RuntimeError):
         )
 
 
-class AllOrNothing:
+class AtomicUpdate:
     """Around an update by an optimizer of anybody's: what runs out of memory in it has changed nothing, or says so.
 
     State that was begun is dropped again: torch's optimizers take an entry that is there for a whole one. What tells
@@ -51,7 +51,7 @@ class AllOrNothing:
         self._value_versions = versions(self._values)
         self._handed = {name: vars(optimizer)[name] for name in _HANDED if name in vars(optimizer)}
 
-    def __enter__(self) -> AllOrNothing:
+    def __enter__(self) -> AtomicUpdate:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -65,7 +65,7 @@ class AllOrNothing:
             or not all(map(is_, values, self._values))
             or versions(values) != self._value_versions
         ):
-            raise UpdateCutInHalf(self._optimizer) from error
+            raise PartialUpdateError(self._optimizer) from error
         self.has_rewritten_gradients = versions(list(map(_grad, self._params))) != self._grads
 
     def _drop_what_was_begun(self) -> None:

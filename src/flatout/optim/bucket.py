@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatout.core import dtensor, gradients
 from flatout.optim import dynamic8
-from flatout.optim.options import Layout, compute_dtype
+from flatout.optim.options import StateLayout, compute_dtype
 
 _ops = torch.ops.flatout
 _versions = attrgetter("_version")
@@ -40,7 +40,7 @@ class Kind:
     """Dtype of new step counts; None where steps are not counted."""
     seeded: bool
     """Something is rounded stochastically."""
-    layout: Layout
+    layout: StateLayout
     """What is kept beside."""
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatout.core import gradients
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.optim import options
-from flatout.optim.atomic_update import AllOrNothing, UpdateCutInHalf
+from flatout.optim.atomic_update import AtomicUpdate, PartialUpdateError
 from flatout.optim.bucket import Bucket, Kind, keep_moment
 from flatout.optim.bucket_plan import BucketPlan
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded
@@ -139,7 +139,7 @@ class NativeStep(torch.optim.Optimizer):
             RuntimeError: an additional option is set, and something is not for the native kernels.
             torch.OutOfMemoryError: as all that runs out of memory. It comes before the first change: ``step`` may be
                 called again.
-            UpdateCutInHalf: torch's own step, where that has to do, ran out of memory in the middle.
+            PartialUpdateError: torch's own step, where that has to do, ran out of memory in the middle.
         """
         loss = None
         if closure is not None:
@@ -189,7 +189,7 @@ class NativeStep(torch.optim.Optimizer):
                 bucket.step(self._options(self.param_groups[bucket.kind.group]), **scalars[i])
             except RuntimeError as error:
                 if i and ran_out_of_memory(error):
-                    raise UpdateCutInHalf(self) from error
+                    raise PartialUpdateError(self) from error
                 raise
 
     def _scalars(self, bucket: Bucket, factor: Tensor | None, found_inf: Tensor | None) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class NativeStep(torch.optim.Optimizer):
         handed: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
         }
-        watch = AllOrNothing(self)
+        watch = AtomicUpdate(self)
         try:
             with watch:
                 grads = gradients.of_optimizer(self) if factor is not None else []
@@ -251,7 +251,7 @@ class NativeStep(torch.optim.Optimizer):
                 unhooked_step(self._torch_class)(self)
         except RuntimeError as error:
             if watch.has_rewritten_gradients:  # the next call would do so once more
-                raise UpdateCutInHalf(self) from error
+                raise PartialUpdateError(self) from error
             raise
         finally:
             self.__dict__.update(handed)

@@ -32,7 +32,7 @@ _DTYPES = ("moment_dtype", "low_precision_copy")
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What a parameter of one dtype keeps under the options of its group."""
 
     moments: torch.dtype
@@ -75,7 +75,7 @@ def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
     return wanted
 
 
-def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> Layout:
+def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> StateLayout:
     """What parameters of ``dtype`` keep under the options of ``group``, those :func:`in_8_bits` or others.
 
     Raises:
@@ -106,7 +106,7 @@ def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -
             f"moment_dtype and low_precision_copy must use one 16-bit dtype with each other and with the parameter, "
             f"got a parameter of {dtype} with {kept}"
         )
-    return Layout(moments, extras)
+    return StateLayout(moments, extras)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

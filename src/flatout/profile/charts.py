@@ -7,7 +7,7 @@ from itertools import pairwise
 from flatout.core import formatting
 from flatout.profile.model import PHASES, Memory, ProfileData, Step
 from flatout.profile.wording import LOOKS, ms
-from flatout.report.charts import WIDTH, Part, level, stacked, svg
+from flatout.report.charts import WIDTH, Segment, level, stacked, svg
 
 _BEGIN = 64  # room for numbers, left of the plot
 _TOP = 8
@@ -17,7 +17,7 @@ def mean(profile: ProfileData) -> str:
     """The mean step as one stacked bar; with a GPU a second one, of what it worked for."""
     rows = {"host": profile.phases} | ({"GPU": profile.device_phases} if profile.device_phases else {})
     bars = {
-        name: [Part(LOOKS[phase].name, 1e3 * phases[phase], LOOKS[phase].colour) for phase in PHASES]
+        name: [Segment(LOOKS[phase].name, 1e3 * phases[phase], LOOKS[phase].colour) for phase in PHASES]
         for name, phases in rows.items()
     }
     return stacked("time of a step by part", bars)

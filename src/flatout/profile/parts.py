@@ -26,7 +26,7 @@ _UPDATES = re.compile(
 _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A stretch of the main thread that belongs to one part of a step."""
 
     start: float
@@ -49,7 +49,7 @@ class Parts:
 
     def __init__(self, main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float) -> None:
         marked = [
-            Span(event.start, event.end, _MARKED[event.name])
+            PhaseSpan(event.start, event.end, _MARKED[event.name])
             for event in main
             if event.kind == "user_annotation" and event.name in _MARKED
         ]
@@ -58,24 +58,26 @@ class Parts:
         self.spans = _flat([*found, *_losses(found)])
         self._starts = [span.start for span in self.spans]
 
-    def at(self, time: float) -> Span:
+    def at(self, time: float) -> PhaseSpan:
         """The one that holds a moment."""
         return self.spans[bisect_right(self._starts, time) - 1]
 
-    def between(self, start: float, end: float) -> Iterator[Span]:
+    def between(self, start: float, end: float) -> Iterator[PhaseSpan]:
         """Those of a stretch of time, in order, the first and the last cut to it."""
         for span in islice(self.spans, bisect_right(self._starts, start) - 1, None):
             if span.start >= end:
                 return
-            yield Span(max(span.start, start), min(span.end, end), span.phase)
+            yield PhaseSpan(max(span.start, start), min(span.end, end), span.phase)
 
 
-def _inferred(main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float) -> Iterator[Span]:
+def _inferred(
+    main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float
+) -> Iterator[PhaseSpan]:
     """What torch itself tells of the parts, marked or not."""
     for event in _outermost(event for event in main if event.name.endswith(_BACKWARD)):
-        yield Span(event.start, event.end, "backward")
+        yield PhaseSpan(event.start, event.end, "backward")
     for event in _outermost(event for event in main if _UPDATES.fullmatch(event.name)):
-        yield Span(event.start, event.end, "update")
+        yield PhaseSpan(event.start, event.end, "update")
 
     calls = _outermost(event for event in main if event.name.startswith("nn.Module: "))
     starts = sorted(operator.start for operator in trained)
@@ -86,18 +88,18 @@ def _inferred(main: Sequence[Event], trained: Sequence[Event], uploads: Sequence
         and not any(outer.name.endswith(_BACKWARD) for outer in event.ancestors())  # recomputes a forward
     }
     for event in learning:
-        yield Span(event.start, event.end, "forward")
+        yield PhaseSpan(event.start, event.end, "forward")
 
     waits = _outermost(event for event in main if event.name.startswith("enumerate(DataLoader)#"))
     for wait, following in zip_longest(waits, waits[1:]):
         until = end if following is None else following.start
         fed = [call for call in calls if wait.end <= call.start < until]
         if not fed or not learning.isdisjoint(fed):  # else it feeds an evaluation
-            yield Span(wait.start, wait.end, "loader_wait")
+            yield PhaseSpan(wait.start, wait.end, "loader_wait")
 
     for call in uploads:
         *_, outermost = call, *(event for event in call.ancestors() if event.name in _COPIES)
-        yield Span(outermost.start, outermost.end, "h2d")
+        yield PhaseSpan(outermost.start, outermost.end, "h2d")
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:
@@ -109,24 +111,24 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
     return kept
 
 
-def _losses(spans: list[Span]) -> Iterator[Span]:
+def _losses(spans: list[PhaseSpan]) -> Iterator[PhaseSpan]:
     """From a forward to its backward whatever is nothing else is forward too: the loss."""
     begun: float | None = None
     for span in sorted(spans, key=lambda span: span.start):
         if span.phase == "forward" and begun is None:
             begun = span.start
         elif span.phase == "backward" and begun is not None:
-            yield Span(begun, span.start, "forward")
+            yield PhaseSpan(begun, span.start, "forward")
             begun = None
 
 
-def _flat(spans: list[Span]) -> list[Span]:
+def _flat(spans: list[PhaseSpan]) -> list[PhaseSpan]:
     """Without overlap: the innermost counts (an update of LBFGS runs forwards and backwards)."""
-    always = Span(float("-inf"), float("inf"), "host_idle")
+    always = PhaseSpan(float("-inf"), float("inf"), "host_idle")
     pending = sorted([always, *spans], key=lambda span: (span.start, -span.end))[::-1]
     edges = sorted({edge for span in pending for edge in (span.start, span.end)})
-    flat: list[Span] = []
-    active: list[Span] = []
+    flat: list[PhaseSpan] = []
+    active: list[PhaseSpan] = []
     for start, end in pairwise(edges):
         while pending and pending[-1].start <= start:
             active.append(pending.pop())
@@ -135,5 +137,5 @@ def _flat(spans: list[Span]) -> list[Span]:
         if flat and flat[-1].phase == phase:
             flat[-1] = flat[-1]._replace(end=end)
         else:
-            flat.append(Span(start, end, phase))
+            flat.append(PhaseSpan(start, end, phase))
     return flat

@@ -57,7 +57,7 @@ def profile_run(
         raise ValueError(f"steps must be >= 1, got {steps}")
     if warmup < 0:
         raise ValueError(f"warmup must be >= 0, got {warmup}")
-    recording = Recording(steps, warmup, verdict)
+    recording = ProfileRecording(steps, warmup, verdict)
     course = recording.course()
     samples: list[int] = []
     try:
@@ -74,7 +74,7 @@ def profile_run(
     return recording.profile(sum(recent) / max(1, len(recent)), commands)
 
 
-class Recording:
+class ProfileRecording:
     """What is recorded of a loop on its course. Steps timed before the course is closed are kept.
 
     Args:

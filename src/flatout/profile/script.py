@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.profile.record import Course, Recording
+from flatout.profile.record import Course, ProfileRecording
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ended:
 
 def profile_script(
     path: str, args: Sequence[str], *, steps: int, warmup: int, keep_going: bool
-) -> tuple[Recording, Ended]:
+) -> tuple[ProfileRecording, Ended]:
     """Runs a script and profiles the steps that end with updates ``warmup`` + 1 and following.
 
     A step is what lies between two updates of the script's first optimizer.
@@ -56,7 +56,7 @@ def profile_script(
     Returns:
         The recording, and how the script ended.
     """
-    recording = Recording(steps, warmup - 1)
+    recording = ProfileRecording(steps, warmup - 1)
     return recording, _run(path, args, recording.course(), stop=not keep_going)
 
 

@@ -76,7 +76,7 @@ def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
         else:
             for name, what in _METHODS.items():
                 stack.enter_context(replaced(Tensor, name, partial(_watched, name, what, note)))
-            stack.enter_context(_Watch(note))
+            stack.enter_context(_SyncWatch(note))
         yield seen
 
 
@@ -94,7 +94,7 @@ def replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[Non
             delattr(owner, name)
 
 
-class _Watch(TorchDispatchMode):
+class _SyncWatch(TorchDispatchMode):
     """Tells of operators that would wait for a GPU."""
 
     def __init__(self, note: Note) -> None:

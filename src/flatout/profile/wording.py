@@ -10,7 +10,7 @@ from flatout.core import formatting
 from flatout.profile.model import Cause, Phase, ProfileData
 
 
-class Look(NamedTuple):
+class PhaseLook(NamedTuple):
     """How a part of a step is shown.
 
     Attributes:
@@ -24,13 +24,13 @@ class Look(NamedTuple):
     colour: str
 
 
-LOOKS: dict[Phase, Look] = {
-    "loader_wait": Look("waiting for data", "dark_orange", "var(--load)"),
-    "h2d": Look("copying to the device", "yellow", "var(--rejected)"),
-    "forward": Look("forward and loss", "blue", "var(--step)"),
-    "backward": Look("backward", "magenta", "var(--untried)"),
-    "update": Look("update", "green", "var(--kept)"),
-    "host_idle": Look("the loop's own code", "bright_black", "var(--soft)"),
+LOOKS: dict[Phase, PhaseLook] = {
+    "loader_wait": PhaseLook("waiting for data", "dark_orange", "var(--load)"),
+    "h2d": PhaseLook("copying to the device", "yellow", "var(--rejected)"),
+    "forward": PhaseLook("forward and loss", "blue", "var(--step)"),
+    "backward": PhaseLook("backward", "magenta", "var(--untried)"),
+    "update": PhaseLook("update", "green", "var(--kept)"),
+    "host_idle": PhaseLook("the loop's own code", "bright_black", "var(--soft)"),
 }
 
 CAUSES: dict[Cause, str] = {

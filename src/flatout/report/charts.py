@@ -81,7 +81,9 @@ def paces(paces: Mapping[str, Pace]) -> str:
     if not (math.isfinite(sum(whole)) and any(whole)):
         return ""
     times = wording.times(*paces.values())
-    bars = {name: [Part(part.name, ms[index], part.colour) for part, ms in times] for index, name in enumerate(paces)}
+    bars = {
+        name: [Segment(part.name, ms[index], part.colour) for part, ms in times] for index, name in enumerate(paces)
+    }
     return stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, totals=True)
 
 
@@ -151,7 +153,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A part of a stacked bar.
 
     Attributes:
@@ -165,7 +167,7 @@ class Part:
     colour: str
 
 
-def stacked(label: str, bars: Mapping[str, Sequence[Part]], *, totals: bool = False) -> str:
+def stacked(label: str, bars: Mapping[str, Sequence[Segment]], *, totals: bool = False) -> str:
     """Horizontal bars of milliseconds, all to one scale.
 
     Args:

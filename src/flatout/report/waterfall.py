@@ -10,7 +10,7 @@ from flatout.report.model import Row, Summary
 
 
 @dataclass(frozen=True)
-class Change:
+class WaterfallBar:
     """What one technique changed.
 
     Attributes:
@@ -34,7 +34,7 @@ class Waterfall:
     """
 
     before: float
-    changes: tuple[Change, ...]
+    changes: tuple[WaterfallBar, ...]
     unexplained: float
     after: float
 
@@ -50,7 +50,7 @@ def waterfall(summary: Summary) -> Waterfall | None:
     return Waterfall(before, changes, after - before - math.fsum(change.ms for change in changes), after)
 
 
-def _changes(summary: Summary) -> Iterator[Change]:
+def _changes(summary: Summary) -> Iterator[WaterfallBar]:
     rows = {row.technique: row for row in summary.rows}
     for name in summary.won:
         row = rows.get(name)
@@ -59,4 +59,4 @@ def _changes(summary: Summary) -> Iterator[Change]:
             continue
         ms = trial.baseline_ms * (1 / trial.gain.ratio - 1)  # of the paired times, as is the verdict
         if math.isfinite(ms):
-            yield Change(row, ms)
+            yield WaterfallBar(row, ms)

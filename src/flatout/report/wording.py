@@ -12,7 +12,7 @@ from flatout.report.model import Gain, Pace, Row, Status, Summary, Trial
 
 
 @dataclass(frozen=True)
-class Look:
+class StatusLook:
     """How a status is shown.
 
     Attributes:
@@ -30,13 +30,13 @@ class Look:
     meaning: str
 
 
-LOOKS: dict[Status, Look] = {
-    "kept": Look("✓", "+", "bold green", "kept", "in use: it pays on this model and data, or it is always right"),
-    "rejected": Look("✗", "x", "yellow", "rejected", "measured here and undone: it does not pay"),
-    "advice": Look("→", ">", "bold cyan", "advice", "only you can change this"),
-    "not tried": Look("○", "o", "blue", "untried", "no time was left for it, or you forbade it"),
-    "not applicable": Look("–", "-", "dim", "na", "has no meaning for this model, data or machine"),
-    "not built yet": Look("…", ".", "dim", "na", "flatout cannot do this yet"),
+LOOKS: dict[Status, StatusLook] = {
+    "kept": StatusLook("✓", "+", "bold green", "kept", "in use: it pays on this model and data, or it is always right"),
+    "rejected": StatusLook("✗", "x", "yellow", "rejected", "measured here and undone: it does not pay"),
+    "advice": StatusLook("→", ">", "bold cyan", "advice", "only you can change this"),
+    "not tried": StatusLook("○", "o", "blue", "untried", "no time was left for it, or you forbade it"),
+    "not applicable": StatusLook("–", "-", "dim", "na", "has no meaning for this model, data or machine"),
+    "not built yet": StatusLook("…", ".", "dim", "na", "flatout cannot do this yet"),
 }
 
 

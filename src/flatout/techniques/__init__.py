@@ -3,16 +3,16 @@
 from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
+    Candidate,
+    LoaderCandidate,
     LoaderTechnique,
     Measured,
     NotApplicable,
     NothingBetter,
-    PairSwitch,
+    PairCandidate,
     Rule,
     SizeTechnique,
-    Source,
     StepTechnique,
-    Switch,
     Technique,
 )
 from flatout.techniques.batch_size import BatchSize
@@ -90,15 +90,15 @@ __all__ = [
     "REGISTRY",
     "Advice",
     "BatchSize",
+    "Candidate",
+    "LoaderCandidate",
     "LoaderTechnique",
     "Measured",
     "NotApplicable",
     "NothingBetter",
-    "PairSwitch",
+    "PairCandidate",
     "Rule",
     "SizeTechnique",
-    "Source",
     "StepTechnique",
-    "Switch",
     "Technique",
 ]

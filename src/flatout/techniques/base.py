@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class Switch(Toggle):
+class Candidate(Toggle):
     """Candidate of a technique that changes how a step runs. Turning it on and off costs nothing.
 
     Attributes:
@@ -38,14 +38,14 @@ class Switch(Toggle):
     def freeze(self) -> None:
         """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
 
-    def trials_over(self) -> None:
+    def on_tuning_end(self) -> None:
         """Called when it is on for good: free what was only kept for going back and forth."""
 
     def saw(self, batch: Any) -> None:
         """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""
 
 
-class PairSwitch(Switch):
+class PairCandidate(Candidate):
     """Two switches that are on together or not at all.
 
     Args:
@@ -54,7 +54,7 @@ class PairSwitch(Switch):
         label: what the report calls the two.
     """
 
-    def __init__(self, first: Switch, second: Switch, label: str) -> None:
+    def __init__(self, first: Candidate, second: Candidate, label: str) -> None:
         self.label = label
         self.value = (first.value, second.value)
         self.parts = (first, second)
@@ -85,8 +85,8 @@ class PairSwitch(Switch):
             part.release()
 
 
-class Source(Protocol):
-    """A loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Switch``."""
+class LoaderCandidate(Protocol):
+    """A loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Candidate``."""
 
     label: str
     value: Any
@@ -119,7 +119,7 @@ class Technique(ABC):
         name: what ``optimize(techniques={name: ...})`` calls it.
         number: its number in the checklist; None for a neighbour.
         title: what the report calls it.
-        kept_because: the *why* of the row when it is kept.
+        rationale: reason in the row when the technique is kept.
         exact: whether training with it is bit-identical to training without.
         expected: the gain in speed that its literature expects, for the report. For the numbered rows that is the
             checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial); the docstring
@@ -129,7 +129,7 @@ class Technique(ABC):
     name: ClassVar[str]
     number: ClassVar[int | None] = None
     title: ClassVar[str]
-    kept_because: ClassVar[str]
+    rationale: ClassVar[str]
     exact: ClassVar[bool] = False
     expected: ClassVar[str] = ""
 
@@ -161,7 +161,7 @@ class Rule(Technique):
     costs_speed: ClassVar[bool] = False
     argument: ClassVar[str] = ""
 
-    def switch(self, job: Job) -> Switch | None:
+    def switch(self, job: Job) -> Candidate | None:
         """What to turn on; None when there is nothing to turn (the technique is how ``Run`` works)."""
         return None
 
@@ -199,7 +199,7 @@ class Measured(Technique):
 
 
 class StepTechnique(Measured):
-    """Changes how a step runs. Its candidates are ``Switch`` objects; trials time the step alone.
+    """Changes how a step runs. Its candidates are ``Candidate`` objects; trials time the step alone.
 
     Attributes:
         is_verified: whether outputs, gradients and losses have to be the baseline's, but for what
@@ -224,7 +224,7 @@ class StepTechnique(Measured):
         return pace.step_ms * (1 - 1 / self.optimistic_gain)
 
     @abstractmethod
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """Switches to try, most promising first."""
 
 
@@ -248,7 +248,7 @@ class SizeTechnique(StepTechnique):
         """
 
     @abstractmethod
-    def candidate(self, job: Job, samples: int, reason: str) -> Switch:
+    def candidate(self, job: Job, samples: int, reason: str) -> Candidate:
         """Return the candidate for a number of samples.
 
         Args:
@@ -257,13 +257,13 @@ class SizeTechnique(StepTechnique):
             reason: result of the search, in one sentence.
         """
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return no candidate, because there is none before a search."""
         return ()
 
 
 class LoaderTechnique(Measured):
-    """Changes how batches are made. Its candidates are ``Source`` objects; trials time loading and stepping."""
+    """Changes how batches are made. Trials of its ``LoaderCandidate`` objects time loading and stepping."""
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """All the waiting for batches."""
@@ -274,7 +274,7 @@ class LoaderTechnique(Measured):
         return False
 
     @abstractmethod
-    def candidates(self, job: Job, pace: Pace) -> Sequence[Source]:
+    def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
         """Loaders to try beside a step of this pace, most promising first.
 
         Raises:
@@ -286,7 +286,7 @@ class LoaderTechnique(Measured):
 class Advice(Technique):
     """Names what only the user can change: nothing is turned on, and nothing is timed against anything."""
 
-    kept_because = ""
+    rationale = ""
 
     @abstractmethod
     def findings(self, job: Job, seconds: float) -> Sequence[str]:

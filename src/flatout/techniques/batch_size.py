@@ -19,7 +19,7 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
-from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, SizeRange, SizeTechnique
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TRIAL_STEPS = 20
 """Most steps that finding a size takes."""
 
 
-class BatchSwitch(Switch):
+class BatchCandidate(Candidate):
     """Another loader with batches of another size, or batches that are computed in parts, or both.
 
     Args:
@@ -82,7 +82,7 @@ class BatchSwitch(Switch):
             job.data.loader, job.data.source, job.data.batches, job.data.expected_steps = self._parked[job]
             self._parked[job] = here
 
-    def trials_over(self) -> None:
+    def on_tuning_end(self) -> None:
         """Let go of the trial's batches."""
         for job, (loader, source, _, expected_steps) in self._parked.items():
             self._parked[job] = loader, source, (), expected_steps
@@ -106,7 +106,7 @@ class BatchSize(SizeTechnique):
     name = "batch_size"
     number = 3
     title = "batch size"
-    kept_because = "so many samples at once are the fastest that memory holds"
+    rationale = "so many samples at once are the fastest that memory holds"
     is_verified = True
     draws_other_numbers = True
 
@@ -133,13 +133,13 @@ class BatchSize(SizeTechnique):
         now = job.stepper.micro_batches.size or (own if job.spec.resizes else largest)
         return SizeRange(now, smallest=min(SMALLEST, now), largest=max(now, largest))
 
-    def candidate(self, job: Job, samples: int, reason: str) -> Switch:
+    def candidate(self, job: Job, samples: int, reason: str) -> Candidate:
         """Return a batch of another size, or parts of one."""
         if job.spec.resizes:
-            return BatchSwitch(job, samples=samples, reason=reason)
-        return BatchSwitch(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)
+            return BatchCandidate(job, samples=samples, reason=reason)
+        return BatchCandidate(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)
 
-    def found(self, candidate: BatchSwitch) -> str:
+    def found(self, candidate: BatchCandidate) -> str:
         """What the search saw."""
         return candidate.reason
 
@@ -149,7 +149,7 @@ class BatchSize(SizeTechnique):
             return False
         return all(map(_is_size, value.values()))
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
         if not self.accepts(value):
             raise ValueError(
@@ -164,7 +164,7 @@ class BatchSize(SizeTechnique):
             there_are = len(_unseeded(job.data.loader).sampler)
             if samples > there_are:
                 raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
-        return BatchSwitch(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
+        return BatchCandidate(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
 
     def _why_not_search(self, job: Job) -> str:
         if group_size() > 1:

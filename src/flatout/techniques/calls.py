@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from flatout.core import formatting
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
-from flatout.techniques.base import Switch
+from flatout.techniques.base import Candidate
 from flatout.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class RoutedCall(ABC):
         warnings.warn(f"{self.title} is off from here on, the model runs eager: {reason}", RuntimeWarning, stacklevel=2)
 
 
-class CallSwitch(Switch):
+class CallCandidate(Candidate):
     """Puts a call into its owner and takes it out; a module stays the same object with the same keys.
 
     It holds the call only while that is out of its owner, so that nothing here keeps the model alive.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-class ChannelsLastSwitch(Switch):
+class ChannelsLastCandidate(Candidate):
     """Gives 2-d convolution weights, and the moments kept for them, channels_last strides, and takes them away.
 
     Convolutions pass the format of their weight on to their output, so inputs need no conversion. They read it from
@@ -65,7 +65,7 @@ class ChannelsLast(StepTechnique):
     name = "channels_last"
     title = "channels_last"
     expected = "8–35 %"
-    kept_because = "convolutions read and write their channels side by side, with no reordering in between"
+    rationale = "convolutions read and write their channels side by side, with no reordering in between"
     is_verified = True
     checks_evaluation = True
 
@@ -74,11 +74,11 @@ class ChannelsLast(StepTechnique):
         if not self._weights(job):
             raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch."""
-        return [ChannelsLastSwitch(self._weights(job), job.spec.optimizer)]
+        return [ChannelsLastCandidate(self._weights(job), job.spec.optimizer)]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True is the only value."""
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from flatout.core.torch_flags import TORCHS_ATTENTION, attention_kernels
 from flatout.mfu.wrapped import is_wrapped
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
-from flatout.techniques.calls import PLAIN_VALUES, CallSwitch, RoutedCall, Signature, comes_compiled, signature
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -235,7 +235,7 @@ def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
-class CompileSwitch(CallSwitch):
+class CompiledModel(CallCandidate):
     """The model compiled in one of torch's modes."""
 
     def __init__(self, model: nn.Module, mode: str = "default") -> None:
@@ -245,7 +245,7 @@ class CompileSwitch(CallSwitch):
         super().__init__(model, CompiledCall(model._call_impl, compiled, [model], reuses_outputs=reuses_outputs))
 
 
-class CompileLossSwitch(CallSwitch):
+class CompiledLoss(CallCandidate):
     """Model and loss compiled as one, for the steps of a job."""
 
     def __init__(self, job: Job, mode: str = "default") -> None:
@@ -278,7 +278,7 @@ class Compile(StepTechnique):
     name = "compile"
     number = 9
     title = "torch.compile"
-    kept_because = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
+    rationale = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
     is_verified = True
     draws_other_numbers = True
@@ -294,7 +294,7 @@ class Compile(StepTechnique):
         if reason:
             raise NotApplicable(reason)
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The default mode, and CUDA graphs where they can serve. ``max-autotune`` takes minutes: on request only."""
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
         return [_switch(job, mode) for mode in modes]
@@ -303,7 +303,7 @@ class Compile(StepTechnique):
         """Accept True or a mode."""
         return value is True or (isinstance(value, str) and value in MODES)
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True or one of torch's modes."""
         mode = "default" if value is True else value
         if not self.accepts(value):
@@ -322,8 +322,8 @@ class Compile(StepTechnique):
         return value is True and by_user
 
 
-def _switch(job: Job, mode: str) -> Switch:
-    return CompileLossSwitch(job, mode) if _compiles_loss(job) else CompileSwitch(job.spec.model, mode)
+def _switch(job: Job, mode: str) -> Candidate:
+    return CompiledLoss(job, mode) if _compiles_loss(job) else CompiledModel(job.spec.model, mode)
 
 
 def _compiles_loss(job: Job) -> bool:

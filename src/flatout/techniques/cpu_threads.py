@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.machine import usable_cores
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -18,7 +18,7 @@ _GRAIN = 32768
 """Elements from which torch gives another thread a share of an elementwise operator (``at::internal::GRAIN_SIZE``)."""
 
 
-class ThreadsSwitch(Switch):
+class ThreadsCandidate(Candidate):
     """Sets torch's number of intra-op threads, process-wide, and the earlier number again."""
 
     def __init__(self, threads: int) -> None:
@@ -52,7 +52,7 @@ class CpuThreads(StepTechnique):
 
     name = "cpu_threads"
     title = "CPU threads"
-    kept_because = "operators are shared by this many threads: with more or fewer, they take longer"
+    rationale = "operators are shared by this many threads: with more or fewer, they take longer"
     is_verified = True
 
     def check(self, job: Job) -> None:
@@ -60,23 +60,23 @@ class CpuThreads(StepTechnique):
         if job.spec.device.type != "cpu":
             raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """All usable cores where torch uses more or fewer; half of them; one."""
         numbers = self._numbers()
         if not numbers:
             raise NotApplicable("there is only one core, and torch already uses one thread")
-        return [ThreadsSwitch(number) for number in numbers]
+        return [ThreadsCandidate(number) for number in numbers]
 
     def accepts(self, value: Any) -> bool:
         """Accept a number of threads >= 1."""
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """A number of threads."""
         most = os.cpu_count() or 1
         if not self.accepts(value) or value > most:
             raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most} or False, got {value!r}")
-        return ThreadsSwitch(value)
+        return ThreadsCandidate(value)
 
     @staticmethod
     def _numbers() -> list[int]:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.techniques.base import Rule, Switch
+from flatout.techniques.base import Candidate, Rule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class Placement(Switch):
+class Placement(Candidate):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
     def __init__(self, job: Job) -> None:
@@ -57,9 +57,9 @@ class Criterion(Rule):
     number = 5
     title = "criterion on the device"
     expected = "1–3 %"
-    kept_because = "model, buffers and loss weights live on one device: no copy between devices inside a step"
+    rationale = "model, buffers and loss weights live on one device: no copy between devices inside a step"
     exact = True
 
-    def switch(self, job: Job) -> Switch:
+    def switch(self, job: Job) -> Candidate:
         """The move; nothing happens where everything is in place already."""
         return Placement(job)

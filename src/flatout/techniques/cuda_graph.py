@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.core import dtensor
 from flatout.optim.native_step import NativeStep, is_patched
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 from flatout.techniques.calls import routed_calls
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class GraphSwitch(Switch):
+class GraphCandidate(Candidate):
     """Makes a :class:`GraphedStep` the runner of a training's steps.
 
     The switch holds the runner only while it is off, so that nothing here keeps the model alive.
@@ -87,7 +87,7 @@ class CudaGraph(StepTechnique):
 
     name = "cuda_graph"
     title = "whole-step CUDA graph"
-    kept_because = "a step is one launch, where launching its kernels one by one took the time"
+    rationale = "a step is one launch, where launching its kernels one by one took the time"
     expected = "1.2 to 3×"
     is_verified = True
     draws_other_numbers = True
@@ -102,11 +102,11 @@ class CudaGraph(StepTechnique):
             # Another technique may fuse the optimizer before graphs are decided.
             raise NotApplicable(reason, lasts=isinstance(job.spec.optimizer, NativeStep))
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch."""
-        return [GraphSwitch(job.stepper, CudaRecorder(job.spec.device))]
+        return [GraphCandidate(job.stepper, CudaRecorder(job.spec.device))]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True is the only value."""
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")

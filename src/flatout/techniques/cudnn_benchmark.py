@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_within
 from flatout.native._host import signature
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -47,7 +47,7 @@ class ShapeWatch:
         return len(self._news) == MOST_NEW and self._batches - self._news[0] < WITHIN
 
 
-class BenchmarkSwitch(Switch):
+class BenchmarkCandidate(Candidate):
     """``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes turn out to vary.
 
     torch keeps the algorithm that a convolution's shape ran with first and asks no flag again; ``deterministic`` is
@@ -104,7 +104,7 @@ class CudnnBenchmark(StepTechnique):
     name = "cudnn_benchmark"
     number = 4
     title = "cudnn.benchmark"
-    kept_because = "cuDNN has timed its convolution algorithms for these shapes, and the fastest are used"
+    rationale = "cuDNN has timed its convolution algorithms for these shapes, and the fastest are used"
     expected = "up to 1.4×"
     is_verified = True
 
@@ -130,17 +130,17 @@ class CudnnBenchmark(StepTechnique):
                 "torch.backends.cudnn.deterministic is on: which algorithm is the fastest may differ from run to run"
             )
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """On, where the trial's batches come in one shape."""
         if job.data.varies:
             raise NotApplicable("batches come in several shapes, and cuDNN would search anew for each")
-        return [BenchmarkSwitch()]
+        return [BenchmarkCandidate()]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True is the only value; the shapes are watched all the same."""
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return BenchmarkSwitch()
+        return BenchmarkCandidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether ``cudnn.benchmark`` is already on."""

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader
 from flatout.core.reproducible import DeterministicAlgorithms
 from flatout.data import is_rewindable, seed_samples
 from flatout.data.loaders import why_random
-from flatout.techniques.base import NotApplicable, Rule, Switch
+from flatout.techniques.base import Candidate, NotApplicable, Rule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class DeterministicSwitch(Switch):
+class DeterministicCandidate(Candidate):
     """torch's deterministic algorithms, process-wide."""
 
     label = value = "deterministic"
@@ -42,7 +42,7 @@ class Determinism(Rule):
 
     name = "determinism"
     title = "determinism and seeding"
-    kept_because = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
+    rationale = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
     exact = True
     costs_speed = True
     argument = "deterministic"
@@ -52,9 +52,9 @@ class Determinism(Rule):
         if not job.spec.deterministic:
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
-    def switch(self, job: Job) -> Switch | None:
+    def switch(self, job: Job) -> Candidate | None:
         """Return the switch of the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
-        return None if job.spec.reproducible else DeterministicSwitch()
+        return None if job.spec.reproducible else DeterministicCandidate()
 
 
 def seeded_where_random(loader: Iterable[Any]) -> Iterable[Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class, take_class_out
 from flatout.profile.places import of_frame
-from flatout.techniques.base import Rule, Switch
+from flatout.techniques.base import Candidate, Rule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -23,10 +23,10 @@ SURE_AFTER = 3
 """Forwards in eval mode, one after another, whose graphs were made for nothing, before anything is said."""
 
 
-class _Graph:
+class _AutogradGraph:
     """Lives as long as what a forward has recorded for its backward."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _CallWatch) -> None:
         self._watch = watch
         self._used = False
 
@@ -38,7 +38,7 @@ class _Graph:
         self._watch.wasted = 0 if self._used else self._watch.wasted + 1
 
 
-class _Watch:
+class _CallWatch:
     """Sees what becomes of the outputs of a model in eval mode.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Watch:
         if self.wasted >= SURE_AFTER:
             self._say(frame)
             return
-        graph = _Graph(self)
+        graph = _AutogradGraph(self)
         for node in ends:
             node.register_prehook(graph.use)
 
@@ -75,7 +75,7 @@ class _Watch:
         )
 
 
-class WatchSwitch(Switch):
+class EvaluationWatch(Candidate):
     """Gives one model instance a class that looks at its calls in eval mode."""
 
     label = value = "watched"
@@ -97,7 +97,7 @@ class WatchSwitch(Switch):
 
 
 def _watched_class(base: type[nn.Module]) -> type[nn.Module]:
-    watch = _Watch()
+    watch = _CallWatch()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super(watched, self).__call__(*args, **kwargs)
@@ -124,14 +124,14 @@ class Evaluation(Rule):
     name = "evaluation"
     number = 6
     title = "no gradients in evaluation"
-    kept_because = (
+    rationale = (
         "run.evaluate and run.fit record nothing for a backward pass that never comes, which saves time and memory; a "
         "loop of your own that evaluates with gradients on gets a warning with its line"
     )
     exact = True
 
-    def switch(self, job: Job) -> Switch | None:
+    def switch(self, job: Job) -> Candidate | None:
         """The watch over a loop of the user's own: what it trains comes without an optimizer."""
         if job.spec.optimizer is not None or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
-        return WatchSwitch(job.spec.model)
+        return EvaluationWatch(job.spec.model)

@@ -9,13 +9,13 @@ import torch
 
 from flatout.optim import fuse, unfuse, why_not_fusable
 from flatout.optim.native_step import NativeStep
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class FuseSwitch(Switch):
+class FuseCandidate(Candidate):
     """Swaps the optimizer's class for flatout's of the same name; state and schedulers stay."""
 
     label = "fused"
@@ -41,7 +41,7 @@ class FusedOptimizer(StepTechnique):
 
     name = "fused_optimizer"
     title = "fused optimizer"
-    kept_because = "the update reads and writes each parameter once, in one native call"
+    rationale = "the update reads and writes each parameter once, in one native call"
     optimistic_gain = 4.0
 
     def check(self, job: Job) -> None:
@@ -52,12 +52,12 @@ class FusedOptimizer(StepTechnique):
         if why_not is not None:
             raise NotApplicable(why_not)
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch."""
         assert job.spec.optimizer is not None
-        return [FuseSwitch(job.spec.optimizer)]
+        return [FuseCandidate(job.spec.optimizer)]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True is the only value."""
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")

@@ -26,7 +26,7 @@ class GcPauses(Rule):
 
     name = "gc_pauses"
     title = "garbage-collector pauses"
-    kept_because = (
+    rationale = (
         "when Python's garbage collector stops the training to look at every object, what is still in use is set aside "
         "until the epoch ends: the next time is short"
     )

@@ -19,7 +19,7 @@ from flatout.data import (
     why_not_in_memory,
 )
 from flatout.data.in_memory_loader import why_not_collated
-from flatout.techniques.base import LoaderTechnique, NotApplicable, Source
+from flatout.techniques.base import LoaderCandidate, LoaderTechnique, NotApplicable
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -74,7 +74,7 @@ class InMemory(LoaderTechnique):
     name = "in_memory"
     number = 13
     title = "data in memory"
-    kept_because = "samples are decoded once and gathered by native threads, with no Python call per sample"
+    rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
     exact = True
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
@@ -92,7 +92,7 @@ class InMemory(LoaderTechnique):
         if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
             raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 
-    def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[Source]:
+    def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[LoaderCandidate]:
         """Gathering where the data is tensors already, on the GPU if there is one, else the cache."""
         assert isinstance(job.data.loader, DataLoader)
         if why_not_in_memory(job.data.loader) is None:
@@ -106,7 +106,7 @@ class InMemory(LoaderTechnique):
         """Accept True or ``"device"``."""
         return value is True or (isinstance(value, str) and value == "device")
 
-    def forced(self, job: Job, value: Any) -> Source:
+    def forced(self, job: Job, value: Any) -> LoaderCandidate:
         """True, or "device": tensors are copied to the device once, and gathered there."""
         if not self.accepts(value):
             raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")

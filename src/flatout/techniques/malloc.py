@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.core import mallopt
-from flatout.techniques.base import NotApplicable, Rule, Switch
+from flatout.techniques.base import Candidate, NotApplicable, Rule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class MallocSwitch(Switch):
+class MallocCandidate(Candidate):
     """Has the process keep the memory that it frees, and give it back again."""
 
     label = "kept"
@@ -43,7 +43,7 @@ class Malloc(Rule):
 
     name = "malloc"
     title = "memory kept by malloc"
-    kept_because = "a step takes the memory that the last one freed: the kernel need not clear and map new pages for it"
+    rationale = "a step takes the memory that the last one freed: the kernel need not clear and map new pages for it"
     exact = True
 
     def check(self, job: Job) -> None:
@@ -54,6 +54,6 @@ class Malloc(Rule):
         if reason:
             raise NotApplicable(reason)
 
-    def switch(self, job: Job) -> Switch:
+    def switch(self, job: Job) -> Candidate:
         """The setting of the process."""
-        return MallocSwitch()
+        return MallocCandidate()

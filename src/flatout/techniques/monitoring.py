@@ -15,7 +15,7 @@ class Monitoring(Rule):
     name = "monitoring"
     number = 12
     title = "live monitoring"
-    kept_because = (
+    rationale = (
         "run.stats counts steps, phases and MFU without waiting for the device; run.verdict sets MFU beside NVML's "
         "utilisation; `flatout monitor` shows GPUs, host and workers live"
     )

@@ -30,7 +30,7 @@ class OomRecovery(Rule):
 
     name = "oom_recovery"
     title = "out-of-memory recovery"
-    kept_because = (
+    rationale = (
         "a step of run.step that runs out of memory is computed again in smaller parts, with the same samples, and so "
         "are those that follow"
     )

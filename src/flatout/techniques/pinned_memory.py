@@ -21,7 +21,7 @@ class PinnedMemory(Rule):
     number = 1
     title = "pinned memory"
     expected = "10–20 %"
-    kept_because = "batches are copied to the GPU beside the running step, from a few pinned buffers in turn"
+    rationale = "batches are copied to the GPU beside the running step, from a few pinned buffers in turn"
     exact = True
 
     def check(self, job: Job) -> None:

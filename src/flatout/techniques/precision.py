@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.core.instance_class import take_class_out
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 from flatout.training.autocast import autocast_class
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class AutocastSwitch(Switch):
+class AutocastCandidate(Candidate):
     """Gives one model instance a class whose forward runs under autocast."""
 
     def __init__(self, model: nn.Module, device_type: str, label: str) -> None:
@@ -56,7 +56,7 @@ class Precision(StepTechnique):
     number = 10
     title = "mixed precision"
     expected = "up to 2×"
-    kept_because = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
+    rationale = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
     is_verified = True
     optimistic_gain = 4.0
     companions = ("sdpa_backend",)
@@ -74,19 +74,19 @@ class Precision(StepTechnique):
         if getattr(type(job.spec.model).forward, "__script_unsupported", "").startswith("@autocast"):
             raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """bf16, or fp16 on a GPU that has no bf16 units (there is an optimizer to scale for, then)."""
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.spec.optimizer is None:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
-            return [AutocastSwitch(job.spec.model, "cuda", "fp16")]
-        return [AutocastSwitch(job.spec.model, job.spec.device.type, "bf16")]
+            return [AutocastCandidate(job.spec.model, "cuda", "fp16")]
+        return [AutocastCandidate(job.spec.model, job.spec.device.type, "bf16")]
 
     def accepts(self, value: Any) -> bool:
         """Accept True, ``"bf16"`` or ``"fp16"``."""
         return value is True or (isinstance(value, str) and value in DTYPES)
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """``"bf16"`` or ``"fp16"``; True is the first candidate."""
         if value is True:
             return self.candidates(job)[0]
@@ -94,7 +94,7 @@ class Precision(StepTechnique):
             raise ValueError(f"precision must be one of auto, fp32, {', '.join(DTYPES)}, got {value!r}")
         if value == "fp16" and job.spec.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
-        return AutocastSwitch(job.spec.model, job.spec.device.type, value)
+        return AutocastCandidate(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether all floating-point parameters of the model already have that dtype."""

@@ -20,7 +20,7 @@ class Prefetch(Rule):
     number = 8
     title = "prefetch to the device"
     expected = "10–20 %"
-    kept_because = "the next two batches are copied to the device while the step works on this one"
+    rationale = "the next two batches are copied to the device while the step works on this one"
     exact = True
 
     def check(self, job: Job) -> None:

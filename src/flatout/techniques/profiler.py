@@ -15,7 +15,7 @@ class Profiler(Rule):
     name = "profiler"
     number = 7
     title = "profiler"
-    kept_because = (
+    rationale = (
         "the parts of a step are named for torch.profiler and Nsight; run.profile() shows on request where its time "
         "goes"
     )

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.core.torch_flags import AttentionKernels
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -40,7 +40,7 @@ _OPERATORS = {
 UNUSED = "no step calls torch's fused attention (scaled_dot_product_attention)"
 
 
-class AttentionSwitch(Switch):
+class AttentionCandidate(Candidate):
     """Has ``scaled_dot_product_attention`` ask one kernel before the others.
 
     On CUDA that is an order, so that inputs which the kernel cannot serve go where they went before. The CPU has two
@@ -110,7 +110,7 @@ class SdpaBackend(StepTechnique):
 
     name = "sdpa_backend"
     title = "SDPA backend"
-    kept_because = "attention runs in the kernel that is fastest for the model's shapes"
+    rationale = "attention runs in the kernel that is fastest for the model's shapes"
     expected = "1.7 to 2.3× on attention on Hopper"
     is_verified = True
     draws_other_numbers = True
@@ -122,7 +122,7 @@ class SdpaBackend(StepTechnique):
         if job.work.counts and not any("attention" in name for count in job.work.counts for name in count.by_op):
             raise NotApplicable(UNUSED)
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """Every kernel that serves and is not the one in use: one forward is watched to know."""
         seen = self._watch(job)
         if not seen.used:
@@ -132,19 +132,19 @@ class SdpaBackend(StepTechnique):
             others -= seen.used
         if not others:
             raise NotApplicable("no other kernel can be trusted with this model's attention")
-        return [AttentionSwitch(name, job.spec.device.type) for name in KERNELS if name in others]
+        return [AttentionCandidate(name, job.spec.device.type) for name in KERNELS if name in others]
 
     def accepts(self, value: Any) -> bool:
         """Accept the name of a kernel."""
         return isinstance(value, str) and value in KERNELS
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """The kernel's name."""
         kernels = [*KERNELS] if job.spec.device.type == "cuda" else ["flash", "math"]
         if not self.accepts(value) or value not in kernels:
             names = ", ".join(map(repr, kernels))
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
-        return AttentionSwitch(value, job.spec.device.type)
+        return AttentionCandidate(value, job.spec.device.type)
 
     @staticmethod
     def _watch(job: Job) -> _Attention:

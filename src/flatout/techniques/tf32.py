@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.torch_flags import Float32Precision
-from flatout.techniques.base import NotApplicable, StepTechnique, Switch
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ TENSOR_CORES = (8, 0)
 """Compute capability from which on tensor cores multiply in TF32 (Ampere)."""
 
 
-class Tf32Switch(Switch):
+class Tf32Candidate(Candidate):
     """TF32 for matrix products: in torch's older vocabulary, which is the newer too, where that says "highest"."""
 
     label = "tf32"
@@ -56,7 +56,7 @@ class Tf32(StepTechnique):
 
     name = "tf32"
     title = "TF32"
-    kept_because = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
+    rationale = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
     expected = "up to 7× on matrix products"
     is_verified = True
     optimistic_gain = 8.0
@@ -75,18 +75,18 @@ class Tf32(StepTechnique):
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             raise NotApplicable("TF32 is on already, and stays on")
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch, where nobody has said what precision products are to have."""
         chosen = _chosen_by_hand()
         if chosen:
             raise NotApplicable(f"{chosen} was set by hand: float32 products keep the precision asked for")
-        return [Tf32Switch()]
+        return [Tf32Candidate()]
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True is the only value."""
         if value is not True:
             raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return Tf32Switch()
+        return Tf32Candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether TF32 is already on, on a GPU that has it."""

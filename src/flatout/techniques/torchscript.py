@@ -16,9 +16,9 @@ from flatout.core import formatting
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import users_class
 from flatout.core.random_state import RandomState
-from flatout.core.snapshot import State
-from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique, Switch
-from flatout.techniques.calls import CallSwitch, RoutedCall, comes_compiled, routed_calls, signature
+from flatout.core.snapshot import Snapshot
+from flatout.techniques.base import Candidate, NotApplicable, NothingBetter, StepTechnique
+from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 from flatout.training.autocast import call_as
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
@@ -227,7 +227,7 @@ class ScriptedCall(RoutedCall):
         raise NothingBetter("; ".join(reasons))
 
     def _verified(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Script | _Trace:
-        module, state = self._module, State.capture([self._module])
+        module, state = self._module, Snapshot.capture([self._module])
         taken = _Taken(module)
         if taken.hooked:
             raise _Refused("the model has hooks, which TorchScript does not call")
@@ -327,7 +327,7 @@ def _altered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
         yield name, *altered
 
 
-class TorchScriptSwitch(CallSwitch):
+class TorchScriptCandidate(CallCandidate):
     """The model's call as TorchScript; what form it took is known from the first call on."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str] = KINDS) -> None:
@@ -371,7 +371,7 @@ class TorchScript(StepTechnique):
     name = "torchscript"
     number = 11
     title = "TorchScript (deprecated)"
-    kept_because = (
+    rationale = (
         "the model's forward runs without Python between its operators; TorchScript is deprecated upstream since "
         "torch 2.11, so a later torch may no longer have it"
     )
@@ -394,26 +394,26 @@ class TorchScript(StepTechnique):
         if job.spec.optimizer is None and not job.spec.inference:
             raise NotApplicable("TorchScript serves run.step alone: give the optimizer to optimize()")
 
-    def candidates(self, job: Job) -> Sequence[Switch]:
+    def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch, where ``torch.compile`` is not to be had."""
         if not why_no_compiler(job.spec.device) and "compile" not in job.failed:
             raise NotApplicable(
                 "it is deprecated upstream since torch 2.11, and torch.compile is to be had here: "
                 "techniques={'torchscript': True} asks for it all the same"
             )
-        return [TorchScriptSwitch(job.spec.model)]
+        return [TorchScriptCandidate(job.spec.model)]
 
     def accepts(self, value: Any) -> bool:
         """Accept True, ``"script"`` or ``"trace"``."""
         return value is True or (isinstance(value, str) and value in KINDS)
 
-    def forced(self, job: Job, value: Any) -> Switch:
+    def forced(self, job: Job, value: Any) -> Candidate:
         """True, ``"script"`` or ``"trace"``."""
         if value is True:
-            return TorchScriptSwitch(job.spec.model)
+            return TorchScriptCandidate(job.spec.model)
         if not self.accepts(value):
             raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
-        return TorchScriptSwitch(job.spec.model, (value,))
+        return TorchScriptCandidate(job.spec.model, (value,))
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the model is already scripted or traced and ``value`` is True, which leaves the kind open."""

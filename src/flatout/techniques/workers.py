@@ -12,7 +12,7 @@ from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loaders import why_random
 from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
-from flatout.techniques.base import LoaderTechnique, NotApplicable, NothingBetter, Source
+from flatout.techniques.base import LoaderCandidate, LoaderTechnique, NotApplicable, NothingBetter
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -54,7 +54,7 @@ class Workers(LoaderTechnique):
     number = 2
     title = "loader workers"
     expected = "20–50 %"
-    kept_because = "batches are made while the step runs, by as many worker processes as pay"
+    rationale = "batches are made while the step runs, by as many worker processes as pay"
     exact = True
 
     def check(self, job: Job) -> None:
@@ -86,7 +86,7 @@ class Workers(LoaderTechnique):
         """What ``tune`` takes: some rounds of all workers where batches are slow."""
         return max(SECONDS, 8 * pace.load_ms / 1e3)
 
-    def candidates(self, job: Job, pace: Pace) -> Sequence[Source]:
+    def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
         """What suits the step; fewer where it computes on the cores that workers use; none where the user has some."""
         loader = _loader_of(job)
         tuned = tune(loader, pace.step_ms / 1e3)
@@ -119,7 +119,7 @@ class Workers(LoaderTechnique):
             and isinstance(settings.get("persistent_workers", False), bool)
         )
 
-    def forced(self, job: Job, value: Any) -> Source:
+    def forced(self, job: Job, value: Any) -> LoaderCandidate:
         """A number of workers, or a dict of ``DataLoader``'s arguments about workers."""
         loader = _loader_of(job)
         if not self.accepts(value):

@@ -25,7 +25,7 @@ ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.
 
 
 @dataclass(frozen=True)
-class Change:
+class BatchSizeChange:
     """From one number of samples per update to another.
 
     Attributes:

@@ -18,7 +18,7 @@ from flatout.optim.native_step import is_patched
 from flatout.training.stepper import Stepper
 
 
-class Constants:
+class CaptureGuards:
     """What a graph has as constants: every address and every choice that the host made while it was captured.
 
     Attributes:
@@ -56,7 +56,7 @@ class Constants:
         ]
         self._hooks += _GLOBAL_HOOKS
         self._hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-        self.rates = Rates(optimizer, stepper.spec.device)
+        self.rates = LearningRates(optimizer, stepper.spec.device)
         self.hooked = self._is_hooked(stepper)
         reads: tuple[tuple[str, Callable[[Stepper], Any]], ...] = (
             ("parts of the model, parameters of the optimizer or its state", self._has_others),
@@ -121,7 +121,7 @@ class Constants:
         )
 
 
-class Rates:
+class LearningRates:
     """Learning rates in device memory, where a captured update reads them.
 
     They are written in stream order, as arguments of launches, and only when they have changed: no pinned buffer has

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
 from flatout.core.out_of_memory import ran_out_of_memory
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.training.job import Job
 from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
 
 
-def check_step(job: Job, state: State, batch: Any) -> bool:
+def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
     """Run one forward on a copy of the batch and set ``Objective.writes_batches``.
 
     Args:

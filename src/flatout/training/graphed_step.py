@@ -15,8 +15,8 @@ from torch import Tensor
 from flatout.core import formatting
 from flatout.core.batches import map_tensors
 from flatout.core.errors import Unsuitable
-from flatout.mfu.ranges import range as named_range
-from flatout.training.capture_guards import Constants, sign
+from flatout.mfu.ranges import nvtx_range
+from flatout.training.capture_guards import CaptureGuards, sign
 from flatout.training.graph_recorder import Recorder
 from flatout.training.micro_batches import Part
 from flatout.training.stepper import PhaseOf, Stepper
@@ -46,8 +46,8 @@ class _Graph:
         replay: does it again.
         inputs: the tensors that it reads its batch from.
         loss: where it leaves the loss.
-        grads: where it leaves the gradients, in the order of ``Constants.trained``. They are kept also while ``p.grad``
-            is another tensor or None: replays write there.
+        grads: where it leaves the gradients, in the order of ``CaptureGuards.trained``. They are kept also while
+            ``p.grad`` is another tensor or None: replays write there.
         skipped: where it leaves whether the loss scaler skipped the update.
     """
 
@@ -93,7 +93,7 @@ class GraphedStep:
         self._recorder = recorder
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: Counter[Hashable] = Counter()
-        self._constants: Constants | None = None
+        self._constants: CaptureGuards | None = None
         self._replays_before = 0
         self._changes = 0
 
@@ -132,7 +132,7 @@ class GraphedStep:
         changed = "" if self._constants is None else self._constants.changed(stepper)
         if not changed:
             return
-        if not self.learning and changed == Constants.NUMBERS:
+        if not self.learning and changed == CaptureGuards.NUMBERS:
             paid = self.replays - self._replays_before >= PAYS_AFTER
             self._changes = 0 if paid else self._changes + 1
         self._drop()
@@ -166,7 +166,7 @@ class GraphedStep:
 
     def _note(self, stepper: Stepper) -> None:
         if self._constants is None:
-            self._constants = Constants(stepper)
+            self._constants = CaptureGuards(stepper)
         self._constants.note_writes()
 
     def _learn(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
@@ -234,7 +234,7 @@ class GraphedStep:
         constants, scaler = self._constants, stepper.scaler
         assert constants is not None
         assert stepper.spec.optimizer is not None
-        with named_range("flatout.replay"), torch.no_grad():
+        with nvtx_range("flatout.replay"), torch.no_grad():
             loss = torch.empty_like(graph.loss)  # before the replay: what fails behind it would be done twice
             torch._foreach_copy_(graph.inputs, tensors)
             constants.rates.write(stepper.spec.optimizer)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
-from flatout.data.replay_buffer import Replayed
+from flatout.data.replay_buffer import ReplayBuffer
 from flatout.mfu import MfuCounter
 from flatout.training.garbage import LongLived
 from flatout.training.job import Job
@@ -47,9 +47,9 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def original(self) -> Iterable[Any]:
-        """The user's loader. Where it cannot be rewound, a ``Replayed`` first yields the batches that trials took."""
+        """The user's loader, or a ``ReplayBuffer`` that first yields the batches that trials took from it."""
         source, loader = self._job.data.source, self._job.data.loader
-        return source if isinstance(source, Replayed) else original_of(loader)
+        return source if isinstance(source, ReplayBuffer) else original_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()

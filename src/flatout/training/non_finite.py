@@ -25,7 +25,7 @@ STOP_AFTER = 50
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class FiniteWatch:
+class NonFiniteMonitor:
     """Monitor that reads losses without waiting for the device and raises after too many bad steps in a row.
 
     Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,

@@ -65,7 +65,7 @@ class Recovery:
             torch.OutOfMemoryError: nothing helped. Gradients, random generators and batches that wait for an update
                 are as before the step. Where that cannot be, because part of the batch is in the gradients of batches
                 before it, the error says that those are lost.
-            flatout.optim.UpdateCutInHalf: somebody else's optimizer failed in the middle of its step.
+            flatout.optim.PartialUpdateError: somebody else's optimizer failed in the middle of its step.
         """
         stepper, begun, failure = self._stepper, self._begin(), ""
         try:
@@ -97,7 +97,7 @@ class Recovery:
 
         Raises:
             torch.OutOfMemoryError: again in vain. The update is left out.
-            flatout.optim.UpdateCutInHalf: as of ``step``.
+            flatout.optim.PartialUpdateError: as of ``step``.
         """
         try:
             return self._stepper.flush(phase)

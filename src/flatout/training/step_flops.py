@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatout.core.random_state import RandomState
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
 from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
@@ -59,7 +59,7 @@ def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
 def _count(objective: Objective, batch: Any) -> FlopCount:
     """Count FLOPs with the user's model and loss, even during training, and restore what these change."""
     spec = objective.spec
-    state = State.capture([], code=[f for f in spec.code if f is not spec.model])
+    state = Snapshot.capture([], code=[f for f in spec.code if f is not spec.model])
     with RandomState.capture(spec.model).restored(), state.guarded(), state.extended():
         try:
             return count_flops(_Forward(objective), batch, backward=not spec.inference)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flatout.amp import GradScaler
 from flatout.core.out_of_memory import ran_out_of_memory
-from flatout.mfu.ranges import range
+from flatout.mfu.ranges import nvtx_range
 from flatout.optim import update
-from flatout.optim.atomic_update import AllOrNothing
+from flatout.optim.atomic_update import AtomicUpdate
 from flatout.optim.native_step import NativeStep
 from flatout.training.autocast import autocast_dtype
 from flatout.training.micro_batches import MicroBatches, Part
@@ -26,9 +26,9 @@ PhaseOf = Callable[[str], AbstractContextManager[Any]]
 """``with phase("forward"): ...`` marks a phase of the step for profilers and counters."""
 
 
-def as_range(phase: str) -> range:
+def as_range(phase: str) -> nvtx_range:
     """Return a range that only profilers see."""
-    return range(f"flatout.{phase}")
+    return nvtx_range(f"flatout.{phase}")
 
 
 class StepRunner(Protocol):
@@ -166,13 +166,13 @@ class Stepper:
 
         Raises:
             torch.OutOfMemoryError: the batches are still pending, so ``flush`` may be called again.
-            flatout.optim.UpdateCutInHalf: memory ran out after some parameters had changed.
+            flatout.optim.PartialUpdateError: memory ran out after some parameters had changed.
         """
         optimizer, batches, self.pending = self.spec.optimizer, self.pending, 0
         if batches == 0 or optimizer is None:
             return False
         # flatout's optimizers allocate before they write.
-        watch = None if isinstance(optimizer, NativeStep) else AllOrNothing(optimizer)
+        watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
         try:
             with phase("update"), watch or contextlib.nullcontext():
                 self._update(optimizer, batches)
@@ -217,7 +217,7 @@ class Stepper:
 
     @property
     def progress(self) -> tuple[int, GradScaler | None]:
-        """Pending batches, and the loss scaler: the state of a training that a ``State`` does not hold."""
+        """Pending batches, and the loss scaler: the state of a training that a ``Snapshot`` does not hold."""
         return self.pending, self._scaler
 
     @progress.setter

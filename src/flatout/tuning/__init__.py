@@ -1,6 +1,6 @@
 """Measuring without leaving a trace: snapshots, paired trials, equivalence of training."""
 
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.tuning.statistics import paired_gain
 
-__all__ = ["State", "paired_gain"]
+__all__ = ["Snapshot", "paired_gain"]

@@ -11,14 +11,14 @@ from statistics import median
 from typing import Any
 
 from flatout.core.batches import batch_size_of
-from flatout.core.snapshot import State
+from flatout.core.snapshot import Snapshot
 from flatout.mfu import MfuCounter
 from flatout.report.model import Pace
-from flatout.techniques import Switch
+from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.budget import Budget
-from flatout.tuning.loader_timer import Track
+from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import interleave, seconds, synchronize
 
@@ -58,10 +58,10 @@ class Bench:
     """
 
     job: Job
-    state: State
+    state: Snapshot
     budget: Budget
     rewindable: bool
-    kept: list[Switch] = field(default_factory=list)
+    kept: list[Candidate] = field(default_factory=list)
     _pace: Pace | None = None
     _memory: int | None = None
 
@@ -82,13 +82,13 @@ class Bench:
         if to_train and self.job.spec.optimizer is not None and not self.job.spec.model.training:
             self.job.spec.model.train()
 
-    def keep(self, switch: Switch) -> None:
+    def keep(self, switch: Candidate) -> None:
         """Leave a switch on from here on."""
         self.kept.append(switch)
         switch.enable()
         self._pace = self._memory = None
 
-    def take_back(self, switch: Switch) -> None:
+    def take_back(self, switch: Candidate) -> None:
         """Leave a kept switch off from here on."""
         switch.disable()
         self.kept.remove(switch)
@@ -138,7 +138,7 @@ class Bench:
         for batch in batches[:2]:
             job.stepper.step(batch)
         if self.rewindable:
-            track = Track(job, job.data.source)
+            track = LoaderTimer(job, job.data.source)
             track.stretch(2 * len(batches), settle=1)  # workers start with the first
             track.close()
             pace = track.pace
@@ -155,7 +155,7 @@ class Bench:
             self._memory = self.memory_with()
         return self._memory
 
-    def memory_with(self, *switches: Switch) -> int | None:
+    def memory_with(self, *switches: Candidate) -> int | None:
         """The same with more switches on."""
         if any(switch.hides_memory for switch in (*self.kept, *switches)):
             return None
@@ -181,7 +181,7 @@ class Bench:
         if self.rewindable:
             self.rewind()
             # A loader that fails here fails in training too, or has failed in its trial: not known is all it is now.
-            with closing(Track(self.job, self.job.data.source)) as track, suppress(Exception):
+            with closing(LoaderTimer(self.job, self.job.data.source)) as track, suppress(Exception):
                 if self._affords(track.fewest_alone * self.pace.total_ms):
                     told["loader_per_second"] = track.alone()
             self.rewind()
@@ -223,7 +223,7 @@ class Bench:
         return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
 
     def alternate(
-        self, old: Track, new: Track, to_old: Switches = (), to_new: Switches = (), scale: float = 1.0
+        self, old: LoaderTimer, new: LoaderTimer, to_old: Switches = (), to_new: Switches = (), scale: float = 1.0
     ) -> tuple[list[float], list[float]]:
         """Train from two loaders in turns; ``to_old`` is off and ``to_new`` on exactly while ``new`` runs.
 
@@ -255,11 +255,11 @@ class Bench:
             new.close()
 
 
-Switches = Sequence[Switch]
+Switches = Sequence[Candidate]
 
 
 @contextmanager
-def on(switch: Switch) -> Iterator[None]:
+def on(switch: Candidate) -> Iterator[None]:
     """A switch that is on inside the block alone."""
     try:
         switch.enable()
@@ -269,7 +269,7 @@ def on(switch: Switch) -> Iterator[None]:
 
 
 @contextmanager
-def off(*switches: Switch) -> Iterator[None]:
+def off(*switches: Candidate) -> Iterator[None]:
     """Switches that were turned on in this order, and are off inside the block alone."""
     try:
         for switch in reversed(switches):

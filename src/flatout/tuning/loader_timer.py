@@ -42,7 +42,7 @@ def pace_of(stretches: Iterable[Stretch]) -> Pace:
     )
 
 
-class Track:
+class LoaderTimer:
     """Trains from one loader in turns with another, waiting for data and stepping timed apart.
 
     Args:

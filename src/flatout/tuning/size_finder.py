@@ -118,10 +118,10 @@ def find(
         raise ValueError(f"1 <= smallest <= start <= largest must hold, got {smallest}, {start} and {largest}")
     if most_probes < 1:
         raise ValueError(f"most_probes must be >= 1, got {most_probes}")
-    return _Search(probe, start, smallest, largest, limit, resident, most_probes).run()
+    return _SizeSearch(probe, start, smallest, largest, limit, resident, most_probes).run()
 
 
-class _Search:
+class _SizeSearch:
     """Which sizes to try, and what follows from them."""
 
     def __init__(

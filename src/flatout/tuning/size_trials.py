@@ -12,7 +12,7 @@ from flatout.core.batches import batch_size_of, resized, tensors_within
 from flatout.core.machine import available_memory
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.core.process_group import group_size
-from flatout.techniques.batch_size import BatchSwitch
+from flatout.techniques.batch_size import BatchCandidate
 from flatout.training.micro_batches import part_sizes
 from flatout.tuning.size_finder import Found, Probe, find
 from flatout.tuning.step_memory import step_memory
@@ -159,7 +159,7 @@ def memory_limit(job: Job) -> float:
     return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)
 
 
-def parts_that_fit(job: Job) -> BatchSwitch | None:
+def parts_that_fit(job: Job) -> BatchCandidate | None:
     """Return the largest parts of batches that memory holds; None if it holds whole batches.
 
     Raises:
@@ -176,4 +176,4 @@ def parts_that_fit(job: Job) -> BatchSwitch | None:
     samples = trials.most_that_fit(largest - 1)
     if samples is None:
         raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
-    return BatchSwitch(job, micro_batch=max(part_sizes(largest, samples)))
+    return BatchCandidate(job, micro_batch=max(part_sizes(largest, samples)))

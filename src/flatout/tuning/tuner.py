@@ -19,25 +19,25 @@ from flatout.core.out_of_memory import free_memory, ran_out_of_memory
 from flatout.report.model import Gain, Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
+    Candidate,
+    LoaderCandidate,
     LoaderTechnique,
     Measured,
     NotApplicable,
     NothingBetter,
-    PairSwitch,
+    PairCandidate,
     SizeTechnique,
-    Source,
     StepTechnique,
-    Switch,
 )
 from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
 from flatout.tuning.bench import COSTS_SHARE, Bench, off, on
 from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
-from flatout.tuning.loader_timer import Stretch, Track, pace_of
+from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from flatout.tuning.size_trials import SizeTrials
 from flatout.tuning.statistics import paired_gain
 from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
 
-SwitchT = TypeVar("SwitchT", bound=Switch)
+SwitchT = TypeVar("SwitchT", bound=Candidate)
 
 HOPELESS = 3.0
 """A candidate this many times slower on its first pair is not tried further."""
@@ -59,7 +59,7 @@ class Tuner:
         self._bench = bench
         self._choices = choices
         self._chooser = chooser
-        self._won: dict[str, list[Switch | None]] = {}  # techniques kept by trials; None for loaders
+        self._won: dict[str, list[Candidate | None]] = {}  # techniques kept by trials; None for loaders
         self._imposed: dict[str, tuple[Any, Row]] = {}  # values and rows of what needed no trial
         self._kept: dict[str, Row] = {}  # the latest rows of what is kept
         self._settled: dict[str, Row] = {}  # rows of techniques that another's trial has decided
@@ -79,7 +79,7 @@ class Tuner:
         return self._kept.get(technique.name, row)
 
     def _decide(self, technique: Measured) -> Row:
-        row = technique.row("kept", technique.kept_because)
+        row = technique.row("kept", technique.rationale)
         choice = self._choices.get(technique.name)
         if choice is False:
             return replace(row, status="not tried", why=f"{self._chooser} does without it")
@@ -101,7 +101,7 @@ class Tuner:
         except NothingBetter as reason:
             return replace(row, status="rejected", why=str(reason))
 
-    def price(self, switch: Switch, row: Row) -> Row:
+    def price(self, switch: Candidate, row: Row) -> Row:
         """The row of a rule with what its switch costs in speed; the switch stays on whatever that is."""
         bench, job = self._bench, self._bench.job
         new = bench.turns()
@@ -124,7 +124,7 @@ class Tuner:
         times = f"a step takes {priced.candidate_ms:.2f} ms with it and {priced.baseline_ms:.2f} ms without"
         return replace(row, why=f"{row.why}; {times}")
 
-    def impose(self, technique: StepTechnique, switch: Switch, why: str) -> Row:
+    def impose(self, technique: StepTechnique, switch: Candidate, why: str) -> Row:
         """Keep what nobody has to be convinced of; on both sides of the race."""
         self._bench.keep(switch)
         self.decisions[technique.name] = switch.value
@@ -143,7 +143,7 @@ class Tuner:
             self._bench.rewind()
             self._bench.keep(candidate)
         self.decisions[technique.name] = candidate.value
-        why = f"{self._chooser} asks for it: {technique.kept_because}"
+        why = f"{self._chooser} asks for it: {technique.rationale}"
         return replace(row, chosen=candidate.label, why=why)
 
     def _why_not_try(self, technique: Measured) -> str:
@@ -193,7 +193,7 @@ class Tuner:
         found = technique.found(best[1]) if best else ""
         return replace(row, why=f"{row.why}; {found}") if found else row
 
-    def _candidates(self, technique: StepTechnique) -> Sequence[Switch]:
+    def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
         job = self._bench.job
         if not isinstance(technique, SizeTechnique):
             return technique.candidates(job)
@@ -225,7 +225,7 @@ class Tuner:
                 candidate.release()
         return trials, best
 
-    def _keep(self, technique: StepTechnique, switch: Switch) -> None:
+    def _keep(self, technique: StepTechnique, switch: Candidate) -> None:
         self._bench.keep(switch)
         self._note(technique, switch.value, switch)
 
@@ -247,7 +247,7 @@ class Tuner:
 
     def _try_pairs(
         self, technique: StepTechnique, companion: StepTechnique
-    ) -> tuple[list[Trial], tuple[Trial, PairSwitch] | None]:
+    ) -> tuple[list[Trial], tuple[Trial, PairCandidate] | None]:
         job, pairs = self._bench.job, []
         for first in technique.candidates(job):
             try:
@@ -256,7 +256,7 @@ class Tuner:
             except NotApplicable:
                 continue
             label = f"{first.label} + {companion.title}"
-            pairs += [PairSwitch(first, second, f"{label} {second.label}") for second in seconds]
+            pairs += [PairCandidate(first, second, f"{label} {second.label}") for second in seconds]
         return self._try_all(pairs, technique, companion)
 
     def _keep_pair(
@@ -266,19 +266,19 @@ class Tuner:
         row: Row,
         trials: list[Trial],
         best: Trial,
-        pair: PairSwitch,
+        pair: PairCandidate,
     ) -> Row:
         """The technique's row has the gain of both; the companion's says where that is told."""
         for each, switch in zip((technique, companion), pair.parts, strict=True):
             self._keep(each, switch)
-        told = f"{companion.kept_because}; tried together with {technique.title}, whose row has the gain of both"
+        told = f"{companion.rationale}; tried together with {technique.title}, whose row has the gain of both"
         self._settled[companion.name] = replace(companion.row("kept", told), chosen=pair.parts[1].label)
         alone = f"it pays in the company of {companion.title} alone"
         return verdict(replace(row, why=f"{row.why}; {alone}"), trials, best)
 
     # -- one trial of the step -------------------------------------------------------------------------------
 
-    def _try_step(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> Trial:
+    def _try_step(self, candidate: Candidate, held_to: Sequence[StepTechnique]) -> Trial:
         """A trial against what is kept so far.
 
         Args:
@@ -323,7 +323,7 @@ class Tuner:
             trial = replace(trial, break_even_steps=setup / saved)
         return trial
 
-    def _warm_up(self, candidate: Switch) -> float:
+    def _warm_up(self, candidate: Candidate) -> float:
         """Run a batch of every shape with the candidate; the seconds that took."""
         job = self._bench.job
         self._bench.rewind()
@@ -338,7 +338,7 @@ class Tuner:
             {tuple(t.shape for t in tensors_within(batch)): batch for batch in self._bench.job.data.batches}.values()
         )
 
-    def _is_hopeless(self, candidate: Switch) -> Trial | None:
+    def _is_hopeless(self, candidate: Candidate) -> Trial | None:
         """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
         job = self._bench.job
         batch = job.data.batches[0]
@@ -351,7 +351,7 @@ class Tuner:
             new = seconds(lambda: job.stepper.step(batch), job.spec.device)
         return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
 
-    def _verify(self, candidate: Switch, held_to: Sequence[StepTechnique]) -> list[Difference]:
+    def _verify(self, candidate: Candidate, held_to: Sequence[StepTechnique]) -> list[Difference]:
         """How far the candidate's outputs, gradients and losses are from the baseline's."""
         if not any(t.is_verified for t in held_to) or candidate.scale != 1.0:  # other samples have other outputs
             return []
@@ -379,7 +379,7 @@ class Tuner:
 
     def _decide_loader(self, technique: LoaderTechnique, row: Row) -> Row:
         trials: list[Trial] = []
-        best: tuple[Trial, Source, Iterable[Any]] | None = None
+        best: tuple[Trial, LoaderCandidate, Iterable[Any]] | None = None
         candidates = self._loaders_to_try(technique)
         suffices = spares if technique.spares(self._bench.job) else earns
         for candidate in candidates:
@@ -398,7 +398,7 @@ class Tuner:
         found = technique.found(best[1] if best else candidates[0])
         return replace(row, why=f"{row.why}; {found}") if found else row
 
-    def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[Source]:
+    def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
         """Whatever looking for them raises is a reason to do without."""
         try:
             return technique.candidates(self._bench.job, self._bench.pace)
@@ -409,13 +409,13 @@ class Tuner:
         finally:
             self._bench.rewind()
 
-    def _try_loader(self, candidate: Source, made: list[Iterable[Any]]) -> Trial:
+    def _try_loader(self, candidate: LoaderCandidate, made: list[Iterable[Any]]) -> Trial:
         job = self._bench.job
         self._bench.rewind()
         start = time.perf_counter()
         made.append(candidate.make())
         setup = time.perf_counter() - start
-        times = self._bench.alternate(Track(job, job.data.source), Track(job, made[0]))
+        times = self._bench.alternate(LoaderTimer(job, job.data.source), LoaderTimer(job, made[0]))
         return replace(trial_of(candidate.label, *times, self._bench.stretch_steps()), setup_seconds=setup)
 
     # -- what trials have in common --------------------------------------------------------------------------
@@ -442,7 +442,7 @@ class Tuner:
         """Names of the techniques that trials kept, in that order."""
         return tuple(self._won)
 
-    def _note(self, technique: Measured, value: Any, switch: Switch | None) -> None:
+    def _note(self, technique: Measured, value: Any, switch: Candidate | None) -> None:
         self.decisions[technique.name] = value
         self._won.setdefault(technique.name, []).append(switch)
 
@@ -478,17 +478,17 @@ class Tuner:
             self._take_back(rows, switches, loader_won, gain)
         bench.rewind()
 
-    def _race_loops(self, switches: Sequence[Switch], loader_won: bool) -> tuple[list[float], list[float]]:
+    def _race_loops(self, switches: Sequence[Candidate], loader_won: bool) -> tuple[list[float], list[float]]:
         job = self._bench.job
-        new = Track(job, job.data.source)
+        new = LoaderTimer(job, job.data.source)
         with off(*switches):
-            old = Track(job, job.data.loader if loader_won else job.data.source)
+            old = LoaderTimer(job, job.data.loader if loader_won else job.data.source)
         scale = math.prod(switch.scale for switch in switches)
         times = self._bench.alternate(old, new, to_new=switches, scale=scale)
         self.before, self.after = old.pace.scaled(scale), new.pace
         return times
 
-    def _race_steps(self, switches: Sequence[Switch]) -> tuple[list[float], list[float]]:
+    def _race_steps(self, switches: Sequence[Candidate]) -> tuple[list[float], list[float]]:
         """The same on the trial's batches alone, where the loader must not be read for it."""
         bench, job = self._bench, self._bench.job
         new = bench.turns()
@@ -504,7 +504,7 @@ class Tuner:
         )
         return times
 
-    def _take_back(self, rows: dict[str, Row], switches: Sequence[Switch], loader_won: bool, gain: Gain) -> None:
+    def _take_back(self, rows: dict[str, Row], switches: Sequence[Candidate], loader_won: bool, gain: Gain) -> None:
         for switch in reversed(switches):
             self._bench.take_back(switch)
         if loader_won:

@@ -14,7 +14,7 @@ import torch
 import flatout
 from flatout.native import _host
 
-STUB = Path(flatout.__file__).with_name("_host.pyi")
+STUB = Path(flatout.native.__file__).with_name("_host.pyi")
 
 
 @dataclass(frozen=True)

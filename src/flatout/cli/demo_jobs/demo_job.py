@@ -33,7 +33,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """A training job on real data.
 
     Attributes:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flatout.cli.demo_jobs.demo_job import Job, Sample, Training
+from flatout.cli.demo_jobs.demo_job import DemoJob, Sample, Training
 
 HELD_OUT = 360
 """Images kept for the final accuracy; the other 1,437 are trained on."""
@@ -113,10 +113,10 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(dim=-1) == targets).float().mean()
 
 
-def build(size: DigitsSize) -> Job:
+def build(size: DigitsSize) -> DemoJob:
     """The job at one of ``SIZES``."""
     train, held_out = load(size.images)
-    return Job(
+    return DemoJob(
         name="digits",
         title=f"handwritten digits: a small CNN on {len(train):,} images of 8x8 pixels",
         unit="images",

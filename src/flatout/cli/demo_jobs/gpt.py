@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flatout.cli.demo_jobs.demo_job import Job, Sample, Training
+from flatout.cli.demo_jobs.demo_job import DemoJob, Sample, Training
 
 HELD_OUT_SHARE = 0.1
 """Share of the text, its tail, that is kept for the validation loss."""
@@ -137,10 +137,10 @@ def next_byte_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def build(size: GptSize) -> Job:
+def build(size: GptSize) -> DemoJob:
     """The job at one of ``SIZES``."""
     train, held_out = load(size.context, size.stride, size.text)
-    return Job(
+    return DemoJob(
         name="gpt",
         title=f"byte-level GPT: CPython's reference in {len(train):,} windows of {size.context} bytes",
         unit="windows",

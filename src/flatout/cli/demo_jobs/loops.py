@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.cli.demo_jobs.demo_job import LONG_TRAINING, Job, Sample
+from flatout.cli.demo_jobs.demo_job import LONG_TRAINING, DemoJob, Sample
 from flatout.core.random_state import RandomState
 
 Tick = Callable[[int, float | None, float], None]
@@ -41,12 +41,12 @@ class Outcome:
     metrics: dict[str, float]
 
 
-def make_loader(job: Job) -> DataLoader[Sample]:
+def make_loader(job: DemoJob) -> DataLoader[Sample]:
     """The loader that people write first."""
     return DataLoader(job.train, batch_size=job.training.batch_size, shuffle=True)
 
 
-def make_model(job: Job) -> nn.Module:
+def make_model(job: DemoJob) -> nn.Module:
     """A model whose initial weights are the same on every call; seeds torch for what follows."""
     torch.manual_seed(job.training.seed)
     return job.build_model()
@@ -59,7 +59,7 @@ class Lane(ABC):
         seconds: the training loop alone so far, data loading included; evaluation and tuning are not in it.
     """
 
-    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick) -> None:
+    def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick) -> None:
         self.seconds = 0.0
         self._job = job
         self._device = device
@@ -108,7 +108,7 @@ def take_turns(lanes: Sequence[Lane]) -> None:
 class Naive(Lane):
     """The loop of the tutorials; nothing in it is slowed down on purpose."""
 
-    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick) -> None:
+    def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick) -> None:
         self._model = make_model(job).to(device)
         self._loader = make_loader(job)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=job.training.lr)
@@ -144,7 +144,7 @@ class Optimized(Lane):
         tuning_seconds: the call of ``optimize``, from start to return.
     """
 
-    def __init__(self, job: Job, device: torch.device, epochs: int, tick: Tick, budget: float) -> None:
+    def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick, budget: float) -> None:
         model = make_model(job).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.training.lr)
         start = time.perf_counter()
@@ -174,7 +174,7 @@ class Optimized(Lane):
 
 
 @torch.no_grad()
-def evaluate(job: Job, model: nn.Module, device: torch.device) -> dict[str, float]:
+def evaluate(job: DemoJob, model: nn.Module, device: torch.device) -> dict[str, float]:
     """Means over the held-out samples: ``"loss"`` and the job's metrics."""
     model.eval()
     measures = {"loss": job.loss_fn, **job.metrics}

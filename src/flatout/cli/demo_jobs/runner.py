@@ -12,11 +12,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.rule import Rule
 
 from flatout.cli.demo_jobs import digits, gpt
-from flatout.cli.demo_jobs.demo_job import Job
+from flatout.cli.demo_jobs.demo_job import DemoJob
 from flatout.cli.demo_jobs.loops import Naive, Optimized, Tick, make_model, take_turns
 from flatout.cli.demo_jobs.result import DemoResult, JobResult
 
-JOBS: dict[str, Callable[[str], Job]] = {
+JOBS: dict[str, Callable[[str], DemoJob]] = {
     "digits": lambda size: digits.build(digits.SIZES[size]),
     "gpt": lambda size: gpt.build(gpt.SIZES[size]),
 }
@@ -53,7 +53,7 @@ def run_demo(
     return DemoResult(tuple(results), time.perf_counter() - start, command)
 
 
-def run_job(job: Job, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
+def run_job(job: DemoJob, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
     """Trains one job twice, in turns, and prints the comparison and the report."""
     console.print(Rule(f"[bold]{job.title}", align="left", style="dim"))
     with console.status("flatout is trying its checklist") if console.is_terminal else nullcontext():
@@ -80,7 +80,7 @@ def run_job(job: Job, device: torch.device, epochs: int, budget: float, console:
 class _Bars:
     """A progress bar for each training; they fill in turns."""
 
-    def __init__(self, console: Console, job: Job, epochs: int) -> None:
+    def __init__(self, console: Console, job: DemoJob, epochs: int) -> None:
         self._total = epochs * len(job.train)  # type: ignore[arg-type]
         self._progress = Progress(
             TextColumn("{task.description:<16}"),

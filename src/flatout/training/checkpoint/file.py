@@ -25,7 +25,7 @@ _BLOCK = 1 << 20
 _ZIP = b"PK\x03\x04"
 
 
-class DamagedCheckpoint(ValueError):
+class CorruptCheckpointError(ValueError):
     """A file is corrupt, or was not written by ``write``."""
 
 
@@ -66,7 +66,7 @@ def read(path: str | Path) -> Any:
     Raises:
         FileNotFoundError: there is no such file.
         OSError: the file cannot be read.
-        DamagedCheckpoint: the file is corrupt, was not written by ``write``, or is not a regular file.
+        CorruptCheckpointError: the file is corrupt, was not written by ``write``, or is not a regular file.
         ValueError: the file is intact, but has another version, or holds objects that are not safe to load.
     """
     _check(Path(path))
@@ -79,7 +79,7 @@ def read(path: str | Path) -> Any:
     except Exception as error:
         if isinstance(error, MemoryError) or ran_out_of_memory(error):
             raise
-        raise DamagedCheckpoint(f"{path} was not written by flatout: {first_line(error)}") from error
+        raise CorruptCheckpointError(f"{path} was not written by flatout: {first_line(error)}") from error
 
 
 def temporary_of(path: Path) -> Path:
@@ -89,7 +89,7 @@ def temporary_of(path: Path) -> Path:
 
 def _check(path: Path) -> None:
     if is_special(path):
-        raise DamagedCheckpoint(f"{path} is not a regular file")
+        raise CorruptCheckpointError(f"{path} is not a regular file")
     with path.open("rb") as file:
         is_zip = file.read(len(_ZIP)) == _ZIP  # torch.load also reads older formats, which `write` never writes
         file.seek(0)
@@ -100,10 +100,10 @@ def _check(path: Path) -> None:
         trailer = file.read(_TRAILER_SIZE)
     head = trailer[: _HEAD.size]
     if not is_zip or len(trailer) < _TRAILER_SIZE or not head.startswith(_NAME):
-        raise DamagedCheckpoint(f"{path} is no checkpoint of flatout, or it was cut short")
+        raise CorruptCheckpointError(f"{path} is no checkpoint of flatout, or it was cut short")
     _, version, written = _HEAD.unpack(head)
     if size != written or trailer[_HEAD.size :] != _CHECKSUM.pack(zlib.crc32(head, crc)):
-        raise DamagedCheckpoint(f"{path} is damaged: its {size} bytes are not the {written} that were written")
+        raise CorruptCheckpointError(f"{path} is damaged: its {size} bytes are not the {written} that were written")
     if version != _VERSION:
         raise ValueError(f"{path} is a checkpoint of version {version}, this flatout reads version {_VERSION}")
 

@@ -44,7 +44,7 @@ class Folder:
         Damaged files that are newer are told of by a warning, and set aside under the name ``*.damaged``.
 
         Raises:
-            DamagedCheckpoint: every file is damaged. They stay as they are.
+            CorruptCheckpointError: every file is damaged. They stay as they are.
         """
         path, state, damaged = _newest_that_is_whole(self._path)
         for each, error in damaged.items():
@@ -69,11 +69,11 @@ def _newest_that_is_whole(folder: Path) -> tuple[Path | None, Any, dict[Path, Ex
     for path in newest_first(folder):
         try:
             return path, file.read(path), damaged
-        except (file.DamagedCheckpoint, OSError) as error:
+        except (file.CorruptCheckpointError, OSError) as error:
             damaged[path] = error
     if damaged:
         reasons = "; ".join(map(str, damaged.values()))
-        raise file.DamagedCheckpoint(f"no checkpoint in {folder} can be read: {reasons}")
+        raise file.CorruptCheckpointError(f"no checkpoint in {folder} can be read: {reasons}")
     return None, None, damaged
 
 
