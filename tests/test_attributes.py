@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader, Prefetcher, cache_in_memory
-from flatout.data.replay_buffer import Replayed
+from flatout.data.replay_buffer import ReplayBuffer
 from tests.jobs import FORCED, QUICK, Net, SlowSamples, make_job
 
 FIXED = ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
@@ -59,7 +59,7 @@ WRAPPERS = {
     "run": lambda loader: tuned(loader).loader,
     "two values": lambda loader: list(flatout.optimize(Net(), loader, loss_fn=functional.cross_entropy, budget=0))[1],
     "prefetcher": lambda loader: Prefetcher(loader, "cpu"),
-    "replayed": lambda loader: Replayed(loader, 0),
+    "replayed": lambda loader: ReplayBuffer(loader, 0),
     "undone": lambda loader: undone(loader),
 }
 
@@ -100,7 +100,7 @@ OVER_A_DATALOADER = {
     "prefetcher": (numbers, lambda own: Prefetcher(own, "cpu")),
     "in memory": (numbers, InMemoryLoader),
     "both": (numbers, lambda own: Prefetcher(InMemoryLoader(own), "cpu")),
-    "replayed": (numbers, lambda own: Replayed(own, 1)),
+    "replayed": (numbers, lambda own: ReplayBuffer(own, 1)),
     "cache": (lambda: DataLoader(SlowSamples(), 4), cache_in_memory),
     "run": (lambda: make_job()[1], lambda own: tuned(own).loader),
     "forced": (lambda: make_job()[1], lambda own: tuned(own, techniques=FORCED).loader),

@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 import flatout
 from flatout.data import InMemoryLoader, Prefetcher
-from flatout.data.replay_buffer import RecordedOrder
+from flatout.data.replay_buffer import ReplayBuffer
 from tests.data.harness import CopyingPrefetcher
 
 DATA = TensorDataset(torch.arange(20.0), torch.arange(20))
@@ -168,6 +168,6 @@ def test_an_epoch_that_is_begun_and_left_does_not_lose_batches_that_were_read():
             return (torch.tensor([float(i)]) for i in self.left)
 
     for wrap in (lambda loader: loader, lambda loader: Prefetcher(loader, "cpu")):
-        loader = wrap(RecordedOrder(DataLoader(Once(), 1), 4))
+        loader = wrap(ReplayBuffer(DataLoader(Once(), 1), 4))
         begun(loader)
         assert values(loader) == [[float(i)] for i in range(10)]

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader, Prefetcher, cache_in_memory, seed_samples
-from flatout.data.replay_buffer import Replayed
+from flatout.data.replay_buffer import ReplayBuffer
 from tests.jobs import FORCED, Net, SlowSamples, make_data
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -51,7 +51,7 @@ LOADERS = {
     "run": lambda: tuned(plain()),
     "run of a cache": lambda: tuned(DataLoader(SlowSamples(), 16)),
     "two values": lambda: tuple(flatout.optimize(Net(), plain(), loss_fn=functional.cross_entropy, budget=0))[1],
-    "replayed": lambda: Replayed(plain(), 2),
+    "replayed": lambda: ReplayBuffer(plain(), 2),
 }
 
 COPIES = {"pickle": lambda loader: pickle.loads(pickle.dumps(loader)), "copy": copy.copy, "deepcopy": copy.deepcopy}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.cli.demo_jobs import JOBS, digits, gpt
-from flatout.cli.demo_jobs.demo_job import Job
+from flatout.cli.demo_jobs.demo_job import DemoJob
 from flatout.cli.demo_jobs.loops import Naive, Outcome, Tick, make_model, take_turns
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ def ignore(samples: int, loss: float | None, seconds: float) -> None:
     pass
 
 
-def naive(job: Job, epochs: int, tick: Tick = ignore) -> Outcome:
+def naive(job: DemoJob, epochs: int, tick: Tick = ignore) -> Outcome:
     lane = Naive(job, CPU, epochs, tick)
     take_turns([lane])
     return lane.outcome()

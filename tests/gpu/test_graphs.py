@@ -42,7 +42,7 @@ def test_compiled_training_is_the_plain_training(mode: str) -> None:
     losses = [run.step(batch) for _ in range(5) for batch in run.loader]
     call = run._job.objective.compiled
     assert isinstance(call, RoutedCall)
-    assert (call.plain_calls, call.why_off) == (0, "")
+    assert (call.plain_calls, call.failure) == (0, "")
     expected = []
     for _ in range(5):
         for x, y in batches:

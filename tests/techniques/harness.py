@@ -158,7 +158,7 @@ class Candidate:
     @property
     def stopped(self) -> set[str]:
         """Reason codes for which the candidate fell back; empty while it is in use."""
-        return _codes(self._switch.why_off) if self._switch.why_off else set()
+        return _codes(self._switch.failure) if self._switch.failure else set()
 
     def make(self) -> Any:
         """Build the loader."""
