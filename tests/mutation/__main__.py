@@ -44,7 +44,7 @@ class Covering:
         contexts = contexts or {context for each in by_line.values() for context in each} - {""}
         breadth = Counter[str]()
         for context in contexts:
-            breadth[context.partition("|")[0]] += self._breadth[context]
+            breadth[context.rpartition("|")[0]] += self._breadth[context]
         return sorted(breadth, key=lambda test: (breadth[test], test))[:_TESTS]
 
 
