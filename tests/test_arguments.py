@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
-from flatout.arguments import choices_of
 from flatout.data import InMemoryLoader
 from flatout.techniques import REGISTRY, Rule
+from flatout.tuning.choices import choices_of
 from tests.helpers import snapshot
-from tests.jobs import QUICK, Net, SlowSamples, make_data
+from tests.jobs import NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job
 from tests.reasons import reasons
 
 
@@ -308,12 +308,34 @@ def test_choices_that_agree_may_be_given_twice() -> None:
     tuned(precision="fp32", techniques={"compile": False, "precision": False, "tf32": None})
 
 
-@pytest.mark.parametrize("rule", [t for t in REGISTRY if isinstance(t, Rule)], ids=lambda rule: rule.name)
-def test_a_rule_is_not_called_unknown(rule: Rule) -> None:
-    with pytest.raises(ValueError, match=rule.name) as refused:
+RULES = [t for t in REGISTRY if isinstance(t, Rule)]
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_that_cannot_be_chosen_is_not_called_unknown(rule: Rule, value: bool) -> None:
+    if rule.is_forbiddable and not value:
         tuned(techniques={rule.name: False})
+        return
+    with pytest.raises(ValueError, match=rule.name) as refused:
+        tuned(techniques={rule.name: value})
     assert "is-a-rule" in reasons(str(refused.value))
     assert (f"optimize({rule.argument}=" in str(refused.value)) == bool(rule.argument)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.is_forbiddable], ids=lambda rule: rule.name)
+def test_a_forbidden_rule_is_not_applied(rule: Rule) -> None:
+    row = tuned(techniques={rule.name: False}).report.row(rule.name)
+    assert row.status == "not tried"
+    assert "forbidden" in reasons(row.why)
+
+
+def test_a_forbidden_rule_changes_nothing() -> None:
+    model, loader, _ = make_job()
+    flatout.optimize(model, loader, techniques=NO_TECHNIQUES | {"evaluation": False}, budget=0)
+    assert type(model).__call__ is nn.Module.__call__
+    flatout.optimize(model, loader, techniques=NO_TECHNIQUES, budget=0)
+    assert type(model).__call__ is not nn.Module.__call__
 
 
 def test_a_rule_that_an_argument_turns_on_names_it() -> None:
@@ -331,10 +353,10 @@ IMPLIED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", IMPLIED)
 def test_what_is_asked_for_decides_about_what_it_needs_unless_that_is_given(name: str) -> None:
-    assert choices_of({name: True}, "auto") == {name: True} | IMPLIED[name]
-    assert choices_of({name: False}, "auto") == {name: False}
+    assert choices_of({name: True}, "auto").values == {name: True} | IMPLIED[name]
+    assert choices_of({name: False}, "auto").values == {name: False}
     given = {other: not value for other, value in IMPLIED[name].items() if name != "torchscript"}
-    assert choices_of({name: True} | given, "auto") == {name: True} | IMPLIED[name] | given
+    assert choices_of({name: True} | given, "auto").values == {name: True} | IMPLIED[name] | given
 
 
 def test_techniques_are_a_dict() -> None:

@@ -2,100 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from flatout.data.loaders import check_reiterable, is_rewindable
-from flatout.techniques import REGISTRY, Advice, BatchSize, LoaderTechnique, Measured, NotApplicable, Rule
+from flatout.core.reproducible import check_seed
+from flatout.data.loaders import check_reiterable
+from flatout.plan import Plan
 from flatout.training.learning_rate import lr_factor
-
-if TYPE_CHECKING:
-    from flatout.training.job import Job
-
-BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
-"""The technique that ``optimize`` decides first where it can, because all others depend on it."""
+from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of
+from flatout.tuning.request import Request
 
 
-def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, Any]:
-    """Return the user's choices by technique name: ``False`` forbids, any other value forces."""
-    if techniques is not None and not isinstance(techniques, Mapping):
-        raise TypeError(f"techniques must be a dict, got {techniques!r}. Write techniques={{'compile': False}}")
-    for name, value in (techniques or {}).items():
-        _check_choice(name, value)
-    choices = _given(techniques)
-    if precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
-        raise ValueError(f"precision must be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16', got {precision!r}")
-    for name, value in _choices_of_precision(precision).items():
-        if choices.setdefault(name, value) != value:
-            raise ValueError(
-                f"techniques[{name!r}] must agree with precision={precision!r}, got {choices[name]!r}. Give only one"
-            )
-    if _forces(choices, "torchscript"):
-        if _forces(choices, "compile"):
-            raise ValueError(
-                f"techniques['torchscript'] must not be forced together with techniques['compile'], got "
-                f"{choices['torchscript']!r} and {choices['compile']!r}. Leave one of the two out"
-            )
-        choices.setdefault("compile", False)
-    if _forces(choices, "cuda_graph"):
-        choices.setdefault("fused_optimizer", True)  # a graph can capture only the fused optimizer's update
-    if _forces(choices, "tf32"):
-        choices.setdefault("precision", False)  # autocast would leave no float32 products
-    if _forces(choices, "workers") and choices["workers"] != 0:
-        choices.setdefault("in_memory", False)  # workers have nothing to do when batches are gathered from memory
+def validate(request: Request) -> Choices:
+    """Check all arguments, and return the choices that they make.
+
+    Raises:
+        TypeError: an argument has an unsupported type.
+        ValueError: an argument has a wrong value, or two arguments contradict each other.
+    """
+    r = request
+    plan = r.plan if r.plan is None or isinstance(r.plan, Plan) else Plan.load(r.plan)
+    choices = choices_of(r.techniques, r.precision, plan, r.batch_size, r.accumulate)
+    check_arguments(r.model, r.loader, r.optimizer, r.loss_fn, r.compute_loss, r.loss_weight)
+    check_precision(r.model, r.precision)
+    check_schedule(r.optimizer, r.scheduler, r.accumulate, r.max_grad_norm, r.loss_weight, r.batch_size, r.memory_limit)
+    check_numbers(r.accumulate, r.max_grad_norm, r.expected_steps, r.budget, r.memory_limit)
+    check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
+    if r.seed is not None:
+        check_seed(r.seed)
     return choices
-
-
-def forced_by_name(techniques: Mapping[str, Any] | None, precision: str) -> dict[str, str]:
-    """Return the beginning of the error message for each forced technique, by technique name."""
-    given, by_precision = _given(techniques), _choices_of_precision(precision)
-    forced = {name: f"techniques[{name!r}] must serve this job, got {given[name]!r}" for name in given}
-    forced |= {name: f"precision must serve this job, got {precision!r}" for name in by_precision}
-    return {name: begins for name, begins in forced.items() if _forces(given | by_precision, name)}
-
-
-def check_forced(
-    technique: Measured, job: Job, choices: Mapping[str, Any], forced: Mapping[str, str], reason: str
-) -> None:
-    """Raise if a forced technique does not apply, unless the job already is what the technique would make it.
-
-    Args:
-        technique: a technique that does not apply to ``job``.
-        job: the training job.
-        choices: the result of ``choices_of``.
-        forced: the result of ``forced_by_name``.
-        reason: why the technique does not apply.
-
-    Raises:
-        ValueError: the technique is forced. The message names the argument and the reason.
-    """
-    if technique.name in forced and not technique.is_so(job, choices[technique.name]):
-        raise ValueError(f"{forced[technique.name]}: {reason.rstrip('.')}. Leave it out")
-
-
-def check_applicable(job: Job, choices: Mapping[str, Any], forced: Mapping[str, str]) -> None:
-    """Refuse forced techniques that cannot apply, as far as this is known before the first step.
-
-    Raises:
-        ValueError: see ``check_forced``. Or a technique has no candidate with the forced value.
-    """
-    for technique in REGISTRY:
-        if not isinstance(technique, Measured) or not _forces(choices, technique.name):
-            continue
-        try:
-            technique.check(job)
-            if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
-                raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
-            technique.forced(job, choices[technique.name])
-        except NotApplicable as reason:
-            if reason.lasts:
-                check_forced(technique, job, choices, forced, str(reason))
 
 
 def check_precision(model: nn.Module, precision: str) -> None:
@@ -104,45 +44,6 @@ def check_precision(model: nn.Module, precision: str) -> None:
     if precision in ("fp32", "tf32") and not dtypes <= {torch.float32}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ValueError(f"precision must fit a model of {names}, got {precision!r}. Call model.float() first")
-
-
-def _given(techniques: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the choices in ``techniques`` without those that are None, which a trial decides."""
-    return {name: value for name, value in (techniques or {}).items() if value is not None}
-
-
-def _forces(choices: Mapping[str, Any], name: str) -> bool:
-    return choices.get(name, False) is not False  # {"workers": 0} forces 0 workers
-
-
-def _choices_of_precision(precision: str) -> dict[str, Any]:
-    if precision in ("fp32", "tf32"):
-        return {"precision": False, "tf32": precision == "tf32"}
-    return {} if precision == "auto" else {"precision": precision}
-
-
-def _check_choice(name: str, value: Any) -> None:
-    """Refuse an unknown technique, a rule, and advice that is not ``False``.
-
-    Raises:
-        ValueError: the message names the technique.
-    """
-    technique = next((t for t in REGISTRY if t.name == name), None)
-    if isinstance(technique, Rule):
-        governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"
-        raise ValueError(
-            f"techniques[{name!r}] must not be given, got {value!r}. {technique.title} is a rule, which needs no "
-            f"trial. {governed}"
-        )
-    if isinstance(technique, Advice) and value is not False:
-        raise ValueError(
-            f"techniques[{name!r}] must be False, got {value!r}. Leave it out: advice only changes the report"
-        )
-    if technique is None:
-        names = [t.name for t in REGISTRY if not isinstance(t, Rule)]
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(names)}"
-        raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
 
 
 def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any, loss_weight: Any) -> None:
@@ -275,7 +176,7 @@ def check_numbers(
         raise ValueError(f"budget must be >= 0 seconds, got {budget}")
 
 
-def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Mapping[str, Any]) -> None:
+def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, asked: Mapping[str, Any]) -> None:
     """Refuse a batch size that is not a positive int, and one that ``techniques`` also sets."""
     lr_factor(lr_rule, 1, 1)
     if batch_size == "keep":
@@ -284,41 +185,7 @@ def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, choices: Ma
         raise ValueError(f"batch_size must be 'keep', 'auto' or a number of samples, got {batch_size!r}")
     if batch_size != "auto" and batch_size % accumulate:
         raise ValueError(f"batch_size must be a multiple of accumulate={accumulate}, got {batch_size}")
-    if BATCH_SIZE.name in choices:
+    if BATCH_SIZE.name in asked:
         raise ValueError(
             f"techniques[{BATCH_SIZE.name!r}] and batch_size={batch_size!r} decide about the same. Give only one"
         )
-
-
-def planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> dict[str, Any]:
-    """Return the plan's batch size as a choice, or the requested one where the plan has none.
-
-    Args:
-        planned: the plan's decision about the batch size.
-        batch_size: the argument of ``optimize``, in samples per update where it is an int.
-        accumulate: batches per update.
-
-    Raises:
-        ValueError: the plan was made for another batch size.
-    """
-    if not isinstance(batch_size, int):
-        return {}
-    samples, there = batch_size // accumulate, (planned or {}).get("samples")
-    if there not in (None, samples):
-        raise ValueError(
-            f"batch_size must fit the plan, which was made for batch_size={there * accumulate}, got {batch_size}"
-        )
-    return {BATCH_SIZE.name: {"micro_batch": None} | (planned or {}) | {"samples": samples}}
-
-
-def device_of(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    """Return the requested device, else the model's GPU, else the current GPU, else the CPU."""
-    if wanted is not None:
-        return torch.device(wanted)
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model must be on one GPU, got parameters on {names}. Call model.to('cuda')")
-    if devices:
-        return devices.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

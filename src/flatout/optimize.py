@@ -1,69 +1,29 @@
-"""``flatout.optimize``: the road of a user's call, from checked arguments to a tuned ``Run``."""
+"""``flatout.optimize``: validate, prepare, search, confirm, assemble."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from flatout import mfu
-from flatout.arguments import (
-    BATCH_SIZE,
-    check_applicable,
-    check_arguments,
-    check_batch_size,
-    check_forced,
-    check_numbers,
-    check_precision,
-    check_schedule,
-    choices_of,
-    device_of,
-    forced_by_name,
-    planned_batch_size,
-)
-from flatout.core import formatting
-from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
-from flatout.core.cleanup import add_note, run_all
-from flatout.core.reproducible import check_seed, is_reproducible, seed_all
-from flatout.core.snapshot import Snapshot
-from flatout.data import is_rewindable
-from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches
-from flatout.data.replay_buffer import ReplayBuffer
-from flatout.plan import Plan, fingerprint
+from flatout.arguments import validate
+from flatout.core.reproducible import seed_all
+from flatout.plan import Plan
 from flatout.report import Report
 from flatout.report.environment import environment_of
-from flatout.report.model import Pace, Row, Summary
-from flatout.run import Run, attach, detach
-from flatout.techniques import PLANNED, REGISTRY, Advice, Candidate, Measured, NotApplicable, Rule
+from flatout.report.model import Row, Summary
+from flatout.run import Run
+from flatout.techniques import PLANNED
 from flatout.techniques.batch_size import size_of
-from flatout.techniques.determinism import seeded_where_random
-from flatout.training.batch_size_change import BatchSizeChange
-from flatout.training.device_verdict import judged
 from flatout.training.export import example_of
-from flatout.training.first_step import check_step
-from flatout.training.job import Job, JobData
-from flatout.training.loader import TrainingLoader
-from flatout.training.spec import LossWeight, Spec
-from flatout.training.step_flops import peak_of
-from flatout.tuning.bench import Bench
-from flatout.tuning.budget import Budget
-from flatout.tuning.ranks import why_apart
-from flatout.tuning.size_trials import parts_that_fit
-from flatout.tuning.tuner import Tuner
-
-ADVICE_SHARE = 0.05
-"""Share of the budget that advice may take, whatever trials have left: it is cheap, and they take all there is."""
-
-DEFAULT_EPOCHS = 10
-"""Length of a training whose ``expected_steps`` is not given."""
+from flatout.training.spec import LossWeight
+from flatout.tuning.batch_size_stage import scaled_schedule
+from flatout.tuning.request import Request
+from flatout.tuning.search import Outcome, confirm, search
+from flatout.tuning.session import Session, length_of
 
 
 def optimize(
@@ -151,284 +111,89 @@ def optimize(
             what the loss changes: it steps an optimizer that was not found, or first writes to another module after its
             first call. Nothing has changed except by such a late write.
     """
-    choices = asked = choices_of(techniques, precision)
-    forced = forced_by_name(techniques, precision)
-    check_arguments(model, loader, optimizer, loss_fn, compute_loss, loss_weight)
-    check_precision(model, precision)
-    check_schedule(optimizer, scheduler, accumulate, max_grad_norm, loss_weight, batch_size, memory_limit)
-    check_numbers(accumulate, max_grad_norm, expected_steps, budget, memory_limit)
-    check_batch_size(batch_size, lr_rule, accumulate, choices)
-    if seed is not None:
-        check_seed(seed)
-    if plan is not None:
-        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-        plan.check_decisions()
-        choices = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)} | asked
-        choices |= planned_batch_size(choices[BATCH_SIZE.name], batch_size, accumulate)
-
-    if isinstance(loader, TrainingLoader):
-        loader = loader.original
-    if (deterministic or is_reproducible()) and seed is not None:
-        loader = seeded_where_random(loader)
-    spec = Spec(
+    request = Request(
         model=model,
-        device=device_of(model, device),
+        loader=loader,
         optimizer=optimizer,
         loss_fn=loss_fn,
         compute_loss=compute_loss,
         loss_weight=loss_weight,
-        inference=optimizer is None and not model.training,
-        accumulate=accumulate,
-        resizes=batch_size == "auto" and plan is None,
+        scheduler=scheduler,
+        device=device,
+        precision=precision,
+        batch_size=batch_size,
+        lr_rule=lr_rule,
         memory_limit=memory_limit,
+        accumulate=accumulate,
         max_grad_norm=max_grad_norm,
-        deterministic=deterministic or is_reproducible(),
-        reproducible=is_reproducible() and not deterministic,
+        deterministic=deterministic,
+        seed=seed,
+        techniques=techniques,
+        expected_steps=expected_steps,
+        budget=budget,
+        plan=plan,
     )
-    job = Job(spec, JobData(loader, loader, expected_steps or DEFAULT_EPOCHS * _length(loader)))
-    apart = why_apart(job.spec.modules, optimizer, loader)
-    if apart:
-        warnings.warn(apart, RuntimeWarning, stacklevel=2)
-    own_size = size_of(job)
-    earlier = detach(model)
-    switches: dict[str, Candidate] = {}
-    bench: Bench | None = None
-    guard = contextlib.ExitStack()
+    session = Session(request, validate(request))
     try:
-        if plan is not None:
-            plan.check(fingerprint(model, optimizer, job.spec.device))
-        check_applicable(job, choices, forced)
-        rows = {row.technique: row for row in _apply_rules(job, switches)}
-        state = Snapshot.capture(spec.modules, optimizer, loader, spec.code, also=[LoaderPosition(loader)])
-        guard.enter_context(state.guarded())
-        bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(loader))
-        taken = _take(job, bench.rewindable)
-        job.data.batches = [to_device(cloned(batch), job.spec.device) for batch in taken]
-        here = fingerprint(model, optimizer, job.spec.device, job.data.batches[0])
-        if plan is not None:
-            plan.check(here)
-        measures = budget > 0 and plan is None
-        fits = check_step(job, state, job.data.batches[0])
-        with _saying("counting FLOPs"):
-            job.work(job.data.batches[0])
-        tuner = Tuner(bench, choices, "techniques=" if plan is None else "the plan")
-        if choices.get(BATCH_SIZE.name):
-            rows[BATCH_SIZE.name] = row = tuner.decide(BATCH_SIZE)
-            if row.status != "kept":
-                check_forced(BATCH_SIZE, job, asked, forced, row.why)
-        elif optimizer is not None and plan is None and choices.get(BATCH_SIZE.name) is None:
-            looks = not fits or memory_limit is not None or (measures and job.spec.device.type == "cuda")
-            rows |= _impose_batch_size(tuner, bench, batch_size, looks=looks)
-        peak_before, _ = peak_of(spec, measure=budget > 0)
-        costs_before = bench.costs() if measures else {}
-        if job.spec.resizes:
-            with _saying(f"trying {BATCH_SIZE.title}"):
-                rows[BATCH_SIZE.name] = tuner.decide(BATCH_SIZE)  # all that follows is decided at its size
-
-        for technique in REGISTRY:
-            if isinstance(technique, Rule) and technique.costs_speed and technique.name in switches and measures:
-                with _saying(f"timing {technique.title}"):
-                    rows[technique.name] = tuner.price(switches[technique.name], rows[technique.name])
-        for technique in REGISTRY:
-            if isinstance(technique, Measured):
-                with _saying(f"trying {technique.title}"):
-                    rows[technique.name] = row = tuner.decide(technique)
-                if row.status != "kept":
-                    check_forced(technique, job, asked, forced, row.why)
-                if plan is not None and technique.name in asked and row.status != "not applicable":
-                    plan.check_choice(technique.name, tuner.decisions.get(technique.name, False))
-        with _saying("racing the tuned loop against the original"):
-            tuner.race(rows)
-        peak, _ = peak_of(spec, measure=budget > 0)
-        before = _completed(tuner.before, job, peak_before, costs_before)
-        after = _completed(tuner.after, job, peak, bench.costs() if measures else {})
-        verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
-        for technique in REGISTRY:
-            if isinstance(technique, Advice):
-                with _saying(f"looking at {technique.title}"):
-                    rows[technique.name] = _advise(technique, job, choices, budget if measures else 0)
-        job.data.batches = ()
-        for switch in bench.kept:
-            switch.on_tuning_end()
-        bench.rewind(to_train=False)
+        session.prepare()
+        outcome = confirm(session, search(session))
     except BaseException as error:
-        restore: list[Callable[[], object]] = []
-        if bench is not None:
-            restore += [job.stepper.reset, *(switch.disable for switch in reversed(bench.kept)), bench.state.restore]
-        restore += [*(switch.disable for switch in reversed(switches.values())), lambda: attach(model, earlier)]
-        try:
-            run_all(restore)
-        except BaseException as failure:
-            add_note(error, f"Not everything could be restored: {formatting.first_line(failure)}")
+        session.restore(error)
         raise
     finally:
-        guard.close()
-    if seed is not None:
-        seed_all(seed)
-    kept = [*switches.values(), *bench.kept]
-    if optimizer is not None and size_of(job) != own_size:
-        change = BatchSizeChange(
-            rule=lr_rule,
-            samples=(own_size * accumulate, size_of(job) * accumulate),
-            updates=(math.ceil(_length(loader) / accumulate), math.ceil(_length(job.data.loader) / accumulate)),
-            training=math.ceil(job.data.expected_steps / accumulate),
-        )
-        row = rows[BATCH_SIZE.name]
-        rows[BATCH_SIZE.name] = replace(row, why="; ".join([row.why, *change.told(optimizer)]))
-        scheduler = change.schedule(optimizer, scheduler)
-        kept.append(scheduler)
+        session.close()
+    return assemble(session, outcome)
 
+
+def assemble(session: Session, outcome: Outcome) -> Run:
+    """Make the ``Run`` of a confirmed session."""
+    request, job, bench, ledger = session.request, session.job, session.bench, session.ledger
+    if request.seed is not None:
+        seed_all(request.seed)
+    toggles = [*ledger.rules.values(), *ledger.candidates]
+    epochs = length_of(session.loader), length_of(job.data.loader)
+    schedule = scaled_schedule(bench, request.scheduler, rule=request.lr_rule, own_size=session.own_size, epochs=epochs)
     summary = Summary(
-        rows=_in_order(rows),
+        rows=_in_order(ledger.rows),
         environment=environment_of(job.spec.device),
-        before=before,
-        after=after,
-        verdict=verdict,
+        before=outcome.before,
+        after=outcome.after,
+        verdict=outcome.verdict,
         tuning_seconds=bench.budget.spent,
-        notes=_notes(job, own_size, apart, measures and not bench.rewindable),
-        won=tuner.won,
+        notes=_notes(session),
+        won=tuple(dict.fromkeys(decision.technique for decision in ledger.won)),
     )
     return Run(
         job,
-        scheduler=scheduler,
-        plan=Plan(decisions=tuner.decisions, fingerprint=here),
+        scheduler=request.scheduler if schedule is None else schedule,
+        plan=Plan(decisions=ledger.values, fingerprint=session.fingerprint),
         report=Report(summary),
-        switches=kept,
-        example=example_of(taken[0]),
-        peak_flops=peak,
+        switches=toggles if schedule is None else [*toggles, schedule],
+        example=example_of(session.taken[0]),
+        peak_flops=outcome.peak_flops,
     )
 
 
-@contextlib.contextmanager
-def _saying(what: str) -> Iterator[None]:
-    """Tell profilers, and a person at a terminal, what takes so long; start no thread for anybody else."""
-    console = Console(stderr=True)
-    said = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
-    with mfu.nvtx_range(f"flatout: {what}"), said:
-        yield
-
-
-def _length(loader: Iterable[Any]) -> int:
-    """Batches of an epoch; a thousand where the loader cannot tell (an IterableDataset has no length)."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 1000
-
-
-def _take(job: Job, rewindable: bool) -> list[Any]:
-    """The first few batches, for trials; those of a loader that cannot be rewound are put back in front of it."""
-    loader = job.data.loader
-    if rewindable:
-        taken = first_batches(loader, TRIAL_BATCHES)
-    else:
-        job.data.source = ReplayBuffer(loader, TRIAL_BATCHES)
-        taken = job.data.source.read
-    if not taken:
-        raise ValueError("the loader is empty: it yielded no batch")
-    for i, batch in enumerate(taken):
-        if not tensors_of(batch) and not objects_of(batch):
-            raise ValueError(
-                f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
-                f"{type(batch).__name__}. Define to(device) in the class of your batches"
-            )
-        if batch_size_of(batch) == 0:
-            raise ValueError(
-                f"loader must yield batches of at least one sample, got none in batch {i}. "
-                "Skip empty batches, or check how the sampler and collate_fn treat the last samples"
-            )
-    return taken
-
-
-def _impose_batch_size(tuner: Tuner, bench: Bench, batch_size: str | int, *, looks: bool) -> dict[str, Row]:
-    """What was asked for; and parts of batches that do not fit into memory.
-
-    Args:
-        tuner: of ``bench``.
-        bench: is rewound.
-        batch_size: of ``optimize``.
-        looks: whether to look if they fit.
-
-    Returns:
-        The row, by the technique's name; none where there is nothing to say.
-    """
-    job, rows = bench.job, {}
-    if isinstance(batch_size, int):
-        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
-        rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
-    bench.rewind()
-    parts = parts_that_fit(job) if looks else None
-    bench.rewind()
-    if parts is not None:
-        why = f"whole batches do not fit into memory: they are computed in parts, {job.stepper.micro_batches.result()}"
-        rows[BATCH_SIZE.name] = tuner.impose(BATCH_SIZE, parts, why)
-    return rows
-
-
-def _apply_rules(job: Job, switches: dict[str, Candidate]) -> Iterator[Row]:
-    """Turn on every rule that serves this job; ``switches`` receives what was turned on, by technique."""
-    for technique in REGISTRY:
-        if not isinstance(technique, Rule):
-            continue
-        try:
-            technique.check(job)
-        except NotApplicable as reason:
-            yield technique.row("not applicable", str(reason))
-            continue
-        switch = technique.switch(job)
-        if switch is not None:
-            switches[technique.name] = switch
-            switch.enable()
-        yield technique.row("kept", technique.rationale)
-
-
-def _advise(technique: Advice, job: Job, choices: Mapping[str, Any], budget: float) -> Row:
-    """What the technique has to say, in a part of the budget's time that no trial spends."""
-    row = technique.row("not tried", "")
-    if choices.get(technique.name) is False:
-        return replace(row, why="techniques= does without it")
-    try:
-        technique.check(job)
-        if budget == 0:
-            return replace(row, why="nothing is evaluated with budget=0 or a plan")
-        found = technique.findings(job, ADVICE_SHARE * budget)
-        return replace(row, status="advice", why="\n".join(found))
-    except NotApplicable as reason:
-        return replace(row, status="not applicable", why=str(reason))
-    except Exception as error:  # of the user's code, which training has not run into
-        return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
-
-
-def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
-    """The pace with the MFU that it comes to, and what else a step costs."""
-    samples, _, flops = job.work(job.data.batches[0])
-    if pace is None:
-        return None
-    mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
-    return replace(pace, mfu=mfu, **costs)
-
-
-def _notes(job: Job, own_size: int, apart: str, waits_unseen: bool) -> tuple[str, ...]:
-    """What was tuned, where that is not the training of ``run.step``, and what the figures leave out."""
-    notes = [apart] if apart else []
-    if job.spec.inference:
+def _notes(session: Session) -> tuple[str, ...]:
+    """Return what was tuned, if it is not the training of ``run.step``, and what the figures leave out."""
+    spec, size = session.job.spec, size_of(session.job)
+    notes = [session.apart] if session.apart else []
+    if spec.inference:
         notes.append(
             "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"
         )
-    elif job.spec.optimizer is None:
+    elif spec.optimizer is None:
         notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
-    if job.spec.resizes and size_of(job) != own_size:
-        notes.append(
-            f"batches have {size_of(job):,} samples instead of {own_size:,}: all times are those of {size_of(job):,}"
-        )
-    if job.spec.reproducible:
+    if spec.resizes and size != session.own_size:
+        notes.append(f"batches have {size:,} samples instead of {session.own_size:,}: all times are those of {size:,}")
+    if spec.reproducible:
         notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
-    if waits_unseen:
+    if session.request.measures and not session.bench.rewindable:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
     return tuple(notes)
 
 
-def _in_order(rows: Mapping[str, Row]) -> tuple[Row, ...]:
-    """The checklist by number, then its neighbours; rows without a technique yet say so."""
+def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the checklist by number, then its neighbours. Techniques that are not built yet have a row, too."""
     planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
-    return tuple(sorted([*rows.values(), *planned], key=lambda row: row.number or 1000))
+    return tuple(sorted([*rows, *planned], key=lambda row: row.number or 1000))

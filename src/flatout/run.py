@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +25,9 @@ from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
 from flatout.report import Report
-from flatout.techniques import Candidate
+from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint, job_state
+from flatout.training.attachments import attach, detach, is_attached
 from flatout.training.checkpoint.copies import mapped
 from flatout.training.device_verdict import judged
 from flatout.training.export import export, export_weights
@@ -45,8 +45,6 @@ STATE_VERSION = 1
 Metric = Callable[[Any, Any], Any]
 """``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
 
-_attached: weakref.WeakKeyDictionary[nn.Module, list[Toggle]] = weakref.WeakKeyDictionary()
-
 
 def undo(model: nn.Module) -> None:
     """Take everything back that ``optimize`` attached to a model and its optimizer.
@@ -54,22 +52,6 @@ def undo(model: nn.Module) -> None:
     Works without the ``Run``, which may be gone; does nothing for a model that flatout does not know.
     """
     detach(model)
-
-
-def attach(model: nn.Module, switches: Sequence[Toggle]) -> None:
-    """Turn switches on in their order, and remember them for ``undo``."""
-    for switch in switches:
-        switch.enable()
-    _attached[model] = list(switches)
-
-
-def detach(model: nn.Module) -> list[Toggle]:
-    """Turn off and forget what is attached to a model; returns it in its order, for ``attach``."""
-    switches = _attached.pop(model, [])
-    for switch in reversed(switches):
-        switch.disable()
-        switch.release()
-    return switches
 
 
 class Run:
@@ -109,7 +91,7 @@ class Run:
             job,
             self._counter,
             self._flush,
-            [switch.saw for switch in switches if isinstance(switch, Candidate) and switch.watches],
+            [switch.on_batch for switch in switches if isinstance(switch, ObservingCandidate)],
         )
         self.logs = Logs()
         self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
@@ -557,7 +539,7 @@ class Run:
 
         What training has changed since (weights, optimizer state) stays. ``run.loader`` is the user's own again.
         """
-        if _attached.get(self.model) == self._switches:  # else undone before, or replaced by a later optimize
+        if is_attached(self.model, self._switches):  # else undone before, or replaced by a later optimize
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original

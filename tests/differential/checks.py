@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import flatout
 from flatout.data import is_rewindable
-from flatout.optimize import TRIAL_BATCHES
+from flatout.data.loaders import TRIAL_BATCHES
 from flatout.techniques import REGISTRY
 from tests.differential import process
 from tests.differential.data import BATCHES, LOADERS, ONE_SHOT, RESEEDED, fixed_batches
@@ -35,7 +35,7 @@ from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS, SIGNS
 from tests.differential.picture import STRUCTURE, VALUES, Bits, Picture
 
 EPOCHS = 2
-EXACT = frozenset(t.name for t in REGISTRY if t.exact)
+EXACT = frozenset(t.name for t in REGISTRY if t.effect == "exact")
 ERRORS = (TypeError, ValueError, RuntimeError)
 ARGUMENTS = "model|loader|optimizer|loss|scheduler|techniques|batch|plan|deterministic|seed|LBFGS|ReduceLROnPlateau"
 

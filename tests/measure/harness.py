@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from flatout.report import Gain, Trial
 from flatout.techniques import Candidate, StepTechnique
@@ -32,7 +31,6 @@ class OneCandidate(StepTechnique):
     title = "a candidate"
     rationale = "it is fast"
     expected = "2x"
-    is_verified = True
 
     def change(self, job: Job) -> Candidate:
         """Return the candidate."""
@@ -40,9 +38,6 @@ class OneCandidate(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         return [self.change(job)]
-
-    def forced(self, job: Job, value: Any) -> Candidate:
-        return self.change(job)
 
 
 def trial(

@@ -24,6 +24,7 @@ from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
+from flatout.tuning.choices import Choices
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
@@ -145,11 +146,11 @@ class Candidate:
 
     def end_warmup(self) -> None:
         """End the warm-up: later calls use only the code that earlier calls compiled or recorded."""
-        self._switch.freeze()
+        self._switch.end_warmup()
 
     def on_batch(self, batch: Any) -> None:
         """Pass a training batch to the candidate."""
-        self._switch.saw(batch)
+        self._switch.on_batch(batch)
 
     def free(self) -> None:
         """Free the memory that only another ``enable`` would need."""
@@ -170,7 +171,7 @@ def forced(name: str, value: Any, job: Job) -> Candidate:
     technique = TECHNIQUES[name]
     if isinstance(technique, Measured):
         return Candidate(technique.forced(job, value))
-    return Candidate(technique.switch(job))  # type: ignore[attr-defined]
+    return Candidate(technique.candidate(job))  # type: ignore[attr-defined]
 
 
 # -- decisions -----------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
     state = Snapshot.capture(spec.modules, spec.optimizer, loader, spec.code, also=[LoaderPosition(loader)])
     with state.guarded():
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.data.loader))
-        tuner = Tuner(bench, {}, "techniques=")
+        tuner = Tuner(bench, Choices({}, {}, {}))
         rows: dict[str, Row] = {}
         for name in names:
             technique = TECHNIQUES[name]
@@ -212,10 +213,10 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
             rows[name] = tuner.decide(technique)
         bench.rewind(to_train=False)
         try:
-            yield Outcome(rows, tuner.decisions, job.data.source)
+            yield Outcome(rows, bench.ledger.values, job.data.source)
         finally:
-            for switch in reversed(bench.kept):
-                switch.disable()
+            for candidate in reversed(bench.ledger.candidates):
+                candidate.disable()
 
 
 @contextlib.contextmanager

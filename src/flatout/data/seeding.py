@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
 from flatout.core.random_state import RandomState, generators_in
-from flatout.data.loaders import SEEDED_FROM, clone_loader, set_epoch
+from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, set_epoch, why_random
 
 
 def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -188,3 +188,16 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed % 2**32)
     else:
         generator.seed(seed)
+
+
+def seeded_if_random(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the loader, with a seed for each sample if its samples are random and have an index.
+
+    A loader whose samples cannot be made in this process is returned as it is.
+    """
+    if type(loader) is not DataLoader or not is_rewindable(loader):
+        return loader
+    try:
+        return loader if why_random(loader) is None else seed_samples(loader)
+    except Exception:  # of the user's code, which may run in worker processes only
+        return loader

@@ -4,18 +4,25 @@ from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
     Candidate,
+    CompanionTechnique,
     LoaderCandidate,
     LoaderTechnique,
     Measured,
     NotApplicable,
     NothingBetter,
+    ObservingCandidate,
     PairCandidate,
+    PricedRule,
+    RecordedCandidate,
+    ResizingCandidate,
     Rule,
     SizeTechnique,
+    SparingTechnique,
     StepTechnique,
     Technique,
 )
 from flatout.techniques.batch_size import BatchSize
+from flatout.techniques.built_in import BUILT_IN
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.cpu_threads import CpuThreads
@@ -25,16 +32,10 @@ from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
-from flatout.techniques.gc_pauses import GcPauses
 from flatout.techniques.in_memory import InMemory
 from flatout.techniques.malloc import Malloc
-from flatout.techniques.monitoring import Monitoring
 from flatout.techniques.multiples import MultiplesOf8
-from flatout.techniques.oom_recovery import OomRecovery
-from flatout.techniques.pinned_memory import PinnedMemory
 from flatout.techniques.precision import Precision
-from flatout.techniques.prefetch import Prefetch
-from flatout.techniques.profiler import Profiler
 from flatout.techniques.sdpa_backend import SdpaBackend
 from flatout.techniques.sync_points import SyncPoints
 from flatout.techniques.tf32 import Tf32
@@ -46,13 +47,8 @@ REGISTRY: tuple[Technique, ...] = (
     Determinism(),
     Criterion(),
     Evaluation(),
-    Profiler(),
-    Monitoring(),
-    GcPauses(),
-    OomRecovery(),
+    *BUILT_IN,
     Malloc(),
-    PinnedMemory(),
-    Prefetch(),
     Precision(),
     Tf32(),
     ChannelsLast(),
@@ -91,14 +87,20 @@ __all__ = [
     "Advice",
     "BatchSize",
     "Candidate",
+    "CompanionTechnique",
     "LoaderCandidate",
     "LoaderTechnique",
     "Measured",
     "NotApplicable",
     "NothingBetter",
+    "ObservingCandidate",
     "PairCandidate",
+    "PricedRule",
+    "RecordedCandidate",
+    "ResizingCandidate",
     "Rule",
     "SizeTechnique",
+    "SparingTechnique",
     "StepTechnique",
     "Technique",
 ]

@@ -38,7 +38,6 @@ class Allocator(Advice):
     name = "allocator"
     title = "allocator settings"
     expected = "up to 30 %"
-    exact = True
 
     def check(self, job: Job) -> None:
         """Training on CUDA, with torch's own allocator and without the setting."""

@@ -1,11 +1,15 @@
-"""The protocol of a technique: when it applies, what there is to try, and how it is turned on and off."""
+"""Protocol of a technique: when it applies, which candidates there are, and what each changes.
+
+A technique is one file, one class and one line in ``techniques/__init__.py``. The tuner asks ``check`` if the technique
+applies, times each of its ``candidates`` against the present state, keeps the best and reverts the others.
+"""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from flatout.core.errors import Unsuitable
 from flatout.core.toggle import Toggle
@@ -15,56 +19,94 @@ if TYPE_CHECKING:
     from flatout.report.model import Pace
     from flatout.training.job import Job
 
+Effect = Literal["exact", "rounding", "reseeded"]
+"""Change of numerics: none, bit for bit; rounding; rounding and other random numbers of the same distribution."""
+
+Goal = Literal["speed", "memory"]
+"""Reason to keep a technique. One for memory is kept on request, or where it makes room for a faster batch."""
+
+Scope = Literal["update", "epoch", "once"]
+"""Earliest moment at which a training could switch a candidate: between two updates, between two epochs, or never."""
+
 
 class Candidate(Toggle):
-    """Candidate of a technique that changes how a step runs. Turning it on and off costs nothing.
+    """Way to run a step that a trial turns on and off. A context manager: on inside the block.
+
+    Turning a candidate on and off is exact: model, optimizer and flags are as before.
 
     Attributes:
-        value: what ``techniques={name: value}`` would force it with; a plan stores this.
-        watches: whether it wants to see the batches that are trained on.
-        why_off: why the change has stopped working while it was on; empty while it does.
-        settling: steps of each batch that it takes to work again after training state was put back.
-        hides_memory: whether steps take memory that is not allocated step by step, so that it cannot be measured.
-        scale: samples of a step, relative to one without it.
+        value: ``techniques={name: value}`` forces this candidate; a plan stores the value.
+        failure: reason why the change has stopped working while it was on; empty while it works.
+        moves_storage: True if parameters have other storage while the candidate is on.
     """
 
     value: Any
-    watches: ClassVar[bool] = False
-    why_off: str = ""
-    settling: int = 0
-    hides_memory: bool = False
+    failure: str = ""
+    moves_storage: ClassVar[bool] = False
+
+    def __enter__(self) -> None:
+        try:
+            self.enable()
+        except BaseException:
+            self.disable()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable()
+
+    def end_warmup(self) -> None:
+        """Called once after a step on every shape of the trial's batches: nothing more needs to be prepared."""
+
+
+class RecordedCandidate(Candidate):
+    """Candidate that records steps and replays them.
+
+    Attributes:
+        steps_to_record: steps of each batch until the candidate replays again after state was restored.
+    """
+
+    steps_to_record: int = 0
+
+
+class ResizingCandidate(Candidate):
+    """Candidate that changes the number of samples of a step.
+
+    Attributes:
+        scale: samples of a step, relative to a step without the candidate.
+    """
+
     scale: float = 1.0
 
-    def freeze(self) -> None:
-        """Called once when the trial's batches have been seen: what is prepared for inputs is complete."""
-
     def on_tuning_end(self) -> None:
-        """Called when it is on for good: free what was only kept for going back and forth."""
+        """Called when all trials are over: free what only trials need."""
 
-    def saw(self, batch: Any) -> None:
-        """Called with each batch of ``run.loader`` where the switch ``watches``, also when it is off."""
+
+class ObservingCandidate(Candidate):
+    """Candidate that observes the batches of ``run.loader``, even while it is off."""
+
+    @abstractmethod
+    def on_batch(self, batch: Any) -> None:
+        """Called with each batch."""
 
 
 class PairCandidate(Candidate):
-    """Two switches that are on together or not at all.
+    """Two candidates that are on together or not at all.
 
     Args:
         first: turned on first, and off last.
         second: of a companion technique.
-        label: what the report calls the two.
+        label: name in the report.
     """
 
     def __init__(self, first: Candidate, second: Candidate, label: str) -> None:
         self.label = label
         self.value = (first.value, second.value)
         self.parts = (first, second)
-        self.settling = max(first.settling, second.settling)
-        self.hides_memory = first.hides_memory or second.hides_memory
 
     @property
-    def why_off(self) -> str:  # type: ignore[override]
-        """Why one of them has stopped working."""
-        return self.parts[0].why_off or self.parts[1].why_off
+    def failure(self) -> str:  # type: ignore[override]
+        """Reason why one of the two has stopped working."""
+        return self.parts[0].failure or self.parts[1].failure
 
     def _turn_on(self) -> None:
         for part in self.parts:
@@ -74,19 +116,19 @@ class PairCandidate(Candidate):
         for part in reversed(self.parts):
             part.disable()
 
-    def freeze(self) -> None:
-        """Of both."""
+    def end_warmup(self) -> None:
+        """End the warm-up of both."""
         for part in self.parts:
-            part.freeze()
+            part.end_warmup()
 
     def release(self) -> None:
-        """Of both."""
+        """Release both."""
         for part in self.parts:
             part.release()
 
 
 class LoaderCandidate(Protocol):
-    """A loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Candidate``."""
+    """Loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Candidate``."""
 
     label: str
     value: Any
@@ -100,7 +142,7 @@ class NotApplicable(Exception):
 
     Args:
         reason: one sentence for the report.
-        lasts: whether the reason holds whatever is decided about earlier techniques.
+        lasts: True if the reason holds whatever is decided about earlier techniques.
     """
 
     def __init__(self, reason: str, *, lasts: bool = True) -> None:
@@ -109,123 +151,164 @@ class NotApplicable(Exception):
 
 
 class NothingBetter(Unsuitable):
-    """Why no candidate is worth a trial, as measured already: one sentence for the report."""
+    """Measuring showed that no candidate is worth a trial. The message is one sentence for the report."""
 
 
 class Technique(ABC):
     """One row of the checklist.
 
     Attributes:
-        name: what ``optimize(techniques={name: ...})`` calls it.
-        number: its number in the checklist; None for a neighbour.
-        title: what the report calls it.
+        name: key of ``optimize(techniques={name: ...})``.
+        number: number in the checklist; None for a neighbour.
+        title: name in the report.
         rationale: reason in the row when the technique is kept.
-        exact: whether training with it is bit-identical to training without.
+        effect: change of numerics.
+        goal: what the technique saves.
+        scope: when a training could switch it.
         expected: the gain in speed that its literature expects, for the report. For the numbered rows that is the
             checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial); the docstring
             names any other source.
     """
 
-    name: ClassVar[str]
-    number: ClassVar[int | None] = None
-    title: ClassVar[str]
-    rationale: ClassVar[str]
-    exact: ClassVar[bool] = False
-    expected: ClassVar[str] = ""
+    name: str
+    number: int | None = None
+    title: str
+    rationale: str = ""
+    effect: Effect = "exact"
+    goal: Goal = "speed"
+    scope: Scope = "once"
+    expected: str = ""
+
+    @property
+    def documentation(self) -> str:
+        """What the technique does, when it helps and when it hurts; empty if Python runs without docstrings."""
+        return type(self).__doc__ or ""
 
     @property
     def purpose(self) -> str:
-        """What it does: the first sentence of its docstring; empty where Python runs without docstrings."""
-        told = " ".join((type(self).__doc__ or "").split()).replace("``", "`")
-        sentence = re.split(r"\.(?: |$)", told, maxsplit=1)[0]
+        """First sentence of the documentation."""
+        text = " ".join(self.documentation.split()).replace("``", "`")
+        sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
         return sentence[:1].lower() + sentence[1:]
 
     def check(self, job: Job) -> None:
-        """Raise ``NotApplicable`` when this job cannot use the technique."""
+        """Raise ``NotApplicable`` if this job cannot use the technique."""
 
     def row(self, status: Status, why: str, chosen: str = "") -> Row:
-        """Its line in the report."""
+        """Return the technique's line in the report."""
         return Row(
             self.name, self.number, self.title, status, why, chosen, expected=self.expected, purpose=self.purpose
         )
 
 
 class Rule(Technique):
-    """A technique that is always right: applied without a trial.
+    """Technique that is applied without a trial. ``techniques={name: False}`` forbids a rule that has a candidate.
 
     Attributes:
-        costs_speed: whether a trial is to show, for the report, what its switch costs; it stays on in any case.
         argument: the argument of ``optimize`` that turns the rule on; empty for a rule that is always applied.
     """
 
-    costs_speed: ClassVar[bool] = False
     argument: ClassVar[str] = ""
 
-    def switch(self, job: Job) -> Candidate | None:
-        """What to turn on; None when there is nothing to turn (the technique is how ``Run`` works)."""
+    @property
+    def is_forbiddable(self) -> bool:
+        """True if ``techniques={name: False}`` may leave the rule out."""
+        return not self.argument and type(self).candidate is not Rule.candidate
+
+    def candidate(self, job: Job) -> Candidate | None:
+        """Return what to turn on; None if the rule is how ``Run`` works."""
         return None
 
 
+class PricedRule(Rule):
+    """Rule whose cost in speed a trial shows. It stays on in any case."""
+
+
 class Measured(Technique):
-    """A technique that has to earn its place in a trial."""
+    """Technique that has to earn its place in a trial.
+
+    Attributes:
+        values: values of ``techniques={name: value}``, for error messages.
+    """
+
+    values: ClassVar[str] = "True"
 
     @abstractmethod
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """The most that it could save of a step, in milliseconds: what cannot pay is not tried."""
+        """Return the most that the technique could save of a step, in milliseconds."""
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """Seconds that a candidate takes before its first timed step, for example a cold compilation."""
+        """Return the seconds until a candidate's first timed step, for a cold compilation, for example."""
         return 0.0
 
     def found(self, candidate: Any) -> str:
-        """What finding a candidate showed, for the row's why; empty when there was nothing to find."""
+        """Return what the search for a candidate showed, for the row; empty if nothing was searched."""
         return ""
 
     def accepts(self, value: Any) -> bool:
-        """Return whether ``value`` is valid for some job and machine, in ``techniques={name: value}`` or in a plan."""
+        """Return True if ``value`` is valid for some job and machine, in ``techniques={name: value}`` or in a plan."""
         return value is True
 
-    @abstractmethod
     def forced(self, job: Job, value: Any) -> Any:
-        """The candidate that ``techniques={name: value}`` asks for.
+        """Return the candidate that ``techniques={name: value}`` asks for.
 
         Raises:
             ValueError: no candidate has that value.
+            NotApplicable: no candidate applies to this job.
         """
+        if not self.accepts(value):
+            raise ValueError(f"techniques[{self.name!r}] must be {self.values} or False, got {value!r}")
+        return self.candidate_of(job, value)
+
+    @abstractmethod
+    def candidate_of(self, job: Job, value: Any) -> Any:
+        """Return the candidate for a value that the technique accepts."""
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the job already has what ``techniques={name: value}`` would turn on."""
+        """Return True if the job already has what ``techniques={name: value}`` would turn on."""
         return False
 
 
 class StepTechnique(Measured):
-    """Changes how a step runs. Its candidates are ``Candidate`` objects; trials time the step alone.
+    """Technique that changes how a step runs. Trials of its ``Candidate`` objects time the step alone.
 
     Attributes:
-        is_verified: whether outputs, gradients and losses have to be the baseline's, but for what
-            ``tuning/equivalence.py`` allows in their dtype.
-        draws_other_numbers: whether dropout and its like draw other random numbers than without the technique;
-            results may then differ by what other numbers alone would change.
-        checks_evaluation: whether a trial also compares the outputs in eval mode, because what the technique changes
-            can break a branch that training does not take.
-        optimistic_gain: the most that is expected of it: a setup that cannot pay back even then is not begun.
-        companions: names of techniques with whose candidates those of this one are tried again, where all were too slow
-            by themselves: together they may pay.
+        checks_evaluation: True if a trial also compares the outputs in eval mode, because the technique can break a
+            branch that training does not take.
+        optimistic_gain: the largest gain to expect. A setup that cannot pay even with this gain is not begun.
     """
 
-    is_verified: ClassVar[bool] = False
-    draws_other_numbers: ClassVar[bool] = False
+    effect: Effect = "rounding"
+    scope: Scope = "update"
     checks_evaluation: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
-    companions: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def is_verified(self) -> bool:
+        """True if a trial compares outputs, gradients and losses with the baseline's (``tuning/equivalence.py``)."""
+        return self.effect != "exact"
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """What ``optimistic_gain`` would leave out of the step."""
+        """Return what ``optimistic_gain`` would save of the step."""
         return pace.step_ms * (1 - 1 / self.optimistic_gain)
 
     @abstractmethod
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Switches to try, most promising first."""
+        """Return the candidates to try, the most promising first."""
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the first candidate."""
+        return self.candidates(job)[0]
+
+
+class CompanionTechnique(StepTechnique):
+    """Technique that may pay only together with another.
+
+    Attributes:
+        companions: names of techniques. If all candidates are too slow alone, they are tried with those of each.
+    """
+
+    companions: ClassVar[tuple[str, ...]] = ()
 
 
 class SizeRange(NamedTuple):
@@ -248,7 +331,7 @@ class SizeTechnique(StepTechnique):
         """
 
     @abstractmethod
-    def candidate(self, job: Job, samples: int, reason: str) -> Candidate:
+    def sized(self, job: Job, samples: int, reason: str) -> Candidate:
         """Return the candidate for a number of samples.
 
         Args:
@@ -263,39 +346,43 @@ class SizeTechnique(StepTechnique):
 
 
 class LoaderTechnique(Measured):
-    """Changes how batches are made. Trials of its ``LoaderCandidate`` objects time loading and stepping."""
+    """Technique that changes how batches are made. Trials of its ``LoaderCandidate`` objects time loading, too."""
+
+    scope: Scope = "epoch"
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """All the waiting for batches."""
+        """Return the time that a step waits for its batch."""
         return pace.load_ms
-
-    def spares(self, job: Job) -> bool:
-        """Whether candidates take less of the machine than the loader does: then one need only not be slower."""
-        return False
 
     @abstractmethod
     def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
-        """Loaders to try beside a step of this pace, most promising first.
+        """Return the loaders to try beside a step of this pace, the most promising first.
 
         Raises:
-            NotApplicable: there is none that serves this job.
-            NothingBetter: finding out showed that none can do better than the loader.
+            NotApplicable: no loader suits this job.
+            NothingBetter: measuring showed that no loader is faster than the present one.
         """
 
 
-class Advice(Technique):
-    """Names what only the user can change: nothing is turned on, and nothing is timed against anything."""
+class SparingTechnique(LoaderTechnique):
+    """Loader technique whose candidates may take less of the machine than the present loader."""
 
-    rationale = ""
+    @abstractmethod
+    def spares(self, job: Job) -> bool:
+        """Return True if candidates take less of the machine. Then one is kept if it is not slower."""
+
+
+class Advice(Technique):
+    """Technique that names what only the user can change. Nothing is turned on and nothing is timed."""
 
     @abstractmethod
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """Sentences with file and line.
+        """Return sentences with file and line.
 
         Args:
-            job: as tuned. It may be stepped: what that changes is put back afterwards.
-            seconds: what looking may take.
+            job: as tuned. It may be stepped: what that changes is restored afterwards.
+            seconds: time to spend.
 
         Raises:
-            NotApplicable: there is nothing to say, and why.
+            NotApplicable: there is nothing to say. The message is the reason.
         """

@@ -19,7 +19,7 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
-from flatout.techniques.base import Candidate, NotApplicable, SizeRange, SizeTechnique
+from flatout.techniques.base import Candidate, NotApplicable, ResizingCandidate, SizeRange, SizeTechnique
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TRIAL_STEPS = 20
 """Most steps that finding a size takes."""
 
 
-class BatchCandidate(Candidate):
+class BatchCandidate(ResizingCandidate):
     """Another loader with batches of another size, or batches that are computed in parts, or both.
 
     Args:
@@ -107,8 +107,9 @@ class BatchSize(SizeTechnique):
     number = 3
     title = "batch size"
     rationale = "so many samples at once are the fastest that memory holds"
-    is_verified = True
-    draws_other_numbers = True
+    effect = "reseeded"
+    scope = "epoch"
+    values = "{'micro_batch': SAMPLES} (optimize(batch_size=...) changes the samples of an update)"
 
     def check(self, job: Job) -> None:
         """Steps that ``run.step`` takes, of batches that can be taken apart."""
@@ -133,7 +134,7 @@ class BatchSize(SizeTechnique):
         now = job.stepper.micro_batches.size or (own if job.spec.resizes else largest)
         return SizeRange(now, smallest=min(SMALLEST, now), largest=max(now, largest))
 
-    def candidate(self, job: Job, samples: int, reason: str) -> Candidate:
+    def sized(self, job: Job, samples: int, reason: str) -> Candidate:
         """Return a batch of another size, or parts of one."""
         if job.spec.resizes:
             return BatchCandidate(job, samples=samples, reason=reason)
@@ -149,13 +150,8 @@ class BatchSize(SizeTechnique):
             return False
         return all(map(_is_size, value.values()))
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """``{"micro_batch": 64}``, or what a plan has of both: ``{"samples": 512, "micro_batch": 64}``."""
-        if not self.accepts(value):
-            raise ValueError(
-                f"techniques['{self.name}'] must be {{'micro_batch': SAMPLES}} or False, got {value!r}: "
-                "optimize(batch_size=...) changes the samples of an update"
-            )
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return batches of ``value["samples"]`` in parts of ``value["micro_batch"]``."""
         samples = value.get("samples")
         if samples is not None and samples != size_of(job):
             reason = why_not_resized(_unseeded(job.data.loader))

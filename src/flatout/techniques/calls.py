@@ -79,7 +79,7 @@ class RoutedCall(ABC):
     Attributes:
         learning: whether calls of a new kind are prepared for; what that raises is raised to the caller then.
         plain_calls: calls that went the plain way.
-        why_off: why it goes the plain way for good; empty while it does not.
+        failure: why it goes the plain way for good; empty while it does not.
     """
 
     title: str
@@ -87,13 +87,13 @@ class RoutedCall(ABC):
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.learning = True
         self.plain_calls = 0
-        self.why_off = ""
+        self.failure = ""
         self._plainly = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_counting() or torch._C._get_tracing_state() is not None:
             return self._plainly(*args, **kwargs)
-        way = None if self.why_off else self._way(args, kwargs)
+        way = None if self.failure else self._way(args, kwargs)
         if way is None:
             self.plain_calls += 1
             return self._plainly(*args, **kwargs)
@@ -113,7 +113,7 @@ class RoutedCall(ABC):
 
     def _give_up(self, reason: str) -> None:
         """Go the plain way from here on, and say so once."""
-        self.why_off = reason
+        self.failure = reason
         warnings.warn(f"{self.title} is off from here on, the model runs eager: {reason}", RuntimeWarning, stacklevel=2)
 
 
@@ -140,9 +140,9 @@ class CallCandidate(Candidate):
         return self._parked or (inside if isinstance(inside, RoutedCall) else None)
 
     @property
-    def why_off(self) -> str:  # type: ignore[override]
+    def failure(self) -> str:  # type: ignore[override]
         """Why the call goes the plain way for good."""
-        return "" if self.call is None else self.call.why_off
+        return "" if self.call is None else self.call.failure
 
     def _turn_on(self) -> None:
         owner = self._owner()
@@ -155,7 +155,7 @@ class CallCandidate(Candidate):
         if isinstance(getattr(owner, self._slot, None), RoutedCall):  # not a compile() of the user's
             self._parked = vars(owner).pop(self._slot)
 
-    def freeze(self) -> None:
+    def end_warmup(self) -> None:
         """End the learning of new inputs: from here on only what was prepared in the trial goes the other way."""
         if self.call is not None:
             self.call.learning = False

@@ -27,6 +27,7 @@ class ChannelsLastCandidate(Candidate):
 
     label = "weights"
     value = True
+    moves_storage = True
 
     def __init__(self, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
         self._weights = weights
@@ -66,7 +67,6 @@ class ChannelsLast(StepTechnique):
     title = "channels_last"
     expected = "8–35 %"
     rationale = "convolutions read and write their channels side by side, with no reordering in between"
-    is_verified = True
     checks_evaluation = True
 
     def check(self, job: Job) -> None:
@@ -77,12 +77,6 @@ class ChannelsLast(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch."""
         return [ChannelsLastCandidate(self._weights(job), job.spec.optimizer)]
-
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True is the only value."""
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return self.candidates(job)[0]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether there are convolutions and all of their weights are already in channels_last."""

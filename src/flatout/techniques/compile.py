@@ -280,8 +280,8 @@ class Compile(StepTechnique):
     title = "torch.compile"
     rationale = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
-    is_verified = True
-    draws_other_numbers = True
+    effect = "reseeded"
+    values = f"True, {', '.join(map(repr, MODES))}"
     optimistic_gain = 1.5
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
@@ -303,11 +303,13 @@ class Compile(StepTechnique):
         """Accept True or a mode."""
         return value is True or (isinstance(value, str) and value in MODES)
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True or one of torch's modes."""
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a mode.
+
+        Raises:
+            ValueError: the mode cannot serve this job.
+        """
         mode = "default" if value is True else value
-        if not self.accepts(value):
-            raise ValueError(f"techniques['compile'] must be True, False or one of {', '.join(MODES)}, got {value!r}")
         if mode in WITH_CUDA_GRAPHS and job.spec.device.type == "cuda" and _why_no_cuda_graphs(job):
             raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")
         if mode == "reduce-overhead" and job.spec.device.type != "cuda":

@@ -52,8 +52,8 @@ class CpuThreads(StepTechnique):
 
     name = "cpu_threads"
     title = "CPU threads"
+    values = "a number of threads >= 1"
     rationale = "operators are shared by this many threads: with more or fewer, they take longer"
-    is_verified = True
 
     def check(self, job: Job) -> None:
         """Require a step on the CPU."""
@@ -71,10 +71,14 @@ class CpuThreads(StepTechnique):
         """Accept a number of threads >= 1."""
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """A number of threads."""
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a number of threads.
+
+        Raises:
+            ValueError: the machine has fewer cores.
+        """
         most = os.cpu_count() or 1
-        if not self.accepts(value) or value > most:
+        if value > most:
             raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most} or False, got {value!r}")
         return ThreadsCandidate(value)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Placement(Candidate):
     """Moves modules, and the optimizer's state with them, to a device and back."""
 
+    moves_storage = True
+
     def __init__(self, job: Job) -> None:
         self.label = self.value = str(job.spec.device)
         self._optimizer = job.spec.optimizer
@@ -58,8 +60,7 @@ class Criterion(Rule):
     title = "criterion on the device"
     expected = "1–3 %"
     rationale = "model, buffers and loss weights live on one device: no copy between devices inside a step"
-    exact = True
 
-    def switch(self, job: Job) -> Candidate:
-        """The move; nothing happens where everything is in place already."""
+    def candidate(self, job: Job) -> Candidate:
+        """Return the move, which does nothing if everything is in place."""
         return Placement(job)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatout.core import dtensor
 from flatout.optim.native_step import NativeStep, is_patched
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import Candidate, NotApplicable, RecordedCandidate, StepTechnique
 from flatout.techniques.calls import routed_calls
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class GraphCandidate(Candidate):
+class GraphCandidate(RecordedCandidate):
     """Makes a :class:`GraphedStep` the runner of a training's steps.
 
     The switch holds the runner only while it is off, so that nothing here keeps the model alive.
@@ -30,8 +30,7 @@ class GraphCandidate(Candidate):
 
     label = "whole step"
     value = True
-    settling = 2  # what restores the optimizer's state drops graphs: one eager step, and a capture
-    hides_memory = True
+    steps_to_record = 2  # what restores the optimizer's state drops graphs: one eager step, and a capture
 
     def __init__(self, stepper: Stepper, recorder: Recorder) -> None:
         self._stepper = weakref.ref(stepper)
@@ -45,9 +44,9 @@ class GraphCandidate(Candidate):
         return self._parked or (installed if isinstance(installed, GraphedStep) else None)
 
     @property
-    def why_off(self) -> str:  # type: ignore[override]
+    def failure(self) -> str:  # type: ignore[override]
         """Reason why all steps are eager for good; empty while there is none."""
-        return "" if self.runner is None else self.runner.why_off
+        return "" if self.runner is None else self.runner.failure
 
     def _turn_on(self) -> None:
         stepper = self._stepper()
@@ -59,7 +58,7 @@ class GraphCandidate(Candidate):
         if stepper is not None:
             self._parked, stepper.runner = self.runner, EAGER
 
-    def freeze(self) -> None:
+    def end_warmup(self) -> None:
         """From here on steps are real ones."""
         if self.runner is not None:
             self.runner.learning = False
@@ -89,8 +88,7 @@ class CudaGraph(StepTechnique):
     title = "whole-step CUDA graph"
     rationale = "a step is one launch, where launching its kernels one by one took the time"
     expected = "1.2 to 3×"
-    is_verified = True
-    draws_other_numbers = True
+    effect = "reseeded"
     optimistic_gain = 3.0
 
     def check(self, job: Job) -> None:
@@ -105,12 +103,6 @@ class CudaGraph(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """The one switch."""
         return [GraphCandidate(job.stepper, CudaRecorder(job.spec.device))]
-
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True is the only value."""
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return self.candidates(job)[0]
 
 
 def why_not_captured(job: Job) -> str:

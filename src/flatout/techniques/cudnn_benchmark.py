@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_within
 from flatout.native._host import signature
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import Candidate, NotApplicable, ObservingCandidate, StepTechnique
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -47,7 +47,7 @@ class ShapeWatch:
         return len(self._news) == MOST_NEW and self._batches - self._news[0] < WITHIN
 
 
-class BenchmarkCandidate(Candidate):
+class BenchmarkCandidate(ObservingCandidate):
     """``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes turn out to vary.
 
     torch keeps the algorithm that a convolution's shape ran with first and asks no flag again; ``deterministic`` is
@@ -60,7 +60,6 @@ class BenchmarkCandidate(Candidate):
 
     label = "on"
     value = True
-    watches = True
 
     def __init__(self) -> None:
         self._before = (False, False)
@@ -73,7 +72,7 @@ class BenchmarkCandidate(Candidate):
     def _turn_off(self) -> None:
         cudnn.benchmark, cudnn.deterministic = self._before
 
-    def saw(self, batch: Any) -> None:
+    def on_batch(self, batch: Any) -> None:
         """Turn the search off for good, with a warning, once shapes vary."""
         if self._is_on and self._watch is not None and self._watch.varies(batch):
             self._watch = None
@@ -106,7 +105,6 @@ class CudnnBenchmark(StepTechnique):
     title = "cudnn.benchmark"
     rationale = "cuDNN has timed its convolution algorithms for these shapes, and the fastest are used"
     expected = "up to 1.4×"
-    is_verified = True
 
     def check(self, job: Job) -> None:
         """Convolutions on CUDA, with cuDNN's flags as torch has them by default."""
@@ -136,10 +134,8 @@ class CudnnBenchmark(StepTechnique):
             raise NotApplicable("batches come in several shapes, and cuDNN would search anew for each")
         return [BenchmarkCandidate()]
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True is the only value; the shapes are watched all the same."""
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate, which also watches the shapes."""
         return BenchmarkCandidate()
 
     def is_so(self, job: Job, value: Any) -> bool:

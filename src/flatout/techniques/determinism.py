@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING
 
 from flatout.core.reproducible import DeterministicAlgorithms
-from flatout.data import is_rewindable, seed_samples
-from flatout.data.loaders import why_random
-from flatout.techniques.base import Candidate, NotApplicable, Rule
+from flatout.techniques.base import Candidate, NotApplicable, PricedRule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -31,7 +26,7 @@ class DeterministicCandidate(Candidate):
         self._algorithms.disable()
 
 
-class Determinism(Rule):
+class Determinism(PricedRule):
     """Makes two runs equal bit for bit: algorithms that repeat their results, and a seed for every random number.
 
     With a ``seed``, random augmentation gets a seed for each sample, so that it is the same with any number of
@@ -43,8 +38,6 @@ class Determinism(Rule):
     name = "determinism"
     title = "determinism and seeding"
     rationale = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
-    exact = True
-    costs_speed = True
     argument = "deterministic"
 
     def check(self, job: Job) -> None:
@@ -52,16 +45,6 @@ class Determinism(Rule):
         if not job.spec.deterministic:
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
-    def switch(self, job: Job) -> Candidate | None:
-        """Return the switch of the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
+    def candidate(self, job: Job) -> Candidate | None:
+        """Return the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
         return None if job.spec.reproducible else DeterministicCandidate()
-
-
-def seeded_where_random(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader; with a seed for each sample where its samples are random, and have an index to be seeded by."""
-    if type(loader) is not DataLoader or not is_rewindable(loader):
-        return loader
-    try:
-        return loader if why_random(loader) is None else seed_samples(loader)
-    except Exception:  # of the user's code, which only runs in worker processes, say
-        return loader

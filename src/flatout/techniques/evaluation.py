@@ -128,10 +128,9 @@ class Evaluation(Rule):
         "run.evaluate and run.fit record nothing for a backward pass that never comes, which saves time and memory; a "
         "loop of your own that evaluates with gradients on gets a warning with its line"
     )
-    exact = True
 
-    def switch(self, job: Job) -> Candidate | None:
-        """The watch over a loop of the user's own: what it trains comes without an optimizer."""
+    def candidate(self, job: Job) -> Candidate | None:
+        """Return the watch for a loop of the user's own, which comes without an optimizer."""
         if job.spec.optimizer is not None or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
         return EvaluationWatch(job.spec.model)

@@ -57,12 +57,6 @@ class FusedOptimizer(StepTechnique):
         assert job.spec.optimizer is not None
         return [FuseCandidate(job.spec.optimizer)]
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True is the only value."""
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
-        return self.candidates(job)[0]
-
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the optimizer is already one of flatout's."""
         return isinstance(job.spec.optimizer, NativeStep)

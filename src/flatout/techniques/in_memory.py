@@ -74,8 +74,8 @@ class InMemory(LoaderTechnique):
     name = "in_memory"
     number = 13
     title = "data in memory"
+    values = "True, 'device'"
     rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
-    exact = True
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Caching reads every sample once, as one epoch does; data that is tensors already needs none."""
@@ -106,10 +106,8 @@ class InMemory(LoaderTechnique):
         """Accept True or ``"device"``."""
         return value is True or (isinstance(value, str) and value == "device")
 
-    def forced(self, job: Job, value: Any) -> LoaderCandidate:
-        """True, or "device": tensors are copied to the device once, and gathered there."""
-        if not self.accepts(value):
-            raise ValueError(f"techniques['{self.name}'] must be True, 'device' or False, got {value!r}")
+    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
+        """Return the candidate; for "device" tensors are copied to the device once and gathered there."""
         if value == "device":
             reason = why_not_in_memory(job.data.loader)
             if reason is not None:

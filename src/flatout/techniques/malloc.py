@@ -44,7 +44,6 @@ class Malloc(Rule):
     name = "malloc"
     title = "memory kept by malloc"
     rationale = "a step takes the memory that the last one freed: the kernel need not clear and map new pages for it"
-    exact = True
 
     def check(self, job: Job) -> None:
         """A step on the CPU, and glibc's malloc as it came."""
@@ -54,6 +53,6 @@ class Malloc(Rule):
         if reason:
             raise NotApplicable(reason)
 
-    def switch(self, job: Job) -> Candidate:
-        """The setting of the process."""
+    def candidate(self, job: Job) -> Candidate:
+        """Return the setting of the process."""
         return MallocCandidate()

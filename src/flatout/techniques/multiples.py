@@ -115,7 +115,6 @@ class MultiplesOf8(Advice):
     name = "multiples_of_8"
     title = "dimensions in multiples of 8"
     expected = "up to 25 %"
-    exact = True
 
     def check(self, job: Job) -> None:
         """A GPU with tensor cores."""

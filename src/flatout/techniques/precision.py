@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.core.instance_class import take_class_out
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import Candidate, CompanionTechnique, NotApplicable
 from flatout.training.autocast import autocast_class
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AutocastCandidate(Candidate):
             take_class_out(model, self._class)
 
 
-class Precision(StepTechnique):
+class Precision(CompanionTechnique):
     """Multiplies matrices in 16-bit numbers: bfloat16 where the hardware has it, else float16 with a loss scaler.
 
     When it helps: matrix units run 16-bit products two to sixteen times faster and activations take half the
@@ -57,7 +57,7 @@ class Precision(StepTechnique):
     title = "mixed precision"
     expected = "up to 2×"
     rationale = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
-    is_verified = True
+    values = f"True, {', '.join(map(repr, DTYPES))}"
     optimistic_gain = 4.0
     companions = ("sdpa_backend",)
 
@@ -86,12 +86,14 @@ class Precision(StepTechnique):
         """Accept True, ``"bf16"`` or ``"fp16"``."""
         return value is True or (isinstance(value, str) and value in DTYPES)
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """``"bf16"`` or ``"fp16"``; True is the first candidate."""
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a dtype; True is the first candidate.
+
+        Raises:
+            ValueError: fp16 without an optimizer, which has no loss scaler.
+        """
         if value is True:
             return self.candidates(job)[0]
-        if not self.accepts(value):
-            raise ValueError(f"precision must be one of auto, fp32, {', '.join(DTYPES)}, got {value!r}")
         if value == "fp16" and job.spec.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
         return AutocastCandidate(job.spec.model, job.spec.device.type, value)

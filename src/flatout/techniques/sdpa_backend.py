@@ -112,8 +112,8 @@ class SdpaBackend(StepTechnique):
     title = "SDPA backend"
     rationale = "attention runs in the kernel that is fastest for the model's shapes"
     expected = "1.7 to 2.3× on attention on Hopper"
-    is_verified = True
-    draws_other_numbers = True
+    effect = "reseeded"
+    values = f"one of {', '.join(map(repr, KERNELS))}"
 
     def check(self, job: Job) -> None:
         """A step that calls fused attention, by the operators that were counted."""
@@ -138,10 +138,14 @@ class SdpaBackend(StepTechnique):
         """Accept the name of a kernel."""
         return isinstance(value, str) and value in KERNELS
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """The kernel's name."""
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a kernel.
+
+        Raises:
+            ValueError: the device has no such kernel.
+        """
         kernels = [*KERNELS] if job.spec.device.type == "cuda" else ["flash", "math"]
-        if not self.accepts(value) or value not in kernels:
+        if value not in kernels:
             names = ", ".join(map(repr, kernels))
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
         return AttentionCandidate(value, job.spec.device.type)

@@ -33,7 +33,6 @@ class SyncPoints(Advice):
 
     name = "sync_points"
     title = "sync points"
-    exact = True
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Lines of the user's code, most frequent first, and what to do about them."""

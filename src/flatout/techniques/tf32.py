@@ -58,7 +58,6 @@ class Tf32(StepTechnique):
     title = "TF32"
     rationale = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
     expected = "up to 7× on matrix products"
-    is_verified = True
     optimistic_gain = 8.0
 
     def check(self, job: Job) -> None:
@@ -82,10 +81,8 @@ class Tf32(StepTechnique):
             raise NotApplicable(f"{chosen} was set by hand: float32 products keep the precision asked for")
         return [Tf32Candidate()]
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True is the only value."""
-        if value is not True:
-            raise ValueError(f"techniques['{self.name}'] must be True or False, got {value!r}")
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate, whatever precision was set by hand."""
         return Tf32Candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:

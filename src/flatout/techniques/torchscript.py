@@ -375,8 +375,8 @@ class TorchScript(StepTechnique):
         "the model's forward runs without Python between its operators; TorchScript is deprecated upstream since "
         "torch 2.11, so a later torch may no longer have it"
     )
-    is_verified = True
-    draws_other_numbers = True
+    effect = "reseeded"
+    values = "True, 'script', 'trace'"
     checks_evaluation = True
     optimistic_gain = 1.5
 
@@ -407,13 +407,9 @@ class TorchScript(StepTechnique):
         """Accept True, ``"script"`` or ``"trace"``."""
         return value is True or (isinstance(value, str) and value in KINDS)
 
-    def forced(self, job: Job, value: Any) -> Candidate:
-        """True, ``"script"`` or ``"trace"``."""
-        if value is True:
-            return TorchScriptCandidate(job.spec.model)
-        if not self.accepts(value):
-            raise ValueError(f"techniques['torchscript'] must be True, False, 'script' or 'trace', got {value!r}")
-        return TorchScriptCandidate(job.spec.model, (value,))
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a form; True leaves the form open."""
+        return TorchScriptCandidate(job.spec.model, KINDS if value is True else (value,))
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the model is already scripted or traced and ``value`` is True, which leaves the kind open."""

@@ -24,7 +24,6 @@ class Transforms(Advice):
     name = "transforms"
     number = 13
     title = "transforms on the device"
-    exact = True
 
     def check(self, job: Job) -> None:
         """Samples that can be evaluated beside the training, and that it will go on making one by one."""

@@ -12,7 +12,7 @@ from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loaders import why_random
 from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
-from flatout.techniques.base import LoaderCandidate, LoaderTechnique, NotApplicable, NothingBetter
+from flatout.techniques.base import LoaderCandidate, NotApplicable, NothingBetter, SparingTechnique
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -40,7 +40,7 @@ class WorkerSource:
         return clone_loader(self._loader, **self.value)
 
 
-class Workers(LoaderTechnique):
+class Workers(SparingTechnique):
     """Makes batches in other processes while the step runs: as many, and as far ahead, as it turns out to need.
 
     When it helps: decoding or transforming a batch takes longer than a sliver of the step and there are cores to
@@ -54,8 +54,8 @@ class Workers(LoaderTechnique):
     number = 2
     title = "loader workers"
     expected = "20–50 %"
+    values = f"a number of workers, a dict of num_workers and others of {', '.join(_SETTINGS)}"
     rationale = "batches are made while the step runs, by as many worker processes as pay"
-    exact = True
 
     def check(self, job: Job) -> None:
         """An exact DataLoader, whose samples other processes make alike, that data in memory has not replaced."""
@@ -119,14 +119,13 @@ class Workers(LoaderTechnique):
             and isinstance(settings.get("persistent_workers", False), bool)
         )
 
-    def forced(self, job: Job, value: Any) -> LoaderCandidate:
-        """A number of workers, or a dict of ``DataLoader``'s arguments about workers."""
+    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
+        """Return the candidate for a number of workers, or for a dict of ``DataLoader``'s arguments about workers.
+
+        Raises:
+            ValueError: ``DataLoader`` refuses the arguments.
+        """
         loader = _loader_of(job)
-        if not self.accepts(value):
-            raise ValueError(
-                "techniques['workers'] must be a number of workers, "
-                f"a dict of num_workers and others of {', '.join(_SETTINGS)}, or False, got {value!r}"
-            )
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         if settings["num_workers"] == 0:
             return WorkerSource(loader, {"num_workers": 0})

@@ -80,14 +80,14 @@ class GraphedStep:
 
     Attributes:
         learning: whether every signature is captured when it comes.
-        why_off: why all steps are eager for good; empty while they need not be.
+        failure: why all steps are eager for good; empty while they need not be.
         replays: steps replayed so far.
         eager_steps: steps that were not.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.learning = True
-        self.why_off = ""
+        self.failure = ""
         self.replays = 0
         self.eager_steps = 0
         self._recorder = recorder
@@ -99,7 +99,7 @@ class GraphedStep:
 
     def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
         """One step, in the way that serves; with the arguments and the result of ``Stepper.step``."""
-        signed = None if self.why_off or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
+        signed = None if self.failure or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
             self.eager_steps += 1
             return stepper.eager_step([Part(batch)], phase)
@@ -148,7 +148,7 @@ class GraphedStep:
     def _is_ready(self, key: Hashable) -> bool:
         """Whether a signature may be captured: warm, and the step before has shown what its constants are."""
         return (
-            not self.why_off
+            not self.failure
             and self._seen[key] >= WARM_UP
             and self._constants is not None
             and not self._constants.hooked
@@ -250,7 +250,7 @@ class GraphedStep:
     def _give_up(self, reason: str) -> None:
         """Step eagerly from here on, and say so once."""
         self._drop()
-        self.why_off = reason
+        self.failure = reason
         warnings.warn(f"whole-step CUDA graphs are off from here on: {reason}", RuntimeWarning, stacklevel=5)
 
 

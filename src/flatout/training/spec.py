@@ -58,3 +58,16 @@ class Spec:
         """The user's modules and functions that a step calls."""
         functions = (self.loss_fn, self.compute_loss, self.loss_weight)
         return [self.model, *(function for function in functions if function is not None)]
+
+
+def device_of(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    """Return the requested device, else the model's GPU, else the current GPU, else the CPU."""
+    if wanted is not None:
+        return torch.device(wanted)
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model must be on one GPU, got parameters on {names}. Call model.to('cuda')")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

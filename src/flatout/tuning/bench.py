@@ -1,4 +1,4 @@
-"""The bench that trials stand on: a job, its starting state, and the switches that are on."""
+"""The bench that trials run on: a job, its starting state, and the candidates that are on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.mfu import MfuCounter
-from flatout.report.model import Pace
-from flatout.techniques import Candidate
+from flatout.report.model import Pace, Row
+from flatout.techniques import Candidate, RecordedCandidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.budget import Budget
+from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import interleave, seconds, synchronize
@@ -47,55 +48,55 @@ WARMED_UP_BELOW = 0.5
 
 @dataclass
 class Bench:
-    """What every trial works with. ``rewind`` makes each begin where training will.
+    """Training that trials step. ``rewind`` restores its starting state before each trial.
 
     Attributes:
-        job: what is trained, on its ``batches``; its ``source`` changes when a loader is kept.
-        state: the training state that everything is put back to.
+        job: the training; ``job.data.source`` changes when a loader is kept.
+        state: the state that every trial begins with.
         budget: seconds for all trials.
-        rewindable: whether the loader may be iterated in a trial without losing samples.
-        kept: every switch that is left on, in the order in which it was turned on.
+        rewindable: True if a trial may iterate the loader without losing samples.
+        ledger: the decisions so far.
     """
 
     job: Job
     state: Snapshot
     budget: Budget
     rewindable: bool
-    kept: list[Candidate] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
     _pace: Pace | None = None
     _memory: int | None = None
 
     def rewind(self, *, to_train: bool = True) -> None:
-        """Put the training state back, with exactly the kept switches on.
+        """Restore the training state, with exactly the kept candidates on.
 
         Args:
-            to_train: put a model that an optimizer trains into train mode; one fresh from a checkpoint often comes
-                in eval mode, and trials of that would be trials of something else.
+            to_train: put a model that an optimizer trains into train mode. A model from a checkpoint often comes in
+                eval mode, which training would leave.
         """
-        for switch in reversed(self.kept):
-            switch.disable()
+        for candidate in reversed(self.ledger.candidates):
+            candidate.disable()
         self.job.stepper.reset()
         self.state.restore()
         self.state.check()
-        for switch in self.kept:
-            switch.enable()
+        for candidate in self.ledger.candidates:
+            candidate.enable()
         if to_train and self.job.spec.optimizer is not None and not self.job.spec.model.training:
             self.job.spec.model.train()
 
-    def keep(self, switch: Candidate) -> None:
-        """Leave a switch on from here on."""
-        self.kept.append(switch)
-        switch.enable()
-        self._pace = self._memory = None
+    def keep(self, decision: Decision) -> Row:
+        """Record a decision to keep a technique, and leave its candidate on."""
+        row = self.ledger.add(decision)
+        if decision.candidate is not None:
+            decision.candidate.enable()
+        self.forget()
+        return row
 
-    def take_back(self, switch: Candidate) -> None:
-        """Leave a kept switch off from here on."""
-        switch.disable()
-        self.kept.remove(switch)
+    def forget(self) -> None:
+        """Forget pace and memory, because a decision changed them."""
         self._pace = self._memory = None
 
     def use(self, source: Iterable[Any]) -> None:
-        """Train from another loader from here on."""
+        """Train from another loader."""
         self.job.data.source = source
         self._pace = None
 
@@ -155,14 +156,14 @@ class Bench:
             self._memory = self.memory_with()
         return self._memory
 
-    def memory_with(self, *switches: Candidate) -> int | None:
-        """The same with more switches on."""
-        if any(switch.hides_memory for switch in (*self.kept, *switches)):
-            return None
+    def memory_with(self, *candidates: Candidate) -> int | None:
+        """Return ``memory`` with more candidates on."""
+        if any(isinstance(candidate, RecordedCandidate) for candidate in (*self.ledger.candidates, *candidates)):
+            return None  # replays allocate nothing
         self.rewind()
         with ExitStack() as stack:
-            for switch in switches:
-                stack.enter_context(on(switch))
+            for candidate in candidates:
+                stack.enter_context(candidate)
             try:
                 return step_memory(lambda: self.update(0), self.job.spec.device)
             except RuntimeError:  # of the profiler: what runs here has run before
@@ -223,29 +224,28 @@ class Bench:
         return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
 
     def alternate(
-        self, old: LoaderTimer, new: LoaderTimer, to_old: Switches = (), to_new: Switches = (), scale: float = 1.0
+        self, old: LoaderTimer, new: LoaderTimer, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
     ) -> tuple[list[float], list[float]]:
-        """Train from two loaders in turns; ``to_old`` is off and ``to_new`` on exactly while ``new`` runs.
+        """Train from two loaders in turns, and return the seconds of each stretch.
 
-        Batches of ``new`` have ``scale`` times the samples of the others, whose times become those of as many.
+        Each loader first drains its queue, and continues until the other's workers have filled theirs.
 
-        Each first drains what it had ready, and goes on until the other's workers have filled their queue and come to
-        rest.
+        Args:
+            old: the baseline.
+            new: the candidate.
+            on_for_new: candidates that are on exactly while ``new`` runs.
+            scale: samples of a batch of ``new``, relative to one of ``old``. Times of ``old`` are multiplied by it.
         """
         steps = self.stretch_steps()
 
         def stretch_old(_: int) -> float:
-            for switch in reversed(to_new):
-                switch.disable()
-            for switch in to_old:
-                switch.enable()
+            for candidate in reversed(on_for_new):
+                candidate.disable()
             return scale * old.stretch(steps, old.queue, rest=new.refill_seconds)
 
         def stretch_new(_: int) -> float:
-            for switch in reversed(to_old):
-                switch.disable()
-            for switch in to_new:
-                switch.enable()
+            for candidate in on_for_new:
+                candidate.enable()
             return new.stretch(steps, new.queue, rest=old.refill_seconds)
 
         try:
@@ -255,26 +255,13 @@ class Bench:
             new.close()
 
 
-Switches = Sequence[Candidate]
-
-
 @contextmanager
-def on(switch: Candidate) -> Iterator[None]:
-    """A switch that is on inside the block alone."""
+def off(*candidates: Candidate) -> Iterator[None]:
+    """Turn candidates off inside the block; they were turned on in this order."""
     try:
-        switch.enable()
+        for candidate in reversed(candidates):
+            candidate.disable()
         yield
     finally:
-        switch.disable()
-
-
-@contextmanager
-def off(*switches: Candidate) -> Iterator[None]:
-    """Switches that were turned on in this order, and are off inside the block alone."""
-    try:
-        for switch in reversed(switches):
-            switch.disable()
-        yield
-    finally:
-        for switch in switches:
-            switch.enable()
+        for candidate in candidates:
+            candidate.enable()

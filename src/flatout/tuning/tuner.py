@@ -1,25 +1,18 @@
-"""Decides the checklist, row by row: what is asked for, what a trial has to show, what cannot serve."""
+"""Decides the checklist, technique by technique: by choice, or by a trial."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, TypeVar
 
-import torch
-
 from flatout.core import formatting
-from flatout.core.batches import batch_size_of, tensors_within
-from flatout.core.errors import Unsuitable
-from flatout.core.out_of_memory import free_memory, ran_out_of_memory
-from flatout.report.model import Gain, Pace, Row, Trial
+from flatout.report.model import Row, Trial
 from flatout.techniques import (
     REGISTRY,
     Candidate,
+    CompanionTechnique,
     LoaderCandidate,
     LoaderTechnique,
     Measured,
@@ -27,137 +20,114 @@ from flatout.techniques import (
     NothingBetter,
     PairCandidate,
     SizeTechnique,
+    SparingTechnique,
     StepTechnique,
 )
 from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
-from flatout.tuning.bench import COSTS_SHARE, Bench, off, on
-from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
-from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
+from flatout.tuning.bench import Bench
+from flatout.tuning.choices import Choices
+from flatout.tuning.ledger import Decision
 from flatout.tuning.size_trials import SizeTrials
-from flatout.tuning.statistics import paired_gain
-from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, seconds, trial_of
+from flatout.tuning.trial import KEEP_ABOVE
+from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up
 
-SwitchT = TypeVar("SwitchT", bound=Candidate)
-
-HOPELESS = 3.0
-"""A candidate this many times slower on its first pair is not tried further."""
+CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Tuner:
-    """Tries techniques on a bench and keeps what pays. Trials leave no trace.
+    """Decides techniques on a bench, and records each decision in its ledger. Trials leave no trace.
 
     Args:
-        bench: the job, its batches and its starting state.
-        choices: techniques that are forbidden (False) or forced (any other value).
-        chooser: who made the choices, for the report: "techniques=" or "the plan".
+        bench: the training.
+        choices: techniques that are forbidden or forced.
     """
 
-    def __init__(self, bench: Bench, choices: Mapping[str, Any], chooser: str) -> None:
-        self.decisions: dict[str, Any] = {}
-        self.before: Pace | None = None
-        self.after: Pace | None = None
+    def __init__(self, bench: Bench, choices: Choices) -> None:
         self._bench = bench
         self._choices = choices
-        self._chooser = chooser
-        self._won: dict[str, list[Candidate | None]] = {}  # techniques kept by trials; None for loaders
-        self._imposed: dict[str, tuple[Any, Row]] = {}  # values and rows of what needed no trial
-        self._kept: dict[str, Row] = {}  # the latest rows of what is kept
-        self._settled: dict[str, Row] = {}  # rows of techniques that another's trial has decided
-
-    # -- one row ---------------------------------------------------------------------------------------------
 
     def decide(self, technique: Measured) -> Row:
-        """Settle one technique; the job is left with it on when the row says *kept*.
+        """Decide one technique, and return its row. A kept candidate stays on.
 
-        One that was kept before, and is settled again because others have been since, may be kept in another form.
+        A technique that another's trial has decided stays as it is. A size is searched again, because the best size
+        depends on what was kept since.
+
+        Raises:
+            ValueError: the technique is forced and cannot be kept, or the decision disagrees with a plan.
         """
-        if technique.name in self._settled:
-            return self._settled[technique.name]
-        row = self._decide(technique)
-        if row.status == "kept":
-            self._kept[technique.name] = row
-        return self._kept.get(technique.name, row)
-
-    def _decide(self, technique: Measured) -> Row:
-        row = technique.row("kept", technique.rationale)
-        choice = self._choices.get(technique.name)
-        if choice is False:
-            return replace(row, status="not tried", why=f"{self._chooser} does without it")
+        ledger, choice = self._bench.ledger, self._choices.of(technique)
+        if ledger.is_kept(technique.name) and (choice is not None or not isinstance(technique, SizeTechnique)):
+            return ledger.row(technique.name)
         try:
-            technique.check(self._bench.job)
-            if choice is not None and technique.name in self.decisions:
-                return self._kept[technique.name]
-            if choice is not None:
-                return self._force(technique, choice, row)
-            reason = self._why_not_try(technique)
-            if reason:
-                return replace(row, status="not tried", why=reason)
-            if isinstance(technique, StepTechnique):
-                return self._decide_step(technique, row)
-            assert isinstance(technique, LoaderTechnique)
-            return self._decide_loader(technique, row)
+            row = self._decide(technique, choice)
         except NotApplicable as reason:
-            return replace(row, status="not applicable", why=str(reason))
+            row = ledger.add(Decision(technique.row("not applicable", str(reason))))
         except NothingBetter as reason:
-            return replace(row, status="rejected", why=str(reason))
-
-    def price(self, switch: Candidate, row: Row) -> Row:
-        """The row of a rule with what its switch costs in speed; the switch stays on whatever that is."""
-        bench, job = self._bench, self._bench.job
-        new = bench.turns()
-
-        def old(i: int) -> float:
-            with off(switch):
-                return new(i)
-
-        def trial() -> Trial:
-            bench.rewind()
-            new(0), old(0)  # what is compiled for one is not for the other
-            bench.rewind()
-            return trial_of(switch.label, *bench.interleave(old, new), job.spec.accumulate)
-
-        priced = self._attempt(switch.label, trial)
-        bench.rewind()
-        row = replace(row, chosen=switch.label, gain=priced.gain, trials=(priced,))
-        if priced.failure:
-            return replace(row, why=f"{row.why}; what it costs is not known: {priced.failure}")
-        times = f"a step takes {priced.candidate_ms:.2f} ms with it and {priced.baseline_ms:.2f} ms without"
-        return replace(row, why=f"{row.why}; {times}")
-
-    def impose(self, technique: StepTechnique, switch: Candidate, why: str) -> Row:
-        """Keep what nobody has to be convinced of; on both sides of the race."""
-        self._bench.keep(switch)
-        self.decisions[technique.name] = switch.value
-        row = self._kept[technique.name] = technique.row("kept", why, switch.label)
-        self._imposed[technique.name] = switch.value, row
+            row = ledger.add(Decision(technique.row("rejected", str(reason))))
+        if row.status != "kept":
+            self._choices.refuse(technique, self._bench.job, row.why)
+        if row.status != "not applicable":
+            self._choices.check_plan(technique, ledger.values.get(technique.name, False))
         return row
 
-    def _force(self, technique: Measured, choice: Any, row: Row) -> Row:
-        candidate = technique.forced(self._bench.job, choice)
+    def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
+        """Keep a candidate without a trial, in the tuned loop and in the baseline."""
+        row = technique.row("kept", why, candidate.label)
+        return self._bench.keep(Decision(row, "choice", candidate.value, candidate))
+
+    def price(self, technique: str, candidate: Candidate) -> None:
+        """Add the cost of a rule in speed to its row. The rule's candidate stays on."""
+        bench = self._bench
+        row, trial = bench.ledger.row(technique), attempt(bench, candidate.label, lambda: rule_trial(bench, candidate))
+        bench.rewind()
+        why = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
+        if trial.failure:
+            why = f"what it costs is not known: {trial.failure}"
+        amended = replace(row, chosen=candidate.label, gain=trial.gain, trials=(trial,), why=f"{row.why}; {why}")
+        bench.ledger.amend(amended)
+
+    def _decide(self, technique: Measured, choice: Any) -> Row:
+        if choice is False:
+            return self._not_tried(technique, f"{self._choices.chooser} does without it")
+        technique.check(self._bench.job)
+        if choice is not None:
+            return self._force(technique, choice)
+        reason = self._why_not_try(technique)
+        if reason:
+            return self._not_tried(technique, reason)
+        if isinstance(technique, StepTechnique):
+            return self._decide_step(technique)
+        assert isinstance(technique, LoaderTechnique)
+        return self._decide_loader(technique)
+
+    def _not_tried(self, technique: Measured, why: str) -> Row:
+        return self._bench.ledger.add(Decision(technique.row("not tried", why)))
+
+    def _force(self, technique: Measured, choice: Any) -> Row:
+        bench, candidate = self._bench, technique.forced(self._bench.job, choice)
+        row = technique.row("kept", f"{self._choices.chooser} asks for it: {technique.rationale}", candidate.label)
         if isinstance(technique, LoaderTechnique):
-            if not self._bench.rewindable:
+            if not bench.rewindable:
                 raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
-            self._bench.use(candidate.make())
-        else:
-            self._warm_up(candidate)
-            self._bench.rewind()
-            self._bench.keep(candidate)
-        self.decisions[technique.name] = candidate.value
-        why = f"{self._chooser} asks for it: {technique.rationale}"
-        return replace(row, chosen=candidate.label, why=why)
+            bench.use(candidate.make())
+            return bench.ledger.add(Decision(row, "choice", candidate.value))
+        warm_up(bench, candidate)
+        bench.rewind()
+        # The warm-up may have settled the candidate's label and value.
+        return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 
     def _why_not_try(self, technique: Measured) -> str:
-        """Why no trial of an applicable technique begins; empty when one may."""
-        job, budget = self._bench.job, self._bench.budget
+        """Return why no trial of an applicable technique begins; empty if one may."""
+        job, budget, bench = self._bench.job, self._bench.budget, self._bench
         if budget.seconds == 0:
             return "budget=0: nothing is measured"
-        if job.spec.deterministic and not technique.exact:
+        if job.spec.deterministic and technique.effect != "exact":
             return "deterministic=True: it may change the last bits, so no timing decides about it"
-        if isinstance(technique, LoaderTechnique) and not self._bench.rewindable:
+        if isinstance(technique, LoaderTechnique) and not bench.rewindable:
             return "the loader cannot be rewound: trying another in its place would lose samples"
         if budget.left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
-        pace = self._bench.pace
+        pace = bench.pace
         saving = technique.most_saved(job, pace)
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
@@ -175,23 +145,25 @@ class Tuner:
             )
         return ""
 
-    # -- trials of the step ----------------------------------------------------------------------------------
+    # Techniques of the step
 
-    def _decide_step(self, technique: StepTechnique, row: Row) -> Row:
+    def _decide_step(self, technique: StepTechnique) -> Row:
+        bench = self._bench
         trials, best = self._try_all(self._candidates(technique), technique)
         if best is None and any(trial.gain is not None and not trial.failure for trial in trials):
             for companion in self._companions(technique):
-                more, best = self._try_pairs(technique, companion)
+                more, pair = self._try_pairs(technique, companion)
                 trials += more
-                if best is not None:
-                    return self._keep_pair(technique, companion, row, trials, *best)
+                if pair is not None:
+                    return self._keep_pair(technique, companion, trials, *pair)
         if trials and all(trial.gain is None for trial in trials):
-            self._bench.job.failed.add(technique.name)
-        if best is not None:
-            self._keep(technique, best[1])
-        row = verdict(row, trials, best and best[0])
-        found = technique.found(best[1]) if best else ""
-        return replace(row, why=f"{row.why}; {found}") if found else row
+            bench.job.failed.add(technique.name)
+        row = _with_finding(
+            verdict(technique.row("kept", technique.rationale), trials, best and best[0]), technique, best
+        )
+        if best is None:
+            return bench.ledger.add(Decision(row))
+        return bench.keep(Decision(row, "trial", best[1].value, best[1]))
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
         job = self._bench.job
@@ -204,43 +176,36 @@ class Tuner:
             raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
         if found.samples is None or found.samples == now:
             raise NothingBetter(found.reason)
-        return [technique.candidate(job, found.samples, found.reason)]
+        return [technique.sized(job, found.samples, found.reason)]
 
     def _try_all(
-        self, candidates: Sequence[SwitchT], *held_to: StepTechnique
-    ) -> tuple[list[Trial], tuple[Trial, SwitchT] | None]:
-        """Trials of candidates that are held to what their techniques are, and the best that serves."""
+        self, candidates: Sequence[CandidateT], *techniques: StepTechnique
+    ) -> tuple[list[Trial], tuple[Trial, CandidateT] | None]:
+        """Return the trials of candidates, and the best candidate to keep with its trial."""
+        bench = self._bench
         trials: list[Trial] = []
-        best: tuple[Trial, SwitchT] | None = None
+        best: tuple[Trial, CandidateT] | None = None
         for candidate in candidates:
-            if trials and not self._bench.budget.fits(self._setup_estimate(held_to)):
+            if trials and not bench.budget.fits(setup_estimate(bench, techniques)):
                 break
-            trial = self._attempt(candidate.label, lambda c=candidate: self._try_step(c, held_to))
+            trial = attempt(bench, candidate.label, lambda c=candidate: step_trial(bench, c, techniques))  # type: ignore[misc]
             trials.append(trial)
             if serves(trial) and (best is None or rank(trial) > rank(best[0])):
                 best = trial, candidate
-        self._bench.rewind()
+        bench.rewind()
         for candidate in candidates:
             if best is None or candidate is not best[1]:
                 candidate.release()
         return trials, best
 
-    def _keep(self, technique: StepTechnique, switch: Candidate) -> None:
-        self._bench.keep(switch)
-        self._note(technique, switch.value, switch)
-
-    def _setup_estimate(self, techniques: Sequence[StepTechnique]) -> float:
-        return sum(technique.setup_estimate(self._bench.job, self._bench.pace) for technique in techniques)
-
-    # -- trials of two at once -------------------------------------------------------------------------------
-
     def _companions(self, technique: StepTechnique) -> Iterator[StepTechnique]:
-        """Techniques that nobody has decided about, and that there is time to try together with this one."""
+        """Yield companions that no choice decides and that the budget allows to try."""
+        names = technique.companions if isinstance(technique, CompanionTechnique) else ()
         for companion in REGISTRY:
-            if companion.name not in technique.companions or companion.name in self._choices:
+            if companion.name not in names or self._choices.of(companion) is not None:
                 continue
             assert isinstance(companion, StepTechnique)
-            if self._bench.budget.fits(self._setup_estimate([technique, companion])):
+            if self._bench.budget.fits(setup_estimate(self._bench, [technique, companion])):
                 with contextlib.suppress(NotApplicable):
                     companion.check(self._bench.job)
                     yield companion
@@ -251,155 +216,57 @@ class Tuner:
         job, pairs = self._bench.job, []
         for first in technique.candidates(job):
             try:
-                with on(first):
-                    seconds = companion.candidates(job)
+                with first:
+                    others = companion.candidates(job)
             except NotApplicable:
                 continue
             label = f"{first.label} + {companion.title}"
-            pairs += [PairCandidate(first, second, f"{label} {second.label}") for second in seconds]
+            pairs += [PairCandidate(first, other, f"{label} {other.label}") for other in others]
         return self._try_all(pairs, technique, companion)
 
     def _keep_pair(
         self,
         technique: StepTechnique,
         companion: StepTechnique,
-        row: Row,
         trials: list[Trial],
         best: Trial,
         pair: PairCandidate,
     ) -> Row:
-        """The technique's row has the gain of both; the companion's says where that is told."""
-        for each, switch in zip((technique, companion), pair.parts, strict=True):
-            self._keep(each, switch)
-        told = f"{companion.rationale}; tried together with {technique.title}, whose row has the gain of both"
-        self._settled[companion.name] = replace(companion.row("kept", told), chosen=pair.parts[1].label)
-        alone = f"it pays in the company of {companion.title} alone"
-        return verdict(replace(row, why=f"{row.why}; {alone}"), trials, best)
+        """Keep both. The technique's row has the gain of the pair; the companion's row refers to it."""
+        bench, (first, second) = self._bench, pair.parts
+        alone = f"{technique.rationale}; it pays in the company of {companion.title} alone"
+        row = bench.keep(Decision(verdict(technique.row("kept", alone), trials, best), "trial", first.value, first))
+        why = f"{companion.rationale}; tried together with {technique.title}, whose row has the gain of both"
+        bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
+        return row
 
-    # -- one trial of the step -------------------------------------------------------------------------------
+    # Techniques of the loader
 
-    def _try_step(self, candidate: Candidate, held_to: Sequence[StepTechnique]) -> Trial:
-        """A trial against what is kept so far.
-
-        Args:
-            candidate: a switch of a technique, or of a pair of them.
-            held_to: the techniques; what one of them is held to, both are.
-        """
-        job, bench = self._bench.job, self._bench
-        took = self._warm_up(candidate)
-        setup = max(0.0, took - len(self._shapes()) * bench.pace.step_ms / 1e3)
-        hopeless = self._is_hopeless(candidate)
-        if hopeless is not None:
-            return replace(hopeless, setup_seconds=setup)
-        differences = self._verify(candidate, held_to)
-        by = {d.what: d.by for d in differences}
-
-        turn = bench.turns()
-
-        def old(i: int) -> float:
-            return turn(i) * candidate.scale
-
-        def new(i: int) -> float:
-            with on(candidate):
-                return turn(i)
-
-        bench.rewind()
-        for i in range(candidate.settling * len(job.data.batches)):
-            new(i)
-        times = bench.interleave(old, new)
-        trial = replace(
-            trial_of(candidate.label, *times, job.spec.accumulate),
-            setup_seconds=setup,
-            loss_difference=by.get("losses"),
-            output_difference=by.get("outputs"),
-            gradient_difference=by.get("gradients"),
-            failure="; ".join(str(d) for d in differences if d.fails) or candidate.why_off,
-        )
-        if candidate.scale != 1.0:  # more memory is no waste then, and a longer first step no setup
-            return trial
-        trial = replace(trial, baseline_bytes=bench.memory, candidate_bytes=bench.memory_with(candidate))
-        saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
-        if self._setup_estimate(held_to) and saved > 0:
-            trial = replace(trial, break_even_steps=setup / saved)
-        return trial
-
-    def _warm_up(self, candidate: Candidate) -> float:
-        """Run a batch of every shape with the candidate; the seconds that took."""
-        job = self._bench.job
-        self._bench.rewind()
-        with on(candidate):
-            took = seconds(lambda: [job.stepper.step(batch) for batch in self._shapes()], job.spec.device)
-            candidate.freeze()
-        return took
-
-    def _shapes(self) -> list[Any]:
-        """A batch of every shape."""
-        return list(
-            {tuple(t.shape for t in tensors_within(batch)): batch for batch in self._bench.job.data.batches}.values()
-        )
-
-    def _is_hopeless(self, candidate: Candidate) -> Trial | None:
-        """A verdict from a single pair where that is plain: emulated 16-bit arithmetic can be ten times slower."""
-        job = self._bench.job
-        batch = job.data.batches[0]
-        self._bench.rewind()
-        old = seconds(lambda: job.stepper.step(batch), job.spec.device) * candidate.scale
-        with on(candidate):
-            batch = job.data.batches[0]
-            for _ in range(candidate.settling):
-                job.stepper.step(batch)
-            new = seconds(lambda: job.stepper.step(batch), job.spec.device)
-        return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
-
-    def _verify(self, candidate: Candidate, held_to: Sequence[StepTechnique]) -> list[Difference]:
-        """How far the candidate's outputs, gradients and losses are from the baseline's."""
-        if not any(t.is_verified for t in held_to) or candidate.scale != 1.0:  # other samples have other outputs
-            return []
-        job, evaluation = self._bench.job, any(t.checks_evaluation for t in held_to)
-        batches = job.data.batches
-        self._bench.rewind()
-        baseline = observe(job, batches, evaluation=evaluation)
-        self._bench.rewind()
-        with on(candidate):
-            observed = observe(job, batches, evaluation=evaluation)
-            found = compare(baseline, observed)
-        if any(d.fails for d in found if d.what != "losses"):
-            self._bench.rewind()
-            nudge(job.spec.model, observed.dtype)
-            nudged = compare(baseline, observe(job, batches, evaluation=evaluation))
-            found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-        if any(t.draws_other_numbers for t in held_to) and any(d.fails for d in found):
-            self._bench.rewind()
-            torch.manual_seed(torch.initial_seed() + 1)
-            redrawn = compare(baseline, observe(job, batches, evaluation=evaluation))
-            found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
-        return found
-
-    # -- trials of the loader --------------------------------------------------------------------------------
-
-    def _decide_loader(self, technique: LoaderTechnique, row: Row) -> Row:
+    def _decide_loader(self, technique: LoaderTechnique) -> Row:
+        bench = self._bench
         trials: list[Trial] = []
         best: tuple[Trial, LoaderCandidate, Iterable[Any]] | None = None
         candidates = self._loaders_to_try(technique)
-        suffices = spares if technique.spares(self._bench.job) else earns
+        is_sparing = isinstance(technique, SparingTechnique) and technique.spares(bench.job)
+        suffices = spares if is_sparing else earns
         for candidate in candidates:
-            if self._bench.budget.left == 0:
+            if bench.budget.left == 0:
                 break
             made: list[Iterable[Any]] = []
-            trial = self._attempt(candidate.label, lambda c=candidate, m=made: self._try_loader(c, m))
+            trial = attempt(bench, candidate.label, lambda c=candidate, m=made: loader_trial(bench, c, m))  # type: ignore[misc]
             trials.append(trial)
             if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
                 best = trial, candidate, made[0]
-        self._bench.rewind()
-        if best is not None:
-            self._bench.use(best[2])
-            self._note(technique, best[1].value, None)
-        row = verdict(row, trials, best and best[0])
-        found = technique.found(best[1] if best else candidates[0])
-        return replace(row, why=f"{row.why}; {found}") if found else row
+        bench.rewind()
+        row = verdict(technique.row("kept", technique.rationale), trials, best and best[0])
+        row = _with_finding(row, technique, best or (None, candidates[0]))
+        if best is None:
+            return bench.ledger.add(Decision(row))
+        bench.use(best[2])
+        return bench.ledger.add(Decision(row, "trial", best[1].value))
 
     def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
-        """Whatever looking for them raises is a reason to do without."""
+        """Return the technique's candidates. An error of the user's loader is a reason to do without."""
         try:
             return technique.candidates(self._bench.job, self._bench.pace)
         except (NotApplicable, NothingBetter):
@@ -409,116 +276,8 @@ class Tuner:
         finally:
             self._bench.rewind()
 
-    def _try_loader(self, candidate: LoaderCandidate, made: list[Iterable[Any]]) -> Trial:
-        job = self._bench.job
-        self._bench.rewind()
-        start = time.perf_counter()
-        made.append(candidate.make())
-        setup = time.perf_counter() - start
-        times = self._bench.alternate(LoaderTimer(job, job.data.source), LoaderTimer(job, made[0]))
-        return replace(trial_of(candidate.label, *times, self._bench.stretch_steps()), setup_seconds=setup)
 
-    # -- what trials have in common --------------------------------------------------------------------------
-
-    def _attempt(self, label: str, trial: Any) -> Trial:
-        """Run a trial; whatever a candidate raises is a reason to do without it."""
-        try:
-            return trial()
-        except NotApplicable:
-            raise
-        except Unsuitable as reason:
-            failure = str(reason)
-        except Exception as error:
-            failure = formatting.first_line(error)
-            if ran_out_of_memory(error):
-                failure = f"it ran out of memory: {failure}"
-        # Only here is the error gone, and with it the frames that hold the trial's tensors.
-        self._bench.rewind()
-        free_memory(self._bench.job.spec.device)
-        return Trial(label, self._bench.pace.step_ms, math.nan, None, 0, failure=failure)
-
-    @property
-    def won(self) -> tuple[str, ...]:
-        """Names of the techniques that trials kept, in that order."""
-        return tuple(self._won)
-
-    def _note(self, technique: Measured, value: Any, switch: Candidate | None) -> None:
-        self.decisions[technique.name] = value
-        self._won.setdefault(technique.name, []).append(switch)
-
-    # -- the whole -------------------------------------------------------------------------------------------
-
-    def race(self, rows: dict[str, Row]) -> None:
-        """The loop as it came against the loop as tuned; what trials had kept is taken back whole if it is slower.
-
-        Each technique was measured in the company of those kept before it; only this shows that together they pay.
-        What was asked for by name stays on both sides.
-
-        Args:
-            rows: rewritten for what is taken back.
-        """
-        bench, budget = self._bench, self._bench.budget
-        if budget.seconds == 0:
-            return
-        self.after = bench.pace
-        if not self._won:
-            self.before = self.after
-            return
-        has_time = budget.left > 0
-        budget.allow(COSTS_SHARE)
-        if not has_time and not budget.fits(2 * FEWEST_PAIRS * bench.stretch_steps() * bench.pace.total_ms / 1e3):
-            return
-        bench.rewind()
-        won = list(chain.from_iterable(self._won.values()))
-        switches = sorted((switch for switch in won if switch is not None), key=bench.kept.index)
-        loader_won = None in won
-        times = self._race_loops(switches, loader_won) if bench.rewindable else self._race_steps(switches)
-        gain = paired_gain(*times)
-        if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
-            self._take_back(rows, switches, loader_won, gain)
-        bench.rewind()
-
-    def _race_loops(self, switches: Sequence[Candidate], loader_won: bool) -> tuple[list[float], list[float]]:
-        job = self._bench.job
-        new = LoaderTimer(job, job.data.source)
-        with off(*switches):
-            old = LoaderTimer(job, job.data.loader if loader_won else job.data.source)
-        scale = math.prod(switch.scale for switch in switches)
-        times = self._bench.alternate(old, new, to_new=switches, scale=scale)
-        self.before, self.after = old.pace.scaled(scale), new.pace
-        return times
-
-    def _race_steps(self, switches: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        """The same on the trial's batches alone, where the loader must not be read for it."""
-        bench, job = self._bench, self._bench.job
-        new = bench.turns()
-
-        def old(i: int) -> float:
-            with off(*switches):
-                return new(i)
-
-        times = bench.interleave(old, new)
-        samples = job.spec.accumulate * batch_size_of(job.data.batches[0])
-        self.before, self.after = (
-            pace_of(Stretch(took, 0.0, samples, job.spec.accumulate) for took in each) for each in times
-        )
-        return times
-
-    def _take_back(self, rows: dict[str, Row], switches: Sequence[Candidate], loader_won: bool, gain: Gain) -> None:
-        for switch in reversed(switches):
-            self._bench.take_back(switch)
-        if loader_won:
-            self._bench.use(self._bench.job.data.loader)
-        for name in self._won:
-            del self.decisions[name]
-            if name in self._imposed:
-                self.decisions[name], rows[name] = self._imposed[name]
-                continue
-            why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
-            rows[name] = replace(rows[name], status="rejected", chosen="", why=why)
-        self._won.clear()
-        self.after = self.before
-
-
-def _allow(difference: Difference, much: float) -> Difference:
-    return replace(difference, allowed=max(difference.allowed, much))
+def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> Row:
+    """Return a row with what the search for the candidate ``best[1]`` showed."""
+    finding = technique.found(best[1]) if best else ""
+    return replace(row, why=f"{row.why}; {finding}") if finding else row

@@ -1,0 +1,157 @@
+"""Rules that are how ``Run`` works: there is nothing to turn on, and nothing to forbid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flatout.techniques.base import NotApplicable, Rule
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+def _applies(job: Job) -> str:
+    return ""
+
+
+def _needs_optimizer(job: Job) -> str:
+    if job.spec.optimizer is not None:
+        return ""
+    return "no optimizer was given to optimize(): in a loop of one's own a step cannot be repeated"
+
+
+def _needs_gpu(why: str) -> Callable[[Job], str]:
+    return lambda job: "" if job.spec.device.type == "cuda" else f"training runs on the CPU: {why}"
+
+
+class BuiltIn(Rule):
+    """Rule that ``Run`` follows by itself.
+
+    Args:
+        name: as in ``Technique``.
+        title: as in ``Technique``.
+        rationale: as in ``Technique``.
+        documentation: as in ``Technique``.
+        number: as in ``Technique``.
+        expected: as in ``Technique``.
+        why_not: returns why the rule does not apply to a job; empty if it applies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        rationale: str,
+        documentation: str,
+        number: int | None = None,
+        expected: str = "",
+        why_not: Callable[[Job], str] = _applies,
+    ) -> None:
+        self.name, self.title, self.rationale, self.number, self.expected = name, title, rationale, number, expected
+        self._documentation = documentation
+        self._why_not = why_not
+
+    @property
+    def documentation(self) -> str:
+        """The text of the table."""
+        return self._documentation
+
+    def check(self, job: Job) -> None:
+        """Ask ``why_not``."""
+        reason = self._why_not(job)
+        if reason:
+            raise NotApplicable(reason)
+
+
+BUILT_IN = (
+    BuiltIn(
+        "profiler",
+        "profiler",
+        "the parts of a step are named for torch.profiler and Nsight; run.profile() shows on request where its time "
+        "goes",
+        """Every step names its parts (loader, copy, forward, backward, update) to whatever profiler listens.
+
+        When it helps: a profile without names shows thousands of operators, and not their part of the step. When it
+        hurts: never while no profiler listens. A profile slows the steps that it covers, so it is made on request.
+        """,
+        number=7,
+    ),
+    BuiltIn(
+        "monitoring",
+        "live monitoring",
+        "run.stats counts steps, phases and MFU without waiting for the device; run.verdict sets MFU beside NVML's "
+        "utilisation; `flatout monitor` shows GPUs, host and workers live",
+        """Counts steps, samples, waits and the share of the peak that the model makes use of (MFU) as training runs.
+
+        When it helps: utilization says that some kernel ran, not that the GPU did much. A loop that waits for its
+        loader or for Python shows at once. When it hurts: a step costs a few microseconds of the host.
+        """,
+        number=12,
+    ),
+    BuiltIn(
+        "gc_pauses",
+        "garbage-collector pauses",
+        "when Python's garbage collector stops the training to look at every object, what is still in use is set aside "
+        "until the epoch ends: the next time is short",
+        """Lets a full garbage collection pause training once in an epoch, not again and again.
+
+        Objects that outlive a full collection of 10 ms or more are set aside (``gc.freeze``) until the epoch ends.
+        Later collections look only at newer objects. A trial of seconds rarely sees such a collection.
+
+        When it helps: large heaps (tokenizers, datasets of Python objects, transformers) in a loop that makes many
+        objects or calls ``gc.collect()``. Full collections of 600 to 700 ms between steps of 680 ms were seen
+        (karpathy/nanochat, pull request 477). Freezing took a collection from 1.5 s to 5 ms (VectorInstitute/FL4Health,
+        pull request 222). When it hurts: a frozen object that becomes garbage in a reference cycle stays until the
+        epoch ends. So automatic collection stays on. torchtitan turns it off and collects every so many steps, for
+        1.5 % on 512 GPUs (pytorch/torchtitan, pull request 148), because ranks that pause at different times wait for
+        each other.
+        """,
+    ),
+    BuiltIn(
+        "oom_recovery",
+        "out-of-memory recovery",
+        "a step of run.step that runs out of memory is computed again in smaller parts, with the same samples, and so "
+        "are those that follow",
+        """Repeats a step that ran out of memory, on the same samples in smaller parts, and goes on with parts of that
+        size.
+
+        When it helps: batches of varying length, a shared GPU, fragmented memory. Training goes on with the gradients
+        of the whole batch, and no sample is lost or seen twice. When it hurts: parts are slower than the whole, also
+        for later batches. Limits: BatchNorm normalizes each part by itself, Dropout draws masks for each part, and a
+        loss that is no mean over samples needs ``optimize(loss_weight=...)``. A warning names what applies. A batch
+        that cannot be split, or a single sample that does not fit, ends with an error that names remedies.
+
+        Sources: gradient accumulation of token means, https://huggingface.co/blog/gradient_accumulation; a retry must
+        come after the error and its frames are gone,
+        https://docs.pytorch.org/docs/stable/notes/faq.html#my-out-of-memory-exception-handler-cant-allocate-memory.
+        """,
+        why_not=_needs_optimizer,
+    ),
+    BuiltIn(
+        "pinned_memory",
+        "pinned memory",
+        "batches are copied to the GPU beside the running step, from a few pinned buffers in turn",
+        """Copies batches to the GPU from memory that never moves (pinned), as copies beside a running step need it.
+
+        When it helps: only a copy from pinned memory overlaps with compute. When it hurts: pinning memory for every
+        batch (``pin_memory()`` per tensor) can cost more than it saves. So the buffers are reused.
+        """,
+        number=1,
+        expected="10–20 %",
+        why_not=_needs_gpu("batches are where they are needed already"),
+    ),
+    BuiltIn(
+        "prefetch",
+        "prefetch to the device",
+        "the next two batches are copied to the device while the step works on this one",
+        """Copies the next two batches to the device while the step works on this one.
+
+        When it helps: the copy overlaps the step. When it hurts: every batch ahead takes device memory.
+        """,
+        number=8,
+        expected="10–20 %",
+        why_not=_needs_gpu("no copy to hide; how far workers load ahead is for row 2"),
+    ),
+)
+"""The table of built-in rules, in the order of the report's neighbours."""

@@ -1,0 +1,75 @@
+"""Stage of the batch size: decided before all techniques, because all others depend on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from flatout.techniques.batch_size import size_of
+from flatout.training.batch_size_change import BatchSizeChange
+from flatout.training.learning_rate import ScaledSchedule
+from flatout.tuning.bench import Bench
+from flatout.tuning.choices import BATCH_SIZE, Choices
+from flatout.tuning.size_trials import parts_that_fit
+from flatout.tuning.tuner import Tuner
+
+
+def apply_batch_size(
+    tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
+) -> None:
+    """Apply the batch size that was asked for, and split batches that memory does not hold.
+
+    Args:
+        tuner: of ``bench``.
+        bench: the training.
+        choices: techniques that are forbidden or forced.
+        batch_size: argument of ``optimize``, in samples per update if it is a number.
+        checks_memory: True if steps are to show whether memory holds whole batches.
+
+    Raises:
+        ValueError: the batch size cannot be applied.
+        torch.OutOfMemoryError: memory holds no single sample, or batches cannot be split.
+    """
+    job = bench.job
+    if choices.of(BATCH_SIZE):
+        tuner.decide(BATCH_SIZE)
+        return
+    if job.spec.optimizer is None or choices.plan is not None or choices.of(BATCH_SIZE) is False:
+        return
+    if isinstance(batch_size, int):
+        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
+        tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
+    bench.rewind()
+    parts = parts_that_fit(job) if checks_memory else None
+    bench.rewind()
+    if parts is not None:
+        why = f"whole batches do not fit into memory: they are computed in parts, {job.stepper.micro_batches.result()}"
+        tuner.impose(BATCH_SIZE, parts, why)
+
+
+def scaled_schedule(
+    bench: Bench, scheduler: Any, *, rule: str, own_size: int, epochs: tuple[int, int]
+) -> ScaledSchedule | None:
+    """Return the schedule of learning rates for another batch size; None if the size is the user's own.
+
+    Args:
+        bench: the training, whose ledger receives what changes.
+        scheduler: the user's; None without one.
+        rule: ``lr_rule`` of ``optimize``.
+        own_size: samples of a batch of the user's loader.
+        epochs: batches of an epoch of the user's loader, and of the present loader.
+    """
+    job = bench.job
+    optimizer, accumulate, size = job.spec.optimizer, job.spec.accumulate, size_of(job)
+    if optimizer is None or size == own_size:
+        return None
+    change = BatchSizeChange(
+        rule=rule,
+        samples=(own_size * accumulate, size * accumulate),
+        updates=(math.ceil(epochs[0] / accumulate), math.ceil(epochs[1] / accumulate)),
+        training=math.ceil(job.data.expected_steps / accumulate),
+    )
+    row = bench.ledger.row(BATCH_SIZE.name)
+    bench.ledger.amend(replace(row, why="; ".join([row.why, *change.told(optimizer)])))
+    return change.schedule(optimizer, scheduler)

@@ -1,0 +1,212 @@
+"""Choices of the user and of a plan: techniques that are forbidden or forced."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.data.loaders import is_rewindable
+from flatout.plan import Plan
+from flatout.techniques import (
+    REGISTRY,
+    Advice,
+    BatchSize,
+    LoaderTechnique,
+    Measured,
+    NotApplicable,
+    Rule,
+    Technique,
+)
+from flatout.training.job import Job
+
+BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
+"""The technique that is decided first if possible, because all others depend on it."""
+
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Techniques that are forbidden or forced, by name.
+
+    Attributes:
+        values: value of each technique; False forbids it.
+        asked: the part of ``values`` that the user gave by ``techniques=`` and ``precision=``.
+        errors: beginning of the error message of each technique that the user forces.
+        plan: the plan that the other ``values`` come from; None without a plan.
+    """
+
+    values: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    errors: Mapping[str, str]
+    plan: Plan | None = None
+
+    @property
+    def chooser(self) -> str:
+        """Origin of the values, for the report."""
+        return "techniques=" if self.plan is None else "the plan"
+
+    def of(self, technique: Technique) -> Any:
+        """Return the technique's value; None if a trial is to decide."""
+        return self.values.get(technique.name)
+
+    def refuse(self, technique: Measured, job: Job, reason: str) -> None:
+        """Raise if a technique that is not kept was forced, unless the job already is as the technique would make it.
+
+        Args:
+            technique: a technique that is not kept.
+            job: the training.
+            reason: why the technique is not kept.
+
+        Raises:
+            ValueError: the technique is forced. The message names the argument and the reason.
+        """
+        if technique.name in self.errors and not technique.is_so(job, self.asked[technique.name]):
+            raise ValueError(f"{self.errors[technique.name]}: {reason.rstrip('.')}. Leave it out")
+
+    def check(self, job: Job) -> None:
+        """Refuse forced techniques that cannot apply, as far as this is known before the first step.
+
+        Raises:
+            ValueError: see ``refuse``. Or a technique has no candidate with the forced value.
+        """
+        for technique in REGISTRY:
+            if not isinstance(technique, Measured) or not forces(self.values, technique.name):
+                continue
+            try:
+                technique.check(job)
+                if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
+                    raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
+                technique.forced(job, self.of(technique))
+            except NotApplicable as reason:
+                if reason.lasts:
+                    self.refuse(technique, job, str(reason))
+
+    def check_plan(self, technique: Measured, value: Any) -> None:
+        """Raise if the user's choice for a technique disagrees with the plan.
+
+        Args:
+            technique: a technique that applies.
+            value: what was decided; False if the technique is not kept.
+        """
+        if self.plan is not None and technique.name in self.asked:
+            self.plan.check_choice(technique.name, value)
+
+
+def choices_of(
+    techniques: Mapping[str, Any] | None,
+    precision: str,
+    plan: Plan | None = None,
+    batch_size: str | int = "keep",
+    accumulate: int = 1,
+) -> Choices:
+    """Return the choices that the arguments of ``optimize`` make.
+
+    Raises:
+        TypeError: ``techniques`` is not a mapping.
+        ValueError: a technique or a value is unknown, or two choices contradict each other.
+    """
+    if techniques is not None and not isinstance(techniques, Mapping):
+        raise TypeError(f"techniques must be a dict, got {techniques!r}. Write techniques={{'compile': False}}")
+    for name, value in (techniques or {}).items():
+        _check_choice(name, value)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16', got {precision!r}")
+    given = {name: value for name, value in (techniques or {}).items() if value is not None}
+    by_precision = _choices_of_precision(precision)
+    asked = _with_consequences(_merged(given, by_precision, precision))
+    errors = {name: f"techniques[{name!r}] must serve this job, got {given[name]!r}" for name in given}
+    errors |= {name: f"precision must serve this job, got {precision!r}" for name in by_precision}
+    errors = {name: begins for name, begins in errors.items() if forces(given | by_precision, name)}
+    if plan is None:
+        return Choices(asked, asked, errors)
+    plan.check_decisions()
+    values = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)} | asked
+    return Choices(values | _planned_batch_size(values[BATCH_SIZE.name], batch_size, accumulate), asked, errors, plan)
+
+
+def forces(choices: Mapping[str, Any], name: str) -> bool:
+    """Return True if a technique is forced: ``{"workers": 0}`` forces 0 workers."""
+    return choices.get(name, False) is not False
+
+
+def _merged(given: Mapping[str, Any], by_precision: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Return the choices of ``techniques=`` and ``precision=`` if they agree."""
+    for name in given.keys() & by_precision.keys():
+        if given[name] != by_precision[name]:
+            raise ValueError(
+                f"techniques[{name!r}] must agree with precision={precision!r}, got {given[name]!r}. Give only one"
+            )
+    return {**given, **by_precision}
+
+
+def _with_consequences(choices: dict[str, Any]) -> dict[str, Any]:
+    """Return the choices with what they imply for other techniques."""
+    if forces(choices, "torchscript"):
+        if forces(choices, "compile"):
+            raise ValueError(
+                f"techniques['torchscript'] must not be forced together with techniques['compile'], got "
+                f"{choices['torchscript']!r} and {choices['compile']!r}. Leave one of the two out"
+            )
+        choices.setdefault("compile", False)
+    if forces(choices, "cuda_graph"):
+        choices.setdefault("fused_optimizer", True)  # a graph can capture only the fused optimizer's update
+    if forces(choices, "tf32"):
+        choices.setdefault("precision", False)  # autocast would leave no float32 products
+    if forces(choices, "workers") and choices["workers"] != 0:
+        choices.setdefault("in_memory", False)  # workers have nothing to do when batches are gathered from memory
+    return choices
+
+
+def _choices_of_precision(precision: str) -> dict[str, Any]:
+    if precision in ("fp32", "tf32"):
+        return {"precision": False, "tf32": precision == "tf32"}
+    return {} if precision == "auto" else {"precision": precision}
+
+
+def _check_choice(name: str, value: Any) -> None:
+    """Refuse an unknown technique, a rule that is forced or built in, and advice that is not ``False``.
+
+    Raises:
+        ValueError: the message names the technique.
+    """
+    technique = next((t for t in REGISTRY if t.name == name), None)
+    if technique is None:
+        names = [t.name for t in REGISTRY if not isinstance(t, Rule) or t.is_forbiddable]
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(names)}"
+        raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
+    if isinstance(technique, Rule) and not (technique.is_forbiddable and value in (False, None)):
+        governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"
+        allowed = "be False" if technique.is_forbiddable else "not be given"
+        raise ValueError(
+            f"techniques[{name!r}] must {allowed}, got {value!r}. {technique.title} is a rule, which needs no "
+            f"trial. {governed}"
+        )
+    if isinstance(technique, Advice) and value is not False:
+        raise ValueError(
+            f"techniques[{name!r}] must be False, got {value!r}. Leave it out: advice only changes the report"
+        )
+
+
+def _planned_batch_size(planned: Any, batch_size: str | int, accumulate: int) -> dict[str, Any]:
+    """Return the plan's batch size as a choice, or the requested one if the plan has none.
+
+    Args:
+        planned: the plan's decision about the batch size.
+        batch_size: the argument of ``optimize``, in samples per update if it is an int.
+        accumulate: batches per update.
+
+    Raises:
+        ValueError: the plan was made for another batch size.
+    """
+    if not isinstance(batch_size, int):
+        return {}
+    samples, there = batch_size // accumulate, (planned or {}).get("samples")
+    if there not in (None, samples):
+        raise ValueError(
+            f"batch_size must fit the plan, which was made for batch_size={there * accumulate}, got {batch_size}"
+        )
+    return {BATCH_SIZE.name: {"micro_batch": None} | (planned or {}) | {"samples": samples}}

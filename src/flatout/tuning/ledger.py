@@ -1,0 +1,107 @@
+"""Ledger of decisions: the one record of what was decided about each technique."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatout.report.model import Row
+from flatout.techniques import Candidate
+
+Ground = Literal["rule", "choice", "trial"]
+"""Ground of a decision: a rule, a choice of the user or of a plan, or a trial."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision about a technique.
+
+    Attributes:
+        row: the technique's line in the report.
+        ground: ground on which a technique is kept; None if it is not kept.
+        value: ``techniques={name: value}`` repeats the decision; a plan stores the value.
+        candidate: what is turned on; None for a loader, and for a rule that is how ``Run`` works.
+    """
+
+    row: Row
+    ground: Ground | None = None
+    value: Any = None
+    candidate: Candidate | None = None
+
+    @property
+    def technique(self) -> str:
+        """Name of the technique."""
+        return self.row.technique
+
+
+@dataclass
+class Ledger:
+    """Decisions in the order in which they were made.
+
+    A technique may be decided again after others. The latest decision to keep it counts, else the latest at all.
+    """
+
+    _decisions: list[Decision] = field(default_factory=list)
+
+    def add(self, decision: Decision) -> Row:
+        """Record a decision and return the technique's row."""
+        self._decisions.append(decision)
+        return self.row(decision.technique)
+
+    def amend(self, row: Row) -> None:
+        """Replace the row of the decision that counts for its technique."""
+        counting = self._counting(row.technique)
+        self._decisions = [
+            Decision(row, d.ground, d.value, d.candidate) if d is counting else d for d in self._decisions
+        ]
+
+    def is_kept(self, technique: str) -> bool:
+        """Return True if the technique is kept."""
+        return any(d.technique == technique and d.ground is not None for d in self._decisions)
+
+    def row(self, technique: str) -> Row:
+        """Return the technique's row."""
+        return self._counting(technique).row
+
+    @property
+    def rows(self) -> list[Row]:
+        """One row for each technique."""
+        return [self.row(name) for name in dict.fromkeys(d.technique for d in self._decisions)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Value of each technique that a choice or a trial keeps: the decisions of a plan."""
+        return {d.technique: d.value for d in self._decisions if d.ground in ("choice", "trial")}
+
+    @property
+    def rules(self) -> dict[str, Candidate]:
+        """Candidates of rules, by technique, in the order in which they were turned on."""
+        return {d.technique: d.candidate for d in self._decisions if d.ground == "rule" and d.candidate is not None}
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Candidates that choices and trials keep, in the order in which they were turned on."""
+        return [d.candidate for d in self._decisions if d.ground in ("choice", "trial") and d.candidate is not None]
+
+    @property
+    def won(self) -> list[Decision]:
+        """Decisions of trials to keep a technique."""
+        return [d for d in self._decisions if d.ground == "trial"]
+
+    def revert_trials(self, rejected: Callable[[Row], Row]) -> None:
+        """Replace the decisions of trials to keep a technique by rejections.
+
+        Args:
+            rejected: returns the row of a technique that is no longer kept.
+        """
+        won, self._decisions = self.won, [d for d in self._decisions if d.ground != "trial"]
+        for row in {d.technique: d.row for d in won}.values():
+            if not self.is_kept(row.technique):
+                self.add(Decision(rejected(row)))
+
+    def _counting(self, technique: str) -> Decision:
+        decisions = [d for d in self._decisions if d.technique == technique]
+        if not decisions:
+            raise KeyError(technique)
+        return next((d for d in reversed(decisions) if d.ground is not None), decisions[-1])

@@ -1,0 +1,195 @@
+"""Session: one call of ``optimize``, from its arguments to a training that is ready for trials."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from flatout import mfu
+from flatout.core import formatting
+from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
+from flatout.core.cleanup import add_note, run_all
+from flatout.core.reproducible import is_reproducible
+from flatout.core.snapshot import Snapshot
+from flatout.data import is_rewindable
+from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches
+from flatout.data.replay_buffer import ReplayBuffer
+from flatout.data.seeding import seeded_if_random
+from flatout.plan import fingerprint
+from flatout.techniques import REGISTRY, NotApplicable, Rule
+from flatout.techniques.batch_size import size_of
+from flatout.training.attachments import attach, detach
+from flatout.training.first_step import check_step
+from flatout.training.job import Job, JobData
+from flatout.training.loader import TrainingLoader
+from flatout.training.spec import Spec, device_of
+from flatout.tuning.bench import Bench
+from flatout.tuning.budget import Budget
+from flatout.tuning.choices import Choices
+from flatout.tuning.ledger import Decision, Ledger
+from flatout.tuning.ranks import why_apart
+from flatout.tuning.request import Request
+from flatout.tuning.tuner import Tuner
+
+DEFAULT_EPOCHS = 10
+"""Length of a training whose ``expected_steps`` is not given."""
+
+
+class Session:
+    """State of one call of ``optimize``.
+
+    Args:
+        request: the arguments.
+        choices: techniques that are forbidden or forced.
+
+    Attributes:
+        loader: the user's loader, with a seed for each sample if that was asked for.
+        job: the training.
+        ledger: the decisions so far.
+        own_size: samples of a batch of ``loader``.
+        apart: warning that nothing synchronizes the ranks; empty otherwise.
+    """
+
+    def __init__(self, request: Request, choices: Choices) -> None:
+        self.request = request
+        self.choices = choices
+        loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
+        deterministic = request.deterministic or is_reproducible()
+        self.loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
+        spec = Spec(
+            model=request.model,
+            device=device_of(request.model, request.device),
+            optimizer=request.optimizer,
+            loss_fn=request.loss_fn,
+            compute_loss=request.compute_loss,
+            loss_weight=request.loss_weight,
+            inference=request.optimizer is None and not request.model.training,
+            accumulate=request.accumulate,
+            resizes=request.batch_size == "auto" and request.plan is None,
+            memory_limit=request.memory_limit,
+            max_grad_norm=request.max_grad_norm,
+            deterministic=deterministic,
+            reproducible=is_reproducible() and not request.deterministic,
+        )
+        steps = request.expected_steps or DEFAULT_EPOCHS * length_of(self.loader)
+        self.job = Job(spec, JobData(self.loader, self.loader, steps))
+        self.ledger = Ledger()
+        self.own_size = size_of(self.job)
+        self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
+        self._undo: list[Callable[[], object]] = []
+        self._guard = contextlib.ExitStack()
+
+    def prepare(self) -> None:
+        """Apply the rules, take batches for trials, and run a first step.
+
+        Raises:
+            TypeError: a batch has an unsupported type.
+            ValueError: the plan does not fit, a forced technique cannot apply, or the loader is empty.
+        """
+        job, spec, plan = self.job, self.job.spec, self.choices.plan
+        if self.apart:
+            warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
+        earlier = detach(spec.model)
+        self._undo.append(lambda: attach(spec.model, earlier))
+        if plan is not None:
+            plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
+        self.choices.check(job)
+        self._apply_rules()
+        snapshot = Snapshot.capture(
+            spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
+        )
+        self._guard.enter_context(snapshot.guarded())
+        budget = Budget(self.request.budget)
+        self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger)
+        self._undo.append(self._restore_training)
+        self.taken = self._take_batches()
+        job.data.batches = [to_device(cloned(batch), spec.device) for batch in self.taken]
+        self.fingerprint = fingerprint(spec.model, spec.optimizer, spec.device, job.data.batches[0])
+        if plan is not None:
+            plan.check(self.fingerprint)
+        self.first_step_fits = check_step(job, snapshot, job.data.batches[0])
+        with announced("counting FLOPs"):
+            job.work(job.data.batches[0])
+        self.tuner = Tuner(self.bench, self.choices)
+
+    def restore(self, error: BaseException) -> None:
+        """Restore everything after an error, which receives a note if something could not be restored."""
+        try:
+            run_all(reversed(self._undo))
+        except BaseException as failure:
+            add_note(error, f"Not everything could be restored: {formatting.first_line(failure)}")
+
+    def close(self) -> None:
+        """Allow optimizers that the snapshot does not hold to step again."""
+        self._guard.close()
+
+    def _restore_training(self) -> None:
+        disable = (candidate.disable for candidate in reversed(self.ledger.candidates))
+        run_all([self.job.stepper.reset, *disable, self.bench.state.restore])
+
+    def _apply_rules(self) -> None:
+        """Turn on every rule that applies and is not forbidden."""
+        for rule in REGISTRY:
+            if not isinstance(rule, Rule):
+                continue
+            if self.choices.of(rule) is False:
+                self.ledger.add(Decision(rule.row("not tried", f"{self.choices.chooser} does without it")))
+                continue
+            try:
+                rule.check(self.job)
+            except NotApplicable as reason:
+                self.ledger.add(Decision(rule.row("not applicable", str(reason))))
+                continue
+            candidate = rule.candidate(self.job)
+            if candidate is not None:
+                self._undo.append(candidate.disable)
+                candidate.enable()
+            self.ledger.add(Decision(rule.row("kept", rule.rationale), "rule", candidate=candidate))
+
+    def _take_batches(self) -> list[Any]:
+        """Return the first batches. Those of a loader that cannot be rewound are replayed to training.
+
+        Raises:
+            ValueError: the loader yields no batch, no tensor, or an empty batch.
+        """
+        if self.bench.rewindable:
+            taken = first_batches(self.loader, TRIAL_BATCHES)
+        else:
+            self.job.data.source = source = ReplayBuffer(self.loader, TRIAL_BATCHES)
+            taken = source.read
+        if not taken:
+            raise ValueError("the loader is empty: it yielded no batch")
+        for i, batch in enumerate(taken):
+            if not tensors_of(batch) and not objects_of(batch):
+                raise ValueError(
+                    f"loader must yield tensors, or objects with a to(device) method, got no tensor in a "
+                    f"{type(batch).__name__}. Define to(device) in the class of your batches"
+                )
+            if batch_size_of(batch) == 0:
+                raise ValueError(
+                    f"loader must yield batches of at least one sample, got none in batch {i}. "
+                    "Skip empty batches, or check how the sampler and collate_fn treat the last samples"
+                )
+        return taken
+
+
+@contextlib.contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Show profilers, and a person at a terminal, what takes so long."""
+    console = Console(stderr=True)
+    # A status starts a thread, which only a terminal needs.
+    status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
+    with mfu.nvtx_range(f"flatout: {what}"), status:
+        yield
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    """Return the batches of an epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 1000

@@ -1,0 +1,201 @@
+"""Runs trials: any error of a candidate is a reason to do without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flatout.core import formatting
+from flatout.core.batches import tensors_within
+from flatout.core.errors import Unsuitable
+from flatout.core.out_of_memory import free_memory, ran_out_of_memory
+from flatout.report.model import Trial
+from flatout.techniques import (
+    Candidate,
+    LoaderCandidate,
+    NotApplicable,
+    RecordedCandidate,
+    ResizingCandidate,
+    StepTechnique,
+)
+from flatout.tuning.bench import Bench, off
+from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
+from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.trial import seconds, trial_of
+
+HOPELESS = 3.0
+"""A candidate this many times slower on its first pair is not tried further."""
+
+
+def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
+    """Run a trial, and return one without a gain if it fails.
+
+    Raises:
+        NotApplicable: the trial found that its technique does not apply.
+    """
+    try:
+        return trial()
+    except NotApplicable:
+        raise
+    except Unsuitable as reason:
+        failure = str(reason)
+    except Exception as error:
+        failure = formatting.first_line(error)
+        if ran_out_of_memory(error):
+            failure = f"it ran out of memory: {failure}"
+    # Only here is the error gone, and with it the frames that hold the trial's tensors.
+    bench.rewind()
+    free_memory(bench.job.spec.device)
+    return Trial(label, bench.pace.step_ms, math.nan, None, 0, failure=failure)
+
+
+def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
+    """Time steps with a candidate against steps with what is kept so far.
+
+    Args:
+        bench: the training.
+        candidate: of one technique, or of a pair.
+        techniques: the techniques. All their checks of numerics apply.
+    """
+    job, scale, to_record = bench.job, scale_of(candidate), _steps_to_record(candidate)
+    took = warm_up(bench, candidate)
+    setup = max(0.0, took - len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3)
+    hopeless = _hopeless_trial(bench, candidate)
+    if hopeless is not None:
+        return replace(hopeless, setup_seconds=setup)
+    differences = _differences(bench, candidate, techniques)
+    by = {d.what: d.by for d in differences}
+    turn = bench.turns()
+
+    def old(i: int) -> float:
+        return turn(i) * scale
+
+    def new(i: int) -> float:
+        with candidate:
+            return turn(i)
+
+    bench.rewind()
+    for i in range(to_record * len(job.data.batches)):
+        new(i)
+    times = bench.interleave(old, new)
+    trial = replace(
+        trial_of(candidate.label, *times, job.spec.accumulate),
+        setup_seconds=setup,
+        loss_difference=by.get("losses"),
+        output_difference=by.get("outputs"),
+        gradient_difference=by.get("gradients"),
+        failure="; ".join(str(d) for d in differences if d.fails) or candidate.failure,
+    )
+    if scale != 1.0:  # a larger batch takes more memory, and its first step is no set-up
+        return trial
+    trial = replace(trial, baseline_bytes=bench.memory, candidate_bytes=bench.memory_with(candidate))
+    saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
+    if setup_estimate(bench, techniques) and saved > 0:
+        trial = replace(trial, break_even_steps=setup / saved)
+    return trial
+
+
+def loader_trial(bench: Bench, candidate: LoaderCandidate, made: list[Any]) -> Trial:
+    """Time training from a candidate against training from the present loader.
+
+    Args:
+        bench: the training.
+        candidate: the loader to try.
+        made: receives the loader that ``candidate`` makes.
+    """
+    job = bench.job
+    bench.rewind()
+    setup = seconds(lambda: made.append(candidate.make()), torch.device("cpu"))
+    times = bench.alternate(LoaderTimer(job, job.data.source), LoaderTimer(job, made[0]))
+    return replace(trial_of(candidate.label, *times, bench.stretch_steps()), setup_seconds=setup)
+
+
+def rule_trial(bench: Bench, candidate: Candidate) -> Trial:
+    """Time steps with a rule's candidate, which is on, against steps without."""
+    new = bench.turns()
+
+    def old(i: int) -> float:
+        with off(candidate):
+            return new(i)
+
+    bench.rewind()
+    new(0), old(0)  # compiled code of one is not that of the other
+    bench.rewind()
+    return trial_of(candidate.label, *bench.interleave(old, new), bench.job.spec.accumulate)
+
+
+def warm_up(bench: Bench, candidate: Candidate) -> float:
+    """Run a batch of each shape with the candidate, and return the seconds."""
+    job = bench.job
+    bench.rewind()
+    with candidate:
+        batches = _batches_of_each_shape(bench)
+        took = seconds(lambda: [job.stepper.step(batch) for batch in batches], job.spec.device)
+        candidate.end_warmup()
+    return took
+
+
+def setup_estimate(bench: Bench, techniques: Sequence[StepTechnique]) -> float:
+    """Return the seconds that candidates of these techniques take before their first timed step."""
+    return sum(technique.setup_estimate(bench.job, bench.pace) for technique in techniques)
+
+
+def scale_of(candidate: Candidate) -> float:
+    """Return the samples of a step with a candidate, relative to a step without."""
+    return candidate.scale if isinstance(candidate, ResizingCandidate) else 1.0
+
+
+def _steps_to_record(candidate: Candidate) -> int:
+    return candidate.steps_to_record if isinstance(candidate, RecordedCandidate) else 0
+
+
+def _batches_of_each_shape(bench: Bench) -> list[Any]:
+    by_shape = {tuple(t.shape for t in tensors_within(batch)): batch for batch in bench.job.data.batches}
+    return list(by_shape.values())
+
+
+def _hopeless_trial(bench: Bench, candidate: Candidate) -> Trial | None:
+    """Return the trial of a single pair if it is enough: emulated 16-bit arithmetic can be ten times slower."""
+    job, step = bench.job, bench.job.stepper.step
+    batch = job.data.batches[0]
+    bench.rewind()
+    old = seconds(lambda: step(batch), job.spec.device) * scale_of(candidate)
+    with candidate:
+        batch = job.data.batches[0]  # of another size with a resizing candidate
+        for _ in range(_steps_to_record(candidate)):
+            step(batch)
+        new = seconds(lambda: step(batch), job.spec.device)
+    return trial_of(candidate.label, [old], [new], 1) if new > HOPELESS * old else None
+
+
+def _differences(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> list[Difference]:
+    """Return how far the candidate's outputs, gradients and losses are from the baseline's."""
+    if not any(t.is_verified for t in techniques) or scale_of(candidate) != 1.0:  # other samples have other outputs
+        return []
+    job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)
+    batches = job.data.batches
+    bench.rewind()
+    baseline = observe(job, batches, evaluation=evaluation)
+    bench.rewind()
+    with candidate:
+        observed = observe(job, batches, evaluation=evaluation)
+        found = compare(baseline, observed)
+    if any(d.fails for d in found if d.what != "losses"):
+        bench.rewind()
+        nudge(job.spec.model, observed.dtype)
+        nudged = compare(baseline, observe(job, batches, evaluation=evaluation))
+        found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
+    if any(t.effect == "reseeded" for t in techniques) and any(d.fails for d in found):
+        bench.rewind()
+        torch.manual_seed(torch.initial_seed() + 1)
+        redrawn = compare(baseline, observe(job, batches, evaluation=evaluation))
+        found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
+    return found
+
+
+def _allow(difference: Difference, much: float) -> Difference:
+    return replace(difference, allowed=max(difference.allowed, much))
