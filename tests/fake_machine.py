@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flatout import native
-from flatout.cli import diagnosis
+from flatout.cli import facts
 from flatout.core import machine
 
 GIB = 2**30
@@ -179,7 +179,7 @@ def on(fake: Machine, root: Path) -> Iterator[None]:
     """Run the block on a fake machine, with its files in ``root``."""
     put_files(root, {**FILES, **fake.files})
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, fake.environment, clear=True):
-        for module in (diagnosis, machine):
+        for module in (facts, machine):
             move_paths(patch, module, root)
         put = patch.setattr
         patch.setitem(sys.modules, "pynvml", fake.nvml)  # type: ignore[arg-type]

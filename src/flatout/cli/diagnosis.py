@@ -1,55 +1,39 @@
-"""What on this machine and in this install keeps training from running fast, and how to mend it."""
+"""Checks of ``flatout doctor``, as a table of rules. Each rule has a verdict, a text, a fix and a condition."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import math
 import os
 import platform
-import re
-import resource
 import shutil
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import flatout
 from flatout import native
-from flatout.core import machine
-from flatout.core.machine import available_memory, free_shared_memory, total_memory, usable_cores
-from flatout.mfu.peaks import gpu_of
-from flatout.monitor.nvml import throttle_words
+from flatout.cli import facts
+from flatout.cli.facts import GIB, Facts, first_line
+from flatout.core.machine import available_memory, free_shared_memory, swap, text_of, total_memory, usable_cores
 
 Verdict = Literal["good", "note", "slow", "broken"]
-"""``slow``: it costs speed; ``broken``: something does not work; ``note``: worth knowing."""
-
-_GIB = 2**30
-_FILES = 4096
-"""Open files below which workers that send tensors by descriptor may run out of them."""
-_SWAPPED = _GIB // 4
-_SHARED = 1 * _GIB
-"""/dev/shm below which batches of workers may not fit."""
-_GOVERNORS = Path("/sys/devices/system/cpu")
-_DRIVER = Path("/proc/driver/nvidia/version")
-_NODES = Path("/sys/devices/system/node")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""``slow``: costs speed. ``broken``: something does not work. ``note``: worth knowing."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one rule.
 
     Attributes:
-        topic: what it belongs to: ``install``, ``GPU``, ``CPU``, ``memory`` or ``settings``.
-        name: what was looked at.
-        found: what it is, in words.
-        verdict: how that is.
-        fix: what to do; empty where nothing is to be done.
+        topic: ``install``, ``GPU``, ``CPU``, ``memory`` or ``settings``; ``other`` if reading failed.
+        name: the subject.
+        found: the subject's state, in words.
+        verdict: the judgment of the state.
+        fix: the remedy, empty if there is none.
     """
 
     topic: str
@@ -59,350 +43,64 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> tuple[Finding, ...]:
-    """Look at the machine and the install; changes nothing, and never raises for what it finds."""
-    findings: list[Finding] = []
-    for check in CHECKS:
+@dataclass(frozen=True)
+class Rule:
+    """Template of a finding, and the condition for the finding. Facts fill the fields of the three texts."""
+
+    name: str
+    found: str
+    verdict: Verdict = "good"
+    fix: str = ""
+    when: Callable[[Facts], object] = lambda facts: True
+
+
+@dataclass(frozen=True)
+class Check:
+    """Reader of facts and the rules that judge them.
+
+    For each set of facts and each name, the first rule whose condition holds gives a finding.
+    """
+
+    topic: str
+    name: str
+    read: Callable[[], Iterable[Facts]]
+    rules: tuple[Rule, ...]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings. An exception of the reader becomes a finding."""
         try:
-            findings.extend(check())
-        except Exception as error:  # a machine odder than any that was thought of
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(Finding("other", name, f"could not be looked at: {_line(error)}", "note"))
-    return tuple(findings)
+            for read in self.read():
+                judged = set()
+                for rule in self.rules:
+                    if rule.name not in judged and rule.when(read):
+                        judged.add(rule.name)
+                        name, found, fix = (text.format_map(vars(read)) for text in (rule.name, rule.found, rule.fix))
+                        yield Finding(self.topic, name, found, rule.verdict, fix)
+        except Exception as error:  # an unforeseen kind of machine
+            yield Finding("other", self.name, f"could not be looked at: {first_line(error)}", "note")
 
 
-def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def examine() -> tuple[Finding, ...]:
+    """Examine the machine and the install without changing anything."""
+    return tuple(finding for check in CHECKS for finding in check.findings())
 
 
 def as_dicts(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
-    """Plain values, fit for JSON."""
+    """Return the findings as plain values for JSON."""
     return [asdict(finding) for finding in findings]
 
 
-# -- the install -------------------------------------------------------------------------------------------------
-
-
-def check_flatout() -> Iterator[Finding]:
-    """flatout, and whether it brings its CUDA kernels."""
-    found = f"{flatout.__version__}, Python {platform.python_version()}"
-    if native.BUILT_WITH_CUDA:
-        yield Finding("install", "flatout", f"{found}, with CUDA kernels")
-    elif torch.version.cuda:
-        fix = f"set CUDA_HOME to a CUDA {torch.version.cuda} toolkit with nvcc, and install flatout again"
-        verdict: Verdict = "slow" if torch.cuda.is_available() else "note"
-        yield Finding("install", "flatout", f"{found}, without CUDA kernels", verdict, fix)
-    else:
-        yield Finding("install", "flatout", f"{found}, for the CPU")
-
-
-def check_torch() -> Iterator[Finding]:
-    """torch, and whether it can use the GPU that there is."""
-    version = torch.version.cuda or torch.version.hip
-    found = f"{torch.__version__}, " + (f"for CUDA {version}" if version else "for the CPU alone")
-    if version or not _DRIVER.exists():
-        yield Finding("install", "torch", found)
-    else:
-        fix = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-        yield Finding("install", "torch", f"{found}, on a machine with an NVIDIA GPU", "broken", fix)
-
-
-def check_extras() -> Iterator[Finding]:
-    """What monitoring needs."""
-    missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
-    if missing:
-        yield Finding("install", "extras", f"without {' and '.join(missing)}", "note", "pip install 'flatout[monitor]'")
-    else:
-        yield Finding("install", "extras", "psutil, nvidia-ml-py")
-
-
-def check_compiler() -> Iterator[Finding]:
-    """What ``torch.compile`` builds its kernels with."""
-    compiler = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))), None)
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    triton = importlib.util.find_spec("triton") is not None
-    lacks = {
-        "no C++ compiler": (compiler is None, "install one: sudo apt install g++"),
-        "no Python.h": (not header.exists(), "install Python's headers: sudo apt install python3-dev"),
-        "no Triton": (torch.cuda.is_available() and not triton, "pip install triton"),
-    }
-    for lack, (missing, fix) in lacks.items():
-        if missing:
-            yield Finding("install", "torch.compile", f"{lack}: it cannot build kernels", "slow", fix)
-    if not any(missing for missing, _ in lacks.values()):
-        yield Finding("install", "torch.compile", f"{compiler}{', Triton' if triton else ''}")
-
-
-# -- the GPUs ----------------------------------------------------------------------------------------------------
-
-
-def check_gpus() -> Iterator[Finding]:
-    """Each GPU, or why there is none."""
-    if not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if _DRIVER.exists() and torch.version.cuda and hidden is not None and hidden.strip() in ("", "-1"):
-            found = f"hidden by CUDA_VISIBLE_DEVICES={hidden!r}: training runs on the CPU"
-            yield Finding("GPU", "device", found, "note", "unset CUDA_VISIBLE_DEVICES")
-        elif _DRIVER.exists() and torch.version.cuda:
-            yield Finding("GPU", "driver", f"torch cannot use the GPU: {_why_no_cuda()}", "broken", _newer_driver())
-        else:
-            yield Finding("GPU", "device", "none: training runs on the CPU", "note")
-        return
-    if version := re.search(r" (\d{3}\.[\d.]+) ", machine.text_of(_DRIVER)):
-        yield Finding("GPU", "driver", version[1])
-    for index in range(torch.cuda.device_count()):
-        yield from _gpu(index)
-
-
-def _gpu(index: int) -> Iterator[Finding]:
-    name = f"cuda:{index}"
-    try:
-        properties = torch.cuda.get_device_properties(index)
-    except Exception as error:
-        fix = "nvidia-smi -q tells how the GPU is; another program may hold it, or it needs a reset"
-        yield Finding("GPU", name, f"cannot be used: {_line(error)}", "broken", fix)
-        return
-    found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB, sm_{properties.major}{properties.minor}"
-    if properties.major < 8:
-        yield Finding("GPU", name, found, "note", "no bfloat16 and no TF32 before Ampere: mixed precision is float16")
-    else:
-        yield Finding("GPU", name, found)
-    if not _has_kernels(torch.cuda.get_arch_list(), properties.major, properties.minor):
-        found = f"torch {torch.__version__} is built for {', '.join(torch.cuda.get_arch_list())}"
-        fix = f"install a torch whose build has sm_{properties.major}{properties.minor}"
-        yield Finding("GPU", f"{name} torch", found, "broken", fix)
-    if native.BUILT_WITH_CUDA and not native.has_cuda_kernels(index):
-        fix = f"{_newer_driver()}; or build flatout for sm_{properties.major}{properties.minor}"
-        yield Finding("GPU", f"{name} kernels", "flatout's kernels cannot run, torch's own serve", "slow", fix)
-    if gpu_of(properties.name.partition(" MIG ")[0]) is None:
-        fix = "flatout.mfu.measured_peak_flops() tells what it reaches"
-        yield Finding("GPU", f"{name} peak", "not in the table: no MFU against a data sheet", "note", fix)
-    yield from _board(name, f"GPU-{getattr(properties, 'uuid', '')}")
-
-
-def _has_kernels(built_for: list[str], major: int, minor: int) -> bool:
-    """Whether code for these architectures runs: on later minors of its major, or anywhere later where it is PTX."""
-    for architecture in built_for:
-        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", architecture):
-            kind, (first, second) = found[1], (int(found[2]), int(found[3]))
-            if (first, second) <= (major, minor) and (kind == "compute" or first == major):
-                return True
-    return not built_for
-
-
-def _board(name: str, uuid: str) -> Iterator[Finding]:
-    """What the driver tells of a GPU beside CUDA; nothing without nvidia-ml-py, of a MIG device, or where it fails."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:
-        return
-    try:
-        try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except Exception:
-            return
-        for look in (_link, _persistence, _memory_errors, _clocks):
-            try:
-                yield from look(nvml, gpu, name)
-            except Exception:  # this GPU or this driver does not tell
-                continue
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _link(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    now, most = nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
-    if now < most:  # the generation is no fault: it falls when the GPU is idle
-        fix = "copies to the GPU are slower: seat the card in a full slot, or ask who runs the machine"
-        yield Finding("GPU", f"{name} PCIe", f"{now} lanes of {most}", "slow", fix)
-
-
-def _persistence(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    if not nvml.nvmlDeviceGetPersistenceMode(gpu):
-        found = "persistence mode is off: the driver loads anew for every program"
-        yield Finding("GPU", f"{name} start", found, "note", "sudo nvidia-smi -pm 1")
-
-
-def _memory_errors(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    if count := nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since):
-        found = f"{count} error{'s' if count > 1 else ''} that ECC could not correct"
-        yield Finding("GPU", f"{name} memory", found, "broken", "reset the GPU: sudo nvidia-smi --gpu-reset, or reboot")
-
-
-def _clocks(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    words = set(throttle_words(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)))
-    if held := sorted(words - {"idle", "power limit", "sync boost"}):  # at work all GPUs meet their power limit
-        fix = "cool the machine, or nvidia-smi -rgc; flatout monitor shows it live"
-        yield Finding("GPU", f"{name} clocks", f"held down by: {', '.join(held)}", "slow", fix)
-
-
-def _why_no_cuda() -> str:
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        return _line(error)
-    return "no device is visible (CUDA_VISIBLE_DEVICES?)"
-
-
-def _newer_driver() -> str:
-    return f"install a driver for CUDA {torch.version.cuda} or newer"
-
-
-def check_cudnn() -> Iterator[Finding]:
-    """cuDNN and its flags."""
-    cudnn = torch.backends.cudnn
-    try:
-        version = cudnn.version()
-    except RuntimeError as error:  # the library that was found is another than torch was built with
-        fix = "unset LD_LIBRARY_PATH, or take another cuDNN out of it: torch brings its own"
-        yield Finding("GPU", "cuDNN", _line(error), "broken", fix)
-        return
-    if version is None or not cudnn.is_available():
-        if torch.cuda.is_available():
-            yield Finding("GPU", "cuDNN", "not available", "slow", "install a build of torch with cuDNN")
-        return
-    flags = [name for name in ("benchmark", "deterministic") if getattr(cudnn, name)]
-    found = _cudnn_version(version) + (f", {' and '.join(flags)} on" if flags else "")
-    if not cudnn.enabled:
-        yield Finding("GPU", "cuDNN", f"{found}, switched off", "slow", "torch.backends.cudnn.enabled = True")
-    elif cudnn.deterministic:
-        yield Finding("GPU", "cuDNN", found, "note", "deterministic algorithms may be slower")
-    else:
-        yield Finding("GPU", "cuDNN", found)
-
-
-def _cudnn_version(number: int) -> str:
-    """92400 is 9.24.0; before cuDNN 9 there was one digit less: 8902 is 8.9.2."""
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def check_tf32() -> Iterator[Finding]:
-    """Whether float32 products may use tensor cores."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
-        return
-    # Every older flag sets this one too; they raise, or answer with what was, where this was set by itself.
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
-        fix = "torch.set_float32_matmul_precision('high'), if 10 bits of mantissa do"
-        yield Finding("GPU", "TF32", "off: float32 products run on CUDA cores", "slow", fix)
-    else:
-        yield Finding("GPU", "TF32", "on")
-
-
-# -- the CPU -----------------------------------------------------------------------------------------------------
-
-
-def check_cores() -> Iterator[Finding]:
-    """Cores, the container's share of them, and torch's threads."""
-    cores, visible, threads = usable_cores(), os.cpu_count() or 1, torch.get_num_threads()
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else visible
-    quota = min(map(machine.quota_of, machine.control_groups("cpu")), default=float("inf"))
-    limits = [f"affinity {allowed}"] if allowed < visible else []
-    limits += [f"quota {quota:g}"] if quota < allowed else []
-    found = f"{cores} usable of {visible} logical" if cores != visible else f"{cores}"
-    yield Finding("CPU", "cores", f"{found} ({', '.join([*limits, platform.machine()])})")
-    if threads > cores:
-        fix = f"torch.set_num_threads({cores}) or OMP_NUM_THREADS={cores}: more threads than cores wait for each other"
-        yield Finding("CPU", "threads", f"{threads}, on {cores} cores", "slow", fix)
-    elif threads < cores and "OMP_NUM_THREADS" in os.environ:
-        found = f"{threads}, on {cores} cores: OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
-        fix = "unset OMP_NUM_THREADS, where this is the machine's only training (torchrun sets it to 1)"
-        yield Finding("CPU", "threads", found, "note", fix)
-    else:
-        yield Finding("CPU", "threads", f"{threads}")
-
-
-def check_load() -> Iterator[Finding]:
-    """Whether others keep the cores busy."""
-    load, cores = os.getloadavg()[0], usable_cores()
-    if load > 0.5 * cores:
-        fix = "what flatout measures now is measured beside something else"
-        yield Finding("CPU", "load", f"{load:.1f} on {cores} cores", "note", fix)
-    else:
-        yield Finding("CPU", "load", f"{load:.1f}")
-
-
-def check_governor() -> Iterator[Finding]:
-    """How the clock follows the work."""
-    governors = {file.read_text().strip() for file in _GOVERNORS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    if not governors:
-        return  # a virtual machine's host decides
-    found = ", ".join(sorted(governors))
-    if governors == {"performance"}:
-        yield Finding("CPU", "governor", found)
-    else:
-        fix = "sudo cpupower frequency-set -g performance"
-        drivers = {machine.text_of(file) for file in _GOVERNORS.glob("cpu[0-9]*/cpufreq/scaling_driver")}
-        stuck = "powersave" in governors and not drivers & {"intel_pstate", "amd-pstate-epp"}  # these follow the work
-        yield Finding("CPU", "governor", found, "slow" if stuck else "note", fix)
-
-
-def check_numa() -> Iterator[Finding]:
-    """Whether memory may lie at another socket than the core that reads it."""
-    nodes = sum(1 for _ in _NODES.glob("node[0-9]*"))
-    if nodes > 1:
-        fix = "numactl --cpunodebind=N --membind=N, with N of the GPU: nvidia-smi topo -m"
-        yield Finding("CPU", "NUMA", f"{nodes} nodes", "note", fix)
-
-
-# -- memory and limits -------------------------------------------------------------------------------------------
-
-
-def check_memory() -> Iterator[Finding]:
-    """Memory that is left, a container's limit included."""
-    left = available_memory()
-    found = f"{left / _GIB:.1f} of {total_memory() / _GIB:.1f} GiB available"
-    if left < 2 * _GIB:
-        yield Finding("memory", "RAM", found, "slow", "less than a few workers need: end other programs")
-    else:
-        yield Finding("memory", "RAM", found)
-
-
-def check_swap() -> Iterator[Finding]:
-    """Whether memory was moved to disk."""
-    used, total = machine.swap()
-    if used > _SWAPPED:
-        found = f"{used / _GIB:.1f} of {total / _GIB:.1f} GiB in use"
-        yield Finding("memory", "swap", found, "note", "memory was short: fewer workers, or end other programs")
-
-
-def check_huge_pages() -> Iterator[Finding]:
-    """Whether large arrays may lie in large pages."""
-    if "[never]" in machine.text_of(_HUGE_PAGES):
-        fix = f"echo madvise | sudo tee {_HUGE_PAGES}"
-        yield Finding("memory", "huge pages", "transparent huge pages are off", "note", fix)
-
-
-def check_shared_memory() -> Iterator[Finding]:
-    """/dev/shm, through which workers send batches."""
-    free = free_shared_memory()
-    if free == float("inf"):
-        return
-    found = f"{free / _GIB:.2f} GiB free"
-    if free < _SHARED:
-        fix = "workers send here: docker run --shm-size=8g; else sudo mount -o remount,size=8g /dev/shm"
-        yield Finding("memory", "/dev/shm", found, "slow", fix)
-    else:
-        yield Finding("memory", "/dev/shm", found)
-
-
-def check_files() -> Iterator[Finding]:
-    """How many files this process may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard}"
-    if soft != resource.RLIM_INFINITY and soft < _FILES:
-        fix = f"ulimit -n {most}: every tensor that a worker sends holds a descriptor"
-        yield Finding("memory", "open files", f"{soft:,}, at most {most}", "note", fix)
-    else:
-        yield Finding("memory", "open files", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}")
-
-
-# -- settings that slow everything -------------------------------------------------------------------------------
+_REBUILD = "set CUDA_HOME to a CUDA {cuda} toolkit with nvcc, and install flatout again"
+_NEWER_DRIVER = "install a driver for CUDA {cuda} or newer"
+_RESET_GPU = "reset the GPU: sudo nvidia-smi --gpu-reset, or reboot"
+_SET_GOVERNOR = "sudo cpupower frequency-set -g performance"
+_FOLLOW_LOAD = {"intel_pstate", "amd-pstate-epp"}
+"""Frequency drivers that raise the clock under load, also with the ``powersave`` governor."""
+_FEW_FILES = 4096
+"""Limit of open files that workers may exceed, because each tensor that a worker sends holds a descriptor."""
 
 _SLOW_VARIABLES = {
-    # variable: (values that slow, any if there is none; what they do)
+    # variable: (values that slow training, any value if empty; effect)
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel launch waits for the kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ((), "every tensor is a cudaMalloc and a cudaFree"),
     "NVIDIA_TF32_OVERRIDE": (("0",), "TF32 is forbidden, whatever torch says"),
@@ -416,65 +114,163 @@ _SLOW_VARIABLES = {
     "NCCL_P2P_DISABLE": (("1",), "GPUs talk through host memory"),
 }
 
-
-def check_environment() -> Iterator[Finding]:
-    """Variables for debugging that were left on."""
-    for variable, (values, effect) in _SLOW_VARIABLES.items():
-        value = os.environ.get(variable)
-        if value and (value in values or not values):
-            found = f"{variable}={value}"
-            yield Finding("settings", "environment", f"{found}: {effect}", "slow", f"unset {variable}")
-
-
-def check_allocator() -> Iterator[Finding]:
-    """Settings of the caching allocator, which no other line tells."""
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if value := os.environ.get(variable):
-            yield Finding("settings", "allocator", f"{variable}={value}")
-
-
-def check_tracing() -> Iterator[Finding]:
-    """A debugger or a coverage tool."""
-    if sys.gettrace() is not None:
-        found = "on: a debugger or a coverage tool looks at every line of Python"
-        yield Finding("settings", "tracing", found, "slow", "time the training without it")
-
-
-def check_anomaly_mode() -> Iterator[Finding]:
-    """Autograd's checks."""
-    if torch.is_anomaly_enabled():
-        fix = "torch.autograd.set_detect_anomaly(False)"
-        yield Finding("settings", "anomaly detection", "on: every backward node is checked for NaN", "slow", fix)
-
-
-def check_tools() -> Iterator[Finding]:
-    """NVIDIA's profilers, where there is a GPU to look into."""
-    if torch.cuda.is_available():
-        found = [tool for tool in ("nsys", "ncu") if shutil.which(tool)]
-        yield Finding("install", "profilers", ", ".join(found) or "neither nsys nor ncu", "good" if found else "note")
-
-
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    check_flatout,
-    check_torch,
-    check_extras,
-    check_compiler,
-    check_tools,
-    check_gpus,
-    check_cudnn,
-    check_tf32,
-    check_cores,
-    check_load,
-    check_governor,
-    check_numa,
-    check_memory,
-    check_swap,
-    check_huge_pages,
-    check_shared_memory,
-    check_files,
-    check_environment,
-    check_allocator,
-    check_tracing,
-    check_anomaly_mode,
-)
-"""What is looked at, in the order of the page."""
+CHECKS = (
+    Check("install", "flatout", lambda: [
+        Facts(version=flatout.__version__, python=platform.python_version(), cuda=torch.version.cuda)
+    ], (
+        Rule("flatout", "{version}, Python {python}, with CUDA kernels", when=lambda f: native.BUILT_WITH_CUDA),
+        Rule("flatout", "{version}, Python {python}, for the CPU", when=lambda f: not f.cuda),
+        Rule("flatout", "{version}, Python {python}, without CUDA kernels", "slow", _REBUILD,
+             lambda f: torch.cuda.is_available()),
+        Rule("flatout", "{version}, Python {python}, without CUDA kernels", "note", _REBUILD),
+    )),
+    Check("install", "torch", lambda: [
+        Facts(version=torch.__version__, cuda=torch.version.cuda or torch.version.hip)
+    ], (
+        Rule("torch", "{version}, for CUDA {cuda}", when=lambda f: f.cuda),
+        Rule("torch", "{version}, for the CPU alone, on a machine with an NVIDIA GPU", "broken",
+             "install a build of torch for CUDA: https://pytorch.org/get-started/locally",
+             lambda f: facts.DRIVER.exists()),
+        Rule("torch", "{version}, for the CPU alone"),
+    )),
+    Check("install", "extras", lambda: [
+        Facts(missing=" and ".join(name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None))
+    ], (
+        Rule("extras", "without {missing}", "note", "pip install 'flatout[monitor]'", lambda f: f.missing),
+        Rule("extras", "psutil, nvidia-ml-py"),
+    )),
+    Check("install", "compiler", facts.compilers, (
+        Rule("torch.compile", "no C++ compiler: it cannot build kernels", "slow",
+             "install one: sudo apt install g++", lambda f: f.missing == "C++ compiler"),
+        Rule("torch.compile", "no Python.h: it cannot build kernels", "slow",
+             "install Python's headers: sudo apt install python3-dev", lambda f: f.missing == "Python.h"),
+        Rule("torch.compile", "no Triton: it cannot build kernels", "slow",
+             "pip install triton", lambda f: f.missing == "Triton"),
+        Rule("torch.compile", "{tools}"),
+    )),
+    Check("install", "tools", lambda: [
+        Facts(tools=", ".join(filter(shutil.which, ("nsys", "ncu"))))
+    ] if torch.cuda.is_available() else [], (
+        Rule("profilers", "{tools}", when=lambda f: f.tools),
+        Rule("profilers", "neither nsys nor ncu", "note"),
+    )),
+    Check("GPU", "driver", facts.driver, (
+        Rule("driver", "{version}", when=lambda f: f.version),
+        Rule("driver", "torch cannot use the GPU: {error}", "broken", _NEWER_DRIVER, lambda f: f.error),
+        Rule("device", "hidden by CUDA_VISIBLE_DEVICES={visible!r}: training runs on the CPU", "note",
+             "unset CUDA_VISIBLE_DEVICES", lambda f: f.visible is not None),
+        Rule("device", "none: training runs on the CPU", "note", when=lambda f: f.has_none),
+    )),
+    Check("GPU", "gpus", facts.gpus, (
+        Rule("{gpu}", "cannot be used: {error}", "broken",
+             "nvidia-smi -q tells how the GPU is; another program may hold it, or it needs a reset",
+             lambda f: f.error),
+        Rule("{gpu}", "{model}", "note", "no bfloat16 and no TF32 before Ampere: mixed precision is float16",
+             lambda f: f.before_ampere),
+        Rule("{gpu}", "{model}"),
+        Rule("{gpu} torch", "torch {torch} is built for {built_for}", "broken",
+             "install a torch whose build has {architecture}", lambda f: f.cannot_run_torch),
+        Rule("{gpu} kernels", "flatout's kernels cannot run, torch's own serve", "slow",
+             _NEWER_DRIVER + "; or build flatout for {architecture}", lambda f: f.cannot_run_kernels),
+        Rule("{gpu} peak", "not in the table: no MFU against a data sheet", "note",
+             "flatout.mfu.measured_peak_flops() tells what it reaches", lambda f: f.without_data_sheet),
+        # The link's generation is no rule: an idle GPU lowers it.
+        Rule("{gpu} PCIe", "{lanes[0]} lanes of {lanes[1]}", "slow",
+             "copies to the GPU are slower: seat the card in a full slot, or ask who runs the machine",
+             lambda f: f.lanes and f.lanes[0] < f.lanes[1]),
+        Rule("{gpu} start", "persistence mode is off: the driver loads anew for every program", "note",
+             "sudo nvidia-smi -pm 1", lambda f: f.persistence == 0),
+        Rule("{gpu} memory", "1 error that ECC could not correct", "broken", _RESET_GPU,
+             lambda f: f.memory_errors == 1),
+        Rule("{gpu} memory", "{memory_errors} errors that ECC could not correct", "broken", _RESET_GPU,
+             lambda f: f.memory_errors),
+        Rule("{gpu} clocks", "held down by: {slowdowns}", "slow",
+             "cool the machine, or nvidia-smi -rgc; flatout monitor shows it live", lambda f: f.slowdowns),
+    )),
+    Check("GPU", "cudnn", facts.cudnn, (
+        Rule("cuDNN", "{error}", "broken",
+             "unset LD_LIBRARY_PATH, or take another cuDNN out of it: torch brings its own", lambda f: f.error),
+        Rule("cuDNN", "not available", "slow", "install a build of torch with cuDNN", lambda f: f.is_missing),
+        Rule("cuDNN", "{version}, switched off", "slow", "torch.backends.cudnn.enabled = True",
+             lambda f: not f.enabled),
+        Rule("cuDNN", "{version}", "note", "deterministic algorithms may be slower", lambda f: f.deterministic),
+        Rule("cuDNN", "{version}"),
+    )),
+    Check("GPU", "tf32", facts.tf32, (
+        Rule("TF32", "on", when=lambda f: f.precision == "tf32"),
+        Rule("TF32", "off: float32 products run on CUDA cores", "slow",
+             "torch.set_float32_matmul_precision('high'), if 10 bits of mantissa do"),
+    )),
+    Check("CPU", "cores", facts.cores, (
+        Rule("cores", "{cores} ({limits})", when=lambda f: f.cores == f.visible),
+        Rule("cores", "{cores} usable of {visible} logical ({limits})"),
+        Rule("threads", "{threads}, on {cores} cores", "slow",
+             "torch.set_num_threads({cores}) or OMP_NUM_THREADS={cores}: more threads than cores wait for each other",
+             lambda f: f.threads > f.cores),
+        Rule("threads", "{threads}, on {cores} cores: OMP_NUM_THREADS={variable}", "note",
+             "unset OMP_NUM_THREADS, where this is the machine's only training (torchrun sets it to 1)",
+             lambda f: f.threads < f.cores and f.variable is not None),
+        Rule("threads", "{threads}"),
+    )),
+    Check("CPU", "load", lambda: [Facts(load=os.getloadavg()[0], cores=usable_cores())], (
+        Rule("load", "{load:.1f} on {cores} cores", "note",
+             "what flatout measures now is measured beside something else", lambda f: f.load > f.cores / 2),
+        Rule("load", "{load:.1f}"),
+    )),
+    Check("CPU", "governor", facts.governors, (
+        Rule("governor", "{governors}", when=lambda f: f.governors == "performance"),
+        Rule("governor", "{governors}", "slow", _SET_GOVERNOR,
+             lambda f: "powersave" in f.governors and not f.drivers & _FOLLOW_LOAD),
+        Rule("governor", "{governors}", "note", _SET_GOVERNOR),
+    )),
+    Check("CPU", "numa", lambda: [Facts(nodes=sum(1 for _ in facts.NODES.glob("node[0-9]*")))], (
+        Rule("NUMA", "{nodes} nodes", "note",
+             "numactl --cpunodebind=N --membind=N, with N of the GPU: nvidia-smi topo -m", lambda f: f.nodes > 1),
+    )),
+    Check("memory", "memory", lambda: [Facts(free=available_memory() / GIB, total=total_memory() / GIB)], (
+        Rule("RAM", "{free:.1f} of {total:.1f} GiB available", "slow",
+             "less than a few workers need: end other programs", lambda f: f.free < 2),
+        Rule("RAM", "{free:.1f} of {total:.1f} GiB available"),
+    )),
+    Check("memory", "swap", lambda: [Facts(used=used / GIB, total=total / GIB) for used, total in [swap()]], (
+        Rule("swap", "{used:.1f} of {total:.1f} GiB in use", "note",
+             "memory was short: fewer workers, or end other programs", lambda f: f.used > 0.25),
+    )),
+    Check("memory", "huge pages", lambda: [Facts(file=facts.HUGE_PAGES)], (
+        Rule("huge pages", "transparent huge pages are off", "note",
+             "echo madvise | sudo tee {file}", lambda f: "[never]" in text_of(f.file)),
+    )),
+    Check("memory", "shared memory", lambda: [Facts(free=free_shared_memory() / GIB)], (
+        Rule("/dev/shm", "{free:.2f} GiB free", "slow",
+             "workers send here: docker run --shm-size=8g; else sudo mount -o remount,size=8g /dev/shm",
+             lambda f: f.free < 1),
+        Rule("/dev/shm", "{free:.2f} GiB free", when=lambda f: f.free < math.inf),
+    )),
+    Check("memory", "files", facts.open_files, (
+        Rule("open files", "unlimited", when=lambda f: f.soft is None),
+        Rule("open files", "{soft:,}, at most {hard}", "note",
+             "ulimit -n {hard}: every tensor that a worker sends holds a descriptor", lambda f: f.soft < _FEW_FILES),
+        Rule("open files", "{soft:,}"),
+    )),
+    Check("settings", "environment", lambda: [
+        Facts(variable=name, value=value, effect=effect) for name, (values, effect) in _SLOW_VARIABLES.items()
+        if (value := os.environ.get(name)) and (value in values or not values)
+    ], (
+        Rule("environment", "{variable}={value}: {effect}", "slow", "unset {variable}"),
+    )),
+    Check("settings", "allocator", lambda: [
+        Facts(variable=name, value=os.environ[name])
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)
+    ], (
+        Rule("allocator", "{variable}={value}"),
+    )),
+    Check("settings", "tracing", lambda: [Facts()], (
+        Rule("tracing", "on: a debugger or a coverage tool looks at every line of Python", "slow",
+             "time the training without it", lambda f: sys.gettrace() is not None),
+    )),
+    Check("settings", "anomaly mode", lambda: [Facts()], (
+        Rule("anomaly detection", "on: every backward node is checked for NaN", "slow",
+             "torch.autograd.set_detect_anomaly(False)", lambda f: torch.is_anomaly_enabled()),
+    )),
+)  # fmt: skip
+"""Everything that ``flatout doctor`` checks, in the order of the page."""

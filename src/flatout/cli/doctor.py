@@ -1,9 +1,10 @@
-"""``flatout doctor``: one page on the machine and the install."""
+"""Command ``flatout doctor``: one page of findings on the machine and the install."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable
 
 from rich import box
@@ -24,7 +25,7 @@ Each with a verdict, and what to do. Changes nothing."""
 EPILOG = "The exit status is 1 where something is broken, else 0."
 
 _LOOKS: dict[Verdict, tuple[str, str, str]] = {
-    # verdict: (mark, style, how it is counted)
+    # verdict: (mark, style, word after a count)
     "broken": ("✗", "bold red", "broken"),
     "slow": ("!", "bold yellow", "slow"),
     "note": ("→", "cyan", "worth knowing"),
@@ -34,12 +35,12 @@ _ASCII = str.maketrans({"✓": "+", "→": ">", "✗": "x"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout doctor``."""
+    """Declare the arguments of ``flatout doctor``."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks, and shows what was found."""
+    """Print the findings. Return 1 if something is broken, else 0."""
     findings = examine()
     if args.json:
         print(json.dumps(as_dicts(findings), indent=2))
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(findings: Iterable[Finding], console: Console) -> None:
-    """Print the page on ``console``."""
+    """Print the findings as a page on ``console``."""
     findings = tuple(findings)
     plain = console.options.ascii_only
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, expand=False)
@@ -70,11 +71,9 @@ def show(findings: Iterable[Finding], console: Console) -> None:
         topic = finding.topic
     console.print(table)
     console.print()
-    told = []
-    for verdict, (_, style, word) in _LOOKS.items():
-        if count := sum(finding.verdict == verdict for finding in findings):
-            told.append(Text(f"{count} {word}", style=style))
-    console.print(Text(", ").join(told))
+    counts = Counter(finding.verdict for finding in findings)
+    looks = ((counts[verdict], style, word) for verdict, (_, style, word) in _LOOKS.items())
+    console.print(Text(", ").join(Text(f"{count} {word}", style=style) for count, style, word in looks if count))
 
 
 COMMAND = Command(
