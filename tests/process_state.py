@@ -89,13 +89,13 @@ def set_cuda_random(states: list[torch.Tensor]) -> None:
 
 def malloc() -> bool:
     """Return whether freed memory is kept. malloc does not tell it, so flatout is asked, which alone sets it here."""
-    module = sys.modules.get("flatout.core.mallopt")
+    module = sys.modules.get("flatout.techniques.malloc")
     return module is not None and module.keeps()
 
 
 def set_malloc(keeps: bool) -> None:
     if malloc() != keeps:
-        sys.modules["flatout.core.mallopt"].keep(keeps)
+        sys.modules["flatout.techniques.malloc"].keep(keeps)
 
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

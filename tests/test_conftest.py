@@ -37,7 +37,7 @@ def flip_attention(name: str) -> Callable[[], None]:
 
 
 def keep_memory() -> None:
-    from flatout.core import mallopt
+    from flatout.techniques import malloc as mallopt
 
     if why := mallopt.why_not():
         pytest.skip(why)

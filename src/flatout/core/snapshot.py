@@ -8,55 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.core.cleanup import run_all
 from flatout.core.foreign import StepGuard, add_foreign, copied_before_writes
-from flatout.core.mallopt import MallocSetting
+from flatout.core.process_flags import Restorable, saved_flags
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
-from flatout.core.torch_flags import AttentionKernels, Float32Precision
-
-
-class _BackendFlags:
-    """Process-wide switches that techniques may turn."""
-
-    def __init__(self) -> None:
-        self._cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
-        self._precision = Float32Precision()
-        self._attention = AttentionKernels()
-        self._deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._fill_uninitialized = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        self._grad_enabled = torch.is_grad_enabled()
-        self._dtype = torch.get_default_dtype()
-        self._threads = torch.get_num_threads()
-        self._malloc = MallocSetting()
-
-    def restore(self) -> None:
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self._cudnn
-        self._precision.restore()
-        self._attention.restore()
-        enabled, warn_only = self._deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = self._fill_uninitialized  # type: ignore[attr-defined]
-        torch.set_grad_enabled(self._grad_enabled)
-        torch.set_default_dtype(self._dtype)
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
-        self._malloc.restore()
-
-
-class Restorable(Protocol):
-    """Snapshot that can be restored any number of times."""
-
-    def restore(self) -> None:
-        """Restore the captured state."""
 
 
 class Snapshot:
@@ -104,7 +65,7 @@ class Snapshot:
             saved.optimizer(optimizer)
         add_foreign(saved, list(code))
         # Restored in this order. Flags come last, because reverting a technique changes them.
-        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, _BackendFlags())
+        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
 
     def restore(self) -> None:
         """Restore everything to the captured state. May be called any number of times.

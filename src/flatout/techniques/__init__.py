@@ -1,5 +1,6 @@
 """The checklist: one file for each technique, one line here to add it."""
 
+from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
@@ -56,6 +57,7 @@ REGISTRY: tuple[Technique, ...] = (
     SdpaBackend(),
     CpuThreads(),
     FusedOptimizer(),
+    ActivationCheckpointing(),
     BatchSize(),
     Compile(),
     TorchScript(),

@@ -49,7 +49,7 @@ class BatchCandidate(ResizingCandidate):
     def __init__(self, job: Job, samples: int | None = None, micro_batch: int | None = None, reason: str = "") -> None:
         self.reason = reason
         self._job = weakref.ref(job)
-        self._micro_batch = micro_batch
+        self.micro_batch = self._parked_size = micro_batch
         self._parked: weakref.WeakKeyDictionary[Job, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         before = size_of(job)
         is_resized = hasattr(job.data.loader, RESIZED_FROM)
@@ -76,7 +76,8 @@ class BatchCandidate(ResizingCandidate):
             self._exchange(job)
 
     def _exchange(self, job: Job) -> None:
-        self._micro_batch, job.stepper.micro_batches.size = job.stepper.micro_batches.size, self._micro_batch
+        sizes = job.stepper.micro_batches
+        self._parked_size, sizes.size = sizes.size, self._parked_size
         if job in self._parked:
             here = job.data.loader, job.data.source, job.data.batches, job.data.expected_steps
             job.data.loader, job.data.source, job.data.batches, job.data.expected_steps = self._parked[job]
@@ -161,6 +162,10 @@ class BatchSize(SizeTechnique):
             if samples > there_are:
                 raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
         return BatchCandidate(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
+
+    def whole(self, job: Job) -> BatchCandidate:
+        """Return the candidate that computes batches whole."""
+        return BatchCandidate(job)
 
     def _why_not_search(self, job: Job) -> str:
         if group_size() > 1:

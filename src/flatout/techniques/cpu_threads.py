@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.machine import usable_cores
+from flatout.core.process_flags import process_flag
 from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 
 _GRAIN = 32768
 """Elements from which torch gives another thread a share of an elementwise operator (``at::internal::GRAIN_SIZE``)."""
+
+
+@process_flag
+class Threads:
+    """The present number of threads."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+
+    def restore(self) -> None:
+        """Restore the number."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
 
 
 class ThreadsCandidate(Candidate):

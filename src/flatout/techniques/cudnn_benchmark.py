@@ -12,6 +12,7 @@ from torch.backends import cudnn
 from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_within
+from flatout.core.process_flags import process_flag
 from flatout.native._host import signature
 from flatout.techniques.base import Candidate, NotApplicable, ObservingCandidate, StepTechnique
 
@@ -22,6 +23,18 @@ MOST_NEW = 8
 """New shapes within ``WITHIN`` batches from which on shapes are said to vary."""
 
 WITHIN = 100
+
+
+@process_flag
+class CudnnFlags:
+    """The present choice of cuDNN's algorithms."""
+
+    def __init__(self) -> None:
+        self._flags = cudnn.benchmark, cudnn.deterministic
+
+    def restore(self) -> None:
+        """Restore both flags."""
+        cudnn.benchmark, cudnn.deterministic = self._flags
 
 
 class ShapeWatch:

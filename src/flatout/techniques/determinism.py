@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch.utils import deterministic
+
+from flatout.core.process_flags import process_flag
 from flatout.core.reproducible import DeterministicAlgorithms
 from flatout.techniques.base import Candidate, NotApplicable, PricedRule
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
+
+
+@process_flag
+class DeterminismFlags:
+    """The present choice of deterministic algorithms."""
+
+    def __init__(self) -> None:
+        self._enabled = torch.are_deterministic_algorithms_enabled()
+        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        """Restore all three flags."""
+        torch.use_deterministic_algorithms(self._enabled, warn_only=self._warn_only)
+        deterministic.fill_uninitialized_memory = self._fills  # type: ignore[attr-defined]
 
 
 class DeterministicCandidate(Candidate):

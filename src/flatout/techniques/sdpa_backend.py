@@ -10,7 +10,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.core.torch_flags import AttentionKernels
+from flatout.core.process_flags import process_flag
 from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 
 if TYPE_CHECKING:
@@ -38,6 +38,39 @@ _OPERATORS = {
 
 
 UNUSED = "no step calls torch's fused attention (scaled_dot_product_attention)"
+
+
+SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+"""Kernels of ``scaled_dot_product_attention``, as the functions of ``torch.backends.cuda`` name them."""
+
+TORCHS_ATTENTION = (True, True, True, True, [1, 2, 0, 3, 4])
+"""``attention_kernels()`` where nobody has changed them, in torch 2.14."""
+
+
+def attention_kernels() -> tuple[bool, bool, bool, bool, list[int]]:
+    """Which of ``SDP_KERNELS`` are enabled, and the order in which they are asked, within half a microsecond."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+    )
+
+
+@process_flag
+class AttentionKernels:
+    """Which kernels ``scaled_dot_product_attention`` may use, and in which order it asks them on CUDA, as it is now."""
+
+    def __init__(self) -> None:
+        *enabled, self._order = attention_kernels()
+        self._enabled = dict(zip(SDP_KERNELS, enabled, strict=True))
+
+    def restore(self) -> None:
+        """Put both back."""
+        for name, enabled in self._enabled.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+        torch._C._set_sdp_priority_order(self._order)
 
 
 class AttentionCandidate(Candidate):

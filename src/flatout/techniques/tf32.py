@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.core.torch_flags import Float32Precision
+from flatout.core.process_flags import process_flag
 from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 from flatout.training.autocast import autocast_dtype
 
@@ -16,6 +16,50 @@ if TYPE_CHECKING:
 
 TENSOR_CORES = (8, 0)
 """Compute capability from which on tensor cores multiply in TF32 (Ampere)."""
+
+
+@process_flag
+class Float32Precision:
+    """How float32 matrix products are computed, as it is now.
+
+    torch keeps it twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each backend. Writing
+    the newer one alone makes every reader of the older raise (torch.compile is one: pytorch #166387); writing the
+    older one writes both.
+
+    Attributes:
+        legacy: "highest", "high" or "medium"; None where only the newer flags tell it.
+    """
+
+    def __init__(self) -> None:
+        self.legacy = _legacy_precision()
+        self._flags = [(module, module.fp32_precision, _own(module, parent)) for module, parent in _products()]
+
+    def restore(self) -> None:
+        """Put both back; what has not changed is not written."""
+        if self.legacy is not None and _legacy_precision() != self.legacy:
+            torch.set_float32_matmul_precision(self.legacy)
+        for module, effective, own in self._flags:
+            if module.fp32_precision != effective:
+                module.fp32_precision = own
+
+
+def _products() -> list[tuple[Any, Any]]:
+    """What holds the flag of matrix products on CUDA and on the CPU, each with what holds the flag behind it."""
+    backends: Any = torch.backends
+    return [(backends.cuda.matmul, backends.cudnn), (backends.mkldnn.matmul, backends.mkldnn)]
+
+
+def _own(module: Any, parent: Any) -> str:
+    """The flag to write for the same precision: "none" where it is the parent's, which reading does not tell apart."""
+    return "none" if module.fp32_precision == parent.fp32_precision else module.fp32_precision
+
+
+def _legacy_precision() -> str | None:
+    """None where the user has set the newer ``fp32_precision`` flags: torch then refuses to tell."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 class Tf32Candidate(Candidate):

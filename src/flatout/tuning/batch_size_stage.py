@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from flatout.techniques import REGISTRY, NotApplicable, StepTechnique
 from flatout.techniques.batch_size import size_of
 from flatout.training.batch_size_change import BatchSizeChange
 from flatout.training.learning_rate import ScaledSchedule
@@ -32,6 +36,10 @@ def apply_batch_size(
         torch.OutOfMemoryError: memory holds no single sample, or batches cannot be split.
     """
     job = bench.job
+    memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
+    for technique in memory_techniques:
+        if choices.of(technique):
+            tuner.decide(technique)
     if choices.of(BATCH_SIZE):
         tuner.decide(BATCH_SIZE)
         return
@@ -41,11 +49,44 @@ def apply_batch_size(
         asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
         tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
     bench.rewind()
-    parts = parts_that_fit(job) if checks_memory else None
-    bench.rewind()
+    if not checks_memory:
+        return
+    try:
+        _impose_parts(tuner, bench)
+    except torch.OutOfMemoryError:
+        free = [technique for technique in memory_techniques if choices.of(technique) is None]
+        if not any(_fits_with(technique, tuner, bench) for technique in free):
+            raise
+
+
+def _impose_parts(tuner: Tuner, bench: Bench) -> None:
+    """Split batches that memory does not hold."""
+    try:
+        parts = parts_that_fit(bench.job)
+    finally:
+        bench.rewind()
     if parts is not None:
-        why = f"whole batches do not fit into memory: they are computed in parts, {job.stepper.micro_batches.result()}"
+        result = bench.job.stepper.micro_batches.result()
+        why = f"whole batches do not fit into memory: they are computed in parts, {result}"
         tuner.impose(BATCH_SIZE, parts, why)
+
+
+def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
+    """Return True if memory holds batches, or parts of them, with a technique. Then the technique is kept."""
+    try:
+        technique.check(bench.job)
+        candidate = technique.candidates(bench.job)[0]
+    except NotApplicable:
+        return False
+    with contextlib.suppress(torch.OutOfMemoryError):
+        with candidate:
+            parts_that_fit(bench.job)
+        bench.rewind()
+        tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
+        _impose_parts(tuner, bench)
+        return True
+    bench.rewind()
+    return False
 
 
 def scaled_schedule(

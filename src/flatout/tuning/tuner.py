@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,9 +26,9 @@ from flatout.techniques import (
 )
 from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
 from flatout.tuning.bench import Bench
-from flatout.tuning.choices import Choices
+from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.ledger import Decision
-from flatout.tuning.size_trials import SizeTrials
+from flatout.tuning.size_trials import SizeTrials, parts_that_fit
 from flatout.tuning.trial import KEEP_ABOVE
 from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up
 
@@ -95,6 +96,8 @@ class Tuner:
         reason = self._why_not_try(technique)
         if reason:
             return self._not_tried(technique, reason)
+        if technique.goal == "memory":
+            return self._decide_memory(technique)
         if isinstance(technique, StepTechnique):
             return self._decide_step(technique)
         assert isinstance(technique, LoaderTechnique)
@@ -238,6 +241,37 @@ class Tuner:
         row = bench.keep(Decision(verdict(technique.row("kept", alone), trials, best), "trial", first.value, first))
         why = f"{companion.rationale}; tried together with {technique.title}, whose row has the gain of both"
         bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
+        return row
+
+    # Techniques that save memory
+
+    def _decide_memory(self, technique: Measured) -> Row:
+        """Keep a technique if the larger parts of batches that it makes room for are faster."""
+        bench, job = self._bench, self._bench.job
+        assert isinstance(technique, StepTechnique)
+        size = job.stepper.micro_batches.size
+        if size is None:
+            return self._not_tried(technique, "memory holds whole batches")
+        if self._choices.of(BATCH_SIZE) is not None:
+            return self._not_tried(technique, f"{self._choices.chooser} sets the parts of batches")
+        pairs = []
+        for candidate in technique.candidates(job):
+            bench.rewind()
+            with candidate:
+                parts = parts_that_fit(job) or BATCH_SIZE.whole(job)
+            if (parts.micro_batch or math.inf) > size:
+                pairs.append(PairCandidate(candidate, parts, f"{candidate.label}, {parts.label}"))
+        bench.rewind()
+        if not pairs:
+            raise NothingBetter("memory holds no larger parts of batches with it")
+        trials, best = self._try_all(pairs, technique, BATCH_SIZE)
+        row = verdict(technique.row("kept", technique.rationale), trials, best and best[0])
+        if best is None:
+            return bench.ledger.add(Decision(row))
+        first, second = best[1].parts
+        row = bench.keep(Decision(row, "trial", first.value, first))
+        why = f"{technique.title} makes room for larger parts; its row has the gain"
+        bench.keep(Decision(BATCH_SIZE.row("kept", why, second.label), "trial", second.value, second))
         return row
 
     # Techniques of the loader

@@ -1,0 +1,106 @@
+"""Neighbour: activation checkpointing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flatout.core.instance_class import instance_class, take_class_out
+from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+class CheckpointCandidate(Candidate):
+    """Gives blocks of a model a class whose forward keeps its inputs alone, and is repeated in the backward."""
+
+    label = "blocks"
+    value = True
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = [weakref.ref(block) for block in blocks]
+        self._classes: list[tuple[weakref.ref[nn.Module], type[nn.Module]]] = []
+
+    def _turn_on(self) -> None:
+        for reference in self._blocks:
+            block = reference()
+            if block is not None:
+                block.__class__ = cls = _checkpointed_class(type(block))
+                self._classes.append((reference, cls))
+
+    def _turn_off(self) -> None:
+        while self._classes:
+            reference, cls = self._classes.pop()
+            block = reference()
+            if block is not None:
+                take_class_out(block, cls)
+
+
+def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return base.forward(self, *args, **kwargs)
+        return checkpoint(base.forward, self, *args, use_reentrant=False, **kwargs)
+
+    return instance_class(base, forward=forward)
+
+
+class ActivationCheckpointing(StepTechnique):
+    """Keeps the inputs of the model's repeated blocks alone, and computes the blocks again in the backward.
+
+    When it helps: activations fill the memory, so that batches do not fit, or are computed in small parts. The
+    technique is kept on request, if batches do not fit otherwise, or if the larger parts that it makes room for are
+    faster. When it hurts: the forward of each block runs twice, a third more compute. Random numbers are the same in
+    both runs. A BatchNorm would count each batch twice, so blocks with one are left alone.
+
+    Sources: Chen et al., 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html.
+    """
+
+    name = "activation_checkpointing"
+    title = "activation checkpointing"
+    rationale = "blocks keep their inputs alone, and the memory that this frees holds more samples"
+    goal = "memory"
+
+    def check(self, job: Job) -> None:
+        """Require training steps of a model with repeated blocks."""
+        if job.spec.optimizer is None:
+            raise NotApplicable("no optimizer was given to optimize(): memory is only measured for run.step")
+        if not _repeated_blocks(job.spec.model):
+            raise NotApplicable("the model has no repeated blocks without a BatchNorm")
+
+    def candidates(self, job: Job) -> Sequence[Candidate]:
+        """Return the candidate for all repeated blocks."""
+        return [CheckpointCandidate(_repeated_blocks(job.spec.model))]
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the siblings of one class that hold the most parameters; none if no siblings are blocks of modules."""
+    largest: list[nn.Module] = []
+    for parent in model.modules():
+        by_class: dict[type[nn.Module], list[nn.Module]] = {}
+        for child in parent.children():
+            if _is_block(child):
+                by_class.setdefault(type(child), []).append(child)
+        siblings = [blocks for blocks in by_class.values() if len(blocks) > 1]
+        largest = max([largest, *siblings], key=_parameters)
+    return largest
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return True for a module of several modules whose forward may run twice."""
+    parts = list(module.modules())
+    return (
+        len(parts) > 2
+        and "forward" not in vars(module)
+        and not any(isinstance(part, (nn.modules.batchnorm._BatchNorm, torch.jit.ScriptModule)) for part in parts)
+    )
+
+
+def _parameters(blocks: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for block in blocks for p in block.parameters())
