@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from flatout.core.formatting import clean, share
 from flatout.profile import Memory, Profile, charts, gaps, memory_timeline, operators
-from flatout.profile.model import PHASES
+from flatout.profile.profile_data import PHASES
+from flatout.profile.profile_text import continued
+from flatout.profile.sections import LOOKS, sections
 from flatout.profile.summary import summarise
-from flatout.profile.terminal import continued
 from flatout.profile.trace import BOUNDARY, Trace
-from flatout.profile.wording import LOOKS, sections
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
 from flatout.profile import Profile, profile_run
-from flatout.profile.model import PHASES
+from flatout.profile.profile_data import PHASES
 from flatout.profile.record import SEARCHED_STEPS
 from flatout.profile.trace import Trace
 from tests.helpers import snapshot

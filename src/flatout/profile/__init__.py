@@ -4,14 +4,14 @@
 
     record    steps of a loop (record) or of a script (script), a search for syncs (syncs), a Chrome trace
       trace   its events, launches and lines of code (trace, places), and the parts of a step (parts)
-    summary   a Profile (profile, model) of what the trace tells (gaps, operators, memory), and what to do (advice)
-    wording   of both its looks: in a terminal (terminal), and on a page (page, charts)
+    summary   a Profile (shown_profile, profile_data) of the trace (gaps, operators, memory), and what to do (advice)
+    sections  its tables and words, as text (profile_text) and as a page (profile_page)
 
 ``nsight`` has the command lines for what only NVIDIA's tools show.
 """
 
-from flatout.profile.model import Gaps, Memory, Operator, Step, Sync
-from flatout.profile.profile import Profile
+from flatout.profile.profile_data import Gaps, Memory, Operator, Step, Sync
 from flatout.profile.record import profile_run
+from flatout.profile.shown_profile import Profile
 
 __all__ = ["Gaps", "Memory", "Operator", "Profile", "Step", "Sync", "profile_run"]

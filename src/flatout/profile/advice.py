@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from flatout.core import formatting
 from flatout.core.machine import usable_cores
-from flatout.profile.model import Cause, ProfileData
+from flatout.profile.profile_data import Cause, ProfileData
+from flatout.profile.sections import ms
 from flatout.profile.trace import Trace
-from flatout.profile.wording import ms
 
 _WORTH = 0.05
 """Share of a step below which nothing is said."""

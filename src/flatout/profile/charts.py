@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from flatout.core import formatting
-from flatout.profile.model import PHASES, Memory, ProfileData, Step
-from flatout.profile.wording import LOOKS, ms
+from flatout.profile.profile_data import PHASES, Memory, ProfileData, Step
+from flatout.profile.sections import LOOKS, ms
 from flatout.report.charts import WIDTH, Segment, level, stacked, svg
 
 _BEGIN = 64  # room for numbers, left of the plot

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flatout.profile.events import Event
-from flatout.profile.model import Cause, Gaps, Phase
+from flatout.profile.profile_data import Cause, Gaps, Phase
 from flatout.profile.trace import Trace
 
 

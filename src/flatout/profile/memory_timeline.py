@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flatout.profile.model import Memory
+from flatout.profile.profile_data import Memory
 from flatout.profile.trace import Trace
 
 _POINTS = 400

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from flatout.profile.events import Event
-from flatout.profile.model import PHASES, Operator, Phase
+from flatout.profile.profile_data import PHASES, Operator, Phase
 from flatout.profile.trace import Trace
 
 

@@ -9,7 +9,7 @@ from itertools import islice, pairwise, zip_longest
 from typing import NamedTuple
 
 from flatout.profile.events import Event
-from flatout.profile.model import Phase
+from flatout.profile.profile_data import Phase
 
 _MARKED: dict[str, Phase] = {
     "flatout.loader_wait": "loader_wait",

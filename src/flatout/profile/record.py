@@ -16,8 +16,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from flatout.core.batches import batch_size_of
 from flatout.core.kineto import quiet_allocator, quiet_kineto
 from flatout.profile import nsight
-from flatout.profile.model import Sync, TraceFile
-from flatout.profile.profile import Profile
+from flatout.profile.profile_data import Sync, TraceFile
+from flatout.profile.shown_profile import Profile
 from flatout.profile.summary import summarise
 from flatout.profile.syncs import replaced, watching
 from flatout.profile.trace import BOUNDARY, Trace

@@ -12,11 +12,11 @@ import torch
 from flatout.profile.advice import advise
 from flatout.profile.gaps import gaps, grouped
 from flatout.profile.memory_timeline import memory
-from flatout.profile.model import PHASES, Step, Sync, TraceFile
 from flatout.profile.nsight import kernel_filter
 from flatout.profile.operators import device_phases, operators, top_kernel
 from flatout.profile.places import code_at
-from flatout.profile.profile import Profile
+from flatout.profile.profile_data import PHASES, Step, Sync, TraceFile
+from flatout.profile.shown_profile import Profile
 from flatout.profile.trace import Trace
 from flatout.report.environment import environment_of
 

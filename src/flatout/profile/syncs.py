@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.profile.model import Phase
 from flatout.profile.places import of_frame, outwards, short
+from flatout.profile.profile_data import Phase
 
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING_OPERATORS = {

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.profile.events import RUNTIME, Event
-from flatout.profile.model import Phase
 from flatout.profile.parts import Parts
 from flatout.profile.places import is_users
+from flatout.profile.profile_data import Phase
 
 BOUNDARY = "flatout.boundary"
 """Annotation of no length between two steps."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from flatout.profile.model import Sync
 from flatout.profile.places import of_frame
+from flatout.profile.profile_data import Sync
 from flatout.profile.syncs import watching
 from flatout.techniques.base import Advice, NotApplicable
 

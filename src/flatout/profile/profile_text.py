@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.core import formatting
-from flatout.profile import wording
-from flatout.profile.model import PHASES, ProfileData
-from flatout.profile.wording import ms
+from flatout.profile import sections
+from flatout.profile.profile_data import PHASES, ProfileData
+from flatout.profile.sections import ms
 from flatout.report import terminal
 
 _STYLES = {"number": "", "strong": "bold", "plain": "", "quiet": "dim"}
@@ -37,18 +37,18 @@ def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[Renderable
 
     rate = f", {formatting.count(profile.samples / profile.seconds)} samples/s" if profile.samples else ""
     yield Text.assemble(("flatout", "bold magenta"), "  ", say(f"{ms(profile.seconds)} a step{rate}", "bold"))
-    yield say(wording.biggest(profile), "bold")
-    yield say(wording.basis(profile), "dim")
+    yield say(sections.biggest(profile), "bold")
+    yield say(sections.basis(profile), "dim")
     if profile.verdict:
         yield say(profile.verdict)
     yield Text("")
     yield _phases(profile, max(10, min(40, options.max_width - 62)), say)
     yield from titled("what to do", _numbered(profile.advice, say))
-    for section in wording.sections(profile):
+    for section in sections.sections(profile):
         note = [say(section.note, "dim")] if section.note else []
         yield from titled(section.title[0].lower() + section.title[1:], *note, _rows(section, say))
     if profile.memory is not None:
-        yield from titled("memory", say(wording.peak(profile)))
+        yield from titled("memory", say(sections.peak(profile)))
     if profile.commands:
         lines = [say(continued(line, options.max_width - 2)) for line in profile.commands]
         yield from titled("deeper, with NVIDIA's tools (nvprof is gone)", *lines)
@@ -78,7 +78,7 @@ def _phases(profile: ProfileData, width: int, say: Say) -> Table:
     table = _table([*headings, ("GPU", True)] if on_gpu else headings)
     longest = max(profile.phases.values())
     for phase in PHASES:
-        look, seconds = wording.LOOKS[phase], profile.phases[phase]
+        look, seconds = sections.LOOKS[phase], profile.phases[phase]
         table.add_row(
             say(formatting.share(seconds / profile.seconds)),
             say(look.name, look.style),
@@ -98,7 +98,7 @@ def _numbered(lines: Iterable[str], say: Say) -> Table:
     return grid
 
 
-def _rows(section: wording.Section, say: Say) -> Table:
+def _rows(section: sections.Section, say: Say) -> Table:
     table = _table((heading, look == "number") for heading, look, _ in section.columns)
     styles = [_STYLES[look] for _, look, _ in section.columns]
     for row in section.rows[:_ROWS]:

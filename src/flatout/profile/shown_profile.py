@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from flatout.profile import page, terminal
-from flatout.profile.model import ProfileData
+from flatout.profile import profile_page, profile_text
+from flatout.profile.profile_data import ProfileData
 from flatout.report.shown import Shown
 
 SCHEMA_VERSION = 1
@@ -46,10 +46,10 @@ class Profile(ProfileData, Shown):
             shutil.copyfileobj(trace, to)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from terminal.render(self, options)
+        yield from profile_text.render(self, options)
 
     def __str__(self) -> str:
-        return terminal.to_text(self)
+        return profile_text.to_text(self)
 
     def _fragment(self) -> str:
-        return page.fragment(self)
+        return profile_page.fragment(self)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flatout.core import formatting
-from flatout.profile import charts, wording
-from flatout.profile.model import ProfileData
-from flatout.profile.wording import ms
+from flatout.profile import charts, sections
+from flatout.profile.profile_data import ProfileData
+from flatout.profile.sections import ms
 from flatout.report.html import footer, table, text
 
 _LOOKS = {
@@ -18,7 +18,7 @@ _LOOKS = {
 
 def fragment(profile: ProfileData) -> str:
     """The profile's parts, top to bottom, without document and style."""
-    parts = [_header(profile), _advice(profile), _steps(profile), *map(_section, wording.sections(profile))]
+    parts = [_header(profile), _advice(profile), _steps(profile), *map(_section, sections.sections(profile))]
     parts += [_memory(profile), _commands(profile), footer(profile.environment)]
     return f"<section>{''.join(parts)}</section>"
 
@@ -28,8 +28,8 @@ def _header(profile: ProfileData) -> str:
     verdict = f"<p>{text(profile.verdict)}</p>" if profile.verdict else ""
     return (
         f'<header><h1><span class="factor">{ms(profile.seconds)}</span> a step</h1>'
-        f'<p class="lead">{text(formatting.capital(wording.biggest(profile)))}.{rate}</p>'
-        f'<p class="quiet">{text(formatting.capital(wording.basis(profile)))}.</p>{verdict}</header>'
+        f'<p class="lead">{text(formatting.capital(sections.biggest(profile)))}.{rate}</p>'
+        f'<p class="quiet">{text(formatting.capital(sections.basis(profile)))}.</p>{verdict}</header>'
     )
 
 
@@ -42,7 +42,7 @@ def _steps(profile: ProfileData) -> str:
     legend = " ".join(
         f'<i class="key" style="background:{look.colour}"></i>{look.name} '
         f"{formatting.share(profile.phases[phase] / profile.seconds)}"
-        for phase, look in wording.LOOKS.items()
+        for phase, look in sections.LOOKS.items()
         if profile.phases[phase] > 0
     )
     device = ""
@@ -54,7 +54,7 @@ def _steps(profile: ProfileData) -> str:
     )
 
 
-def _section(section: wording.Section) -> str:
+def _section(section: sections.Section) -> str:
     headings = [heading for heading, _, _ in section.columns]
     looks = [_LOOKS[look] for _, look, _ in section.columns]
     cells = [[look.format(text(cell)) for look, cell in zip(looks, row, strict=True)] for row in section.rows]
@@ -70,7 +70,7 @@ def _memory(profile: ProfileData) -> str:
     if profile.memory is None:
         return ""
     total = sum(step.seconds for step in profile.steps)
-    note = text(formatting.capital(wording.peak(profile)))
+    note = text(formatting.capital(sections.peak(profile)))
     return f'<h2>Memory</h2><p class="quiet">{note}.</p>{charts.memory(profile.memory, total)}'
 
 

@@ -1,4 +1,4 @@
-"""How a profile puts things, so that terminal and page say the same."""
+"""Sections of a profile and their words, the same in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from flatout.core import formatting
-from flatout.profile.model import Cause, Phase, ProfileData
+from flatout.profile.profile_data import Cause, Phase, ProfileData
 
 
 class PhaseLook(NamedTuple):
