@@ -90,10 +90,11 @@ def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> No
 
 
 def is_expected(path: str) -> bool:
-    """Python, its type stubs and marker, the two libraries, the metadata: and nothing else."""
+    """Python, its type stubs and marker, templates, the two libraries, the metadata: and nothing else."""
     return bool(
         re.fullmatch(
             r"flatout/([a-z_0-9]+/)*[a-z_0-9]+\.pyi?|flatout/py\.typed|flatout/native/_C\.so"
+            r"|flatout/report/templates/[a-z]+\.(html|css)\.j2"
             r"|flatout/native/_host\.[\w.-]+\.so|flatout-[\d.]+\.dist-info/.+",
             path,
         )
@@ -135,6 +136,7 @@ def test_a_wheel_built_without_nvcc_holds_what_it_should(tmp_path: Path) -> None
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
     assert [name for name in names if not is_expected(name)] == []
     assert {"flatout/native/_C.so", "flatout/py.typed", "flatout/__init__.py"} <= set(names)
+    assert {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/**/*.j2")} <= set(names)
     assert sum(name.startswith("flatout/native/_host.") for name in names) == 2  # the module and its types
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     assert "libtorch_cpu" in needed(tmp_path / "unpacked/flatout/native/_C.so")

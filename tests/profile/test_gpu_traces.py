@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.core.formatting import clean, share
-from flatout.profile import Memory, Profile, charts, gaps, memory_timeline, operators
+from flatout.profile import Memory, Profile, gaps, memory_timeline, operators, profile_page
 from flatout.profile.profile_data import PHASES
 from flatout.profile.profile_text import continued
 from flatout.profile.sections import LOOKS, sections
 from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
+from flatout.report import charts
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
@@ -521,7 +522,8 @@ def numbers(element: ET.Element, *names: str) -> list[float]:
 
 def test_charts_are_drawn_to_scale() -> None:
     profile = sync_bound()
-    bars = [numbers(rect, "x", "width") for rect in ET.fromstring(charts.mean(profile)).iter() if "rx" in rect.attrib]
+    mean = ET.fromstring(profile_page.mean_chart(profile))
+    bars = [numbers(rect, "x", "width") for rect in mean.iter() if "rx" in rect.attrib]
     host = bars[: len(PHASES)]
     assert [x for x, _ in host[1:]] == pytest.approx([x + width for x, width in host[:-1]], abs=0.2)
     assert sum(host[-1]) == pytest.approx(charts.WIDTH, abs=0.2)
@@ -532,11 +534,11 @@ def test_charts_are_drawn_to_scale() -> None:
         ],
         abs=0.1,
     )
-    for column in ET.fromstring(charts.steps(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
+    for column in ET.fromstring(profile_page.steps_chart(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
         bars = [numbers(rect, "y", "height") for rect in column if rect.tag.endswith("rect")]
         assert [y + height for y, height in bars[1:]] == pytest.approx([y for y, _ in bars[:-1]], abs=0.02)
         assert bars[-1][0] == pytest.approx(8, abs=0.1)  # all steps take as long: up to the top
-    drawn = charts.memory(Memory("cuda:0", ((0.1, 0), (0.2, 100), (0.3, 50)), 100, "forward"), 0.4)
+    drawn = profile_page.memory_chart(Memory("cuda:0", ((0.1, 0), (0.2, 100), (0.3, 50)), 100, "forward"), 0.4)
     line = next(path for path in ET.fromstring(drawn).iter() if "stroke:" in path.attrib.get("style", ""))
     assert line.attrib["d"].endswith(f"L{charts.WIDTH:.1f} 73.0")  # half of the peak, to the end
 

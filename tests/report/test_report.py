@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flatout.core import formatting
-from flatout.report import Gain, Pace, Report, Row, Summary, Trial, terminal, wording
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_text, wording
 from tests.reasons import reasons
 from tests.renderings.rendered import in_terminal, root_of
 from tests.report.drawn import bars, chart, charts, table_rows, widths
@@ -66,7 +66,7 @@ def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
 
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_text_equals_console_output(ascii_only: bool) -> None:
-    text = terminal.to_text(sample(), 80, ascii_only)
+    text = report_text.to_text(sample(), 80, ascii_only)
     assert squeezed(text) == squeezed(in_terminal(Report(sample()), 80, ascii_only))
 
 
@@ -153,6 +153,10 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path: object) -> Non
         assert formatting.clean(row.why) in said
     assert all(row.expected in said and row.chosen in said for row in sample().rows)
     assert "prefers-color-scheme:dark" in text
+
+
+def test_a_page_is_a_plain_string_that_callers_can_escape() -> None:
+    assert type(Report(sample())._repr_html_()) is str
 
 
 def test_chart_has_a_bar_and_a_whisker_per_timed_trial() -> None:

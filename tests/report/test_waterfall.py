@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.report import Gain, Pace, Report, Row, Summary, Trial, charts, wording
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_page, wording
 from flatout.report.waterfall import Waterfall, waterfall
 from tests.renderings.rendered import root_of
 from tests.report.drawn import charts as charts_of
@@ -63,7 +63,7 @@ def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
     made = fall.before + sum(change.ms for change in fall.changes) + fall.unexplained
     assert made == pytest.approx(fall.after, abs=1e-6)
 
-    first, *steps, last = lines(ET.fromstring(charts.falls(fall)))
+    first, *steps, last = lines(ET.fromstring(report_page.waterfall_chart(fall)))
     levels = [fall.before]
     for _, ms in expected:
         levels.append(levels[-1] + ms)
@@ -83,7 +83,7 @@ def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
 
 def plotted_between() -> tuple[float, float]:
     """Return the start of the bars, and the length of the longest bar."""
-    first, *_ = lines(ET.fromstring(charts.falls(Waterfall(2.0, (), -1.0, 1.0))))
+    first, *_ = lines(ET.fromstring(report_page.waterfall_chart(Waterfall(2.0, (), -1.0, 1.0))))
     return float(first[2].attrib["x"]), float(first[2].attrib["width"])
 
 
@@ -95,7 +95,7 @@ def fall_charts(report: Report) -> list[ET.Element]:
 def test_every_technique_that_a_trial_kept_is_shown_in_order() -> None:
     fall = waterfall(sample())
     assert fall is not None
-    found = lines(ET.fromstring(charts.falls(fall)))
+    found = lines(ET.fromstring(report_page.waterfall_chart(fall)))
     assert [(name, value, bar.attrib["class"]) for name, value, bar in found] == [
         (found[0][0], "6.20 ms", "whole"),
         ("Fused optimizer: flatout AdamW", "−0.326 ms", "kept"),
@@ -112,7 +112,7 @@ def test_a_technique_that_costs_time_is_shown_as_slower() -> None:
     summary = Summary((row("a", 2.0, 0.8),), {}, Pace(4.0, 1.0, 1.0), Pace(4.0, 1.25, 1.0), won=("a",))
     fall = waterfall(summary)
     assert fall is not None
-    found = lines(ET.fromstring(charts.falls(fall)))
+    found = lines(ET.fromstring(report_page.waterfall_chart(fall)))
     assert [(value, bar.attrib["class"]) for _, value, bar in found[1:-1]] == [
         ("+0.500 ms", "rejected"),
         ("−0.250 ms", "rest"),
@@ -140,7 +140,7 @@ def test_hostile_names_are_escaped() -> None:
     hostile = row("a", 2.0, 2.0, title=HOSTILE)
     fall = waterfall(Summary((hostile,), {}, Pace(4.0, 1.0, 1.0), Pace(3.0, 1.0, 1.0), won=("a",)))
     assert fall is not None
-    drawn = charts.falls(fall)
+    drawn = report_page.waterfall_chart(fall)
     assert "<script" not in drawn
     assert "\x1b" not in drawn
     assert any("<script>" in (element.text or "") for element in ET.fromstring(drawn).iter())

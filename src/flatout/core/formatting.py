@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from html import escape
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _FORMATS = {"Cf", "Zl", "Zp"}  # Unicode categories: format characters, line and paragraph separators
@@ -23,11 +22,6 @@ def visible(text: str) -> str:
 def clean(text: str) -> str:
     """Return ``visible(text)`` without leading and trailing white space."""
     return visible(text).strip()
-
-
-def as_html(text: str) -> str:
-    """Return ``visible(text)`` escaped for HTML."""
-    return escape(visible(text))
 
 
 def _shown(character: str) -> str:

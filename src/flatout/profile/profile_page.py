@@ -1,85 +1,49 @@
-"""A profile as HTML: the body of a page of its own, or of a notebook's cell."""
+"""A profile as a page."""
 
 from __future__ import annotations
 
-from flatout.core import formatting
-from flatout.profile import charts, sections
-from flatout.profile.profile_data import ProfileData
-from flatout.profile.sections import ms
-from flatout.report.html import footer, table, text
+from collections.abc import Mapping
 
-_LOOKS = {
-    "number": '<td class="gain">{}</td>',
-    "strong": "<td><b>{}</b></td>",
-    "plain": "<td>{}</td>",
-    "quiet": "<td><code>{}</code></td>",
-}
+from markupsafe import Markup
+
+from flatout.profile import sections
+from flatout.profile.profile_data import PHASES, Memory, Phase, ProfileData, Step
+from flatout.report import charts, html
+from flatout.report.charts import Segment
 
 
-def fragment(profile: ProfileData) -> str:
-    """The profile's parts, top to bottom, without document and style."""
-    parts = [_header(profile), _advice(profile), _steps(profile), *map(_section, sections.sections(profile))]
-    parts += [_memory(profile), _commands(profile), footer(profile.environment)]
-    return f"<section>{''.join(parts)}</section>"
-
-
-def _header(profile: ProfileData) -> str:
-    rate = f" {formatting.count(profile.samples / profile.seconds)} samples per second." if profile.samples else ""
-    verdict = f"<p>{text(profile.verdict)}</p>" if profile.verdict else ""
-    return (
-        f'<header><h1><span class="factor">{ms(profile.seconds)}</span> a step</h1>'
-        f'<p class="lead">{text(formatting.capital(sections.biggest(profile)))}.{rate}</p>'
-        f'<p class="quiet">{text(formatting.capital(sections.basis(profile)))}.</p>{verdict}</header>'
-    )
-
-
-def _advice(profile: ProfileData) -> str:
-    items = "".join(f"<li>{text(sentence)}</li>" for sentence in profile.advice)
-    return f'<h2>What to do, the costliest first</h2><ol class="why">{items}</ol>'
-
-
-def _steps(profile: ProfileData) -> str:
-    legend = " ".join(
-        f'<i class="key" style="background:{look.colour}"></i>{look.name} '
-        f"{formatting.share(profile.phases[phase] / profile.seconds)}"
-        for phase, look in sections.LOOKS.items()
-        if profile.phases[phase] > 0
-    )
-    device = ""
-    if profile.device_busy is not None:
-        device = f'<p class="quiet">The GPU worked for {formatting.share(profile.device_busy)} of the time.</p>'
-    return (
-        f"<h2>Where a step's time goes</h2>{charts.mean(profile)}"
-        f'<p class="quiet">{legend}</p>{device}<h2>Step by step</h2>{charts.steps(profile.steps)}'
-    )
-
-
-def _section(section: sections.Section) -> str:
-    headings = [heading for heading, _, _ in section.columns]
-    looks = [_LOOKS[look] for _, look, _ in section.columns]
-    cells = [[look.format(text(cell)) for look, cell in zip(looks, row, strict=True)] for row in section.rows]
-    if section.bar is not None:
-        headings.insert(1, "")
-        for row, item in zip(cells, section.items, strict=True):
-            row.insert(1, f"<td>{charts.bar(section.bar(item))}</td>")
-    note = f'<p class="quiet">{text(section.note)}</p>' if section.note else ""
-    return f"<h2>{section.title}</h2>{note}{table(headings, (f'<tr>{row}</tr>' for row in map(''.join, cells)))}"
-
-
-def _memory(profile: ProfileData) -> str:
-    if profile.memory is None:
-        return ""
+def fragment(profile: ProfileData) -> Markup:
+    """Return the parts of the profile, top to bottom, without document and style."""
     total = sum(step.seconds for step in profile.steps)
-    note = text(formatting.capital(sections.peak(profile)))
-    return f'<h2>Memory</h2><p class="quiet">{note}.</p>{charts.memory(profile.memory, total)}'
-
-
-def _commands(profile: ProfileData) -> str:
-    if not profile.commands:
-        return ""
-    listed = "".join(f'<p class="why"><code>{text(line)}</code></p>' for line in profile.commands)
-    return (
-        "<h2>Deeper, with NVIDIA's tools</h2>"
-        '<p class="quiet">A timeline of the whole process (Nsight Systems) and one kernel in depth (Nsight Compute). '
-        f"nvprof is gone: it knows no GPU made since 2020.</p>{listed}"
+    return html.render(
+        "profile.html.j2",
+        profile=profile,
+        sections=sections,
+        mean_chart=mean_chart(profile),
+        steps_chart=steps_chart(profile.steps),
+        memory_chart=memory_chart(profile.memory, total) if profile.memory else "",
+        share_bar=charts.share_bar,
     )
+
+
+def mean_chart(profile: ProfileData) -> Markup:
+    """Draw the mean step as one stacked bar, and below it the work of the GPU, if there is one."""
+    bars = {"host": profile.phases} | ({"GPU": profile.device_phases} if profile.device_phases else {})
+    return charts.stacked("time of a step by part", {name: _segments(phases) for name, phases in bars.items()})
+
+
+def steps_chart(steps: tuple[Step, ...]) -> Markup:
+    """Draw each profiled step as a column, which shows an outlier and its part."""
+    columns = {
+        f"step {number}: {sections.ms(step.seconds)}": _segments(step.phases) for number, step in enumerate(steps, 1)
+    }
+    return charts.columns("time of every profiled step by part", columns, 1e3 * max(step.seconds for step in steps))
+
+
+def memory_chart(memory: Memory, seconds: float) -> Markup:
+    """Draw the allocated memory over the profiled steps, which took ``seconds`` together."""
+    return charts.area("memory allocated over the profiled steps", memory.timeline, seconds, memory.peak)
+
+
+def _segments(phases: Mapping[Phase, float]) -> list[Segment]:
+    return [Segment(sections.LOOKS[phase].name, 1e3 * phases[phase], sections.LOOKS[phase].color) for phase in PHASES]

@@ -1,4 +1,4 @@
-"""A profile in a terminal."""
+"""A profile as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[..., Text]
 
 
 def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[RenderableType]:
-    """The parts of the summary, top to bottom, for a console of ``options.max_width`` columns."""
+    """Yield the parts of the profile, top to bottom, for a console of ``options.max_width`` columns."""
     plain = options.ascii_only
 
     def say(text: str, style: str = "") -> Text:
@@ -68,7 +68,7 @@ def continued(command: str, width: int) -> str:
 
 
 def to_text(profile: ProfileData, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """The summary as plain text; see ``report.terminal.plain_text``."""
+    """Return the profile as plain text; see ``report.terminal.plain_text``."""
     return terminal.plain_text(lambda options: render(profile, options), width, ascii_only)
 
 

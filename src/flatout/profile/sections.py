@@ -16,12 +16,12 @@ class PhaseLook(NamedTuple):
     Attributes:
         name: what it is called.
         style: rich style.
-        colour: of the style sheet.
+        color: of the style sheet.
     """
 
     name: str
     style: str
-    colour: str
+    color: str
 
 
 LOOKS: dict[Phase, PhaseLook] = {

@@ -1,4 +1,4 @@
-"""``Profile``: a profile with its files and its looks."""
+"""``Profile``: the data of a profile with its text, page and files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from flatout.profile import profile_page, profile_text
@@ -51,5 +52,5 @@ class Profile(ProfileData, Shown):
     def __str__(self) -> str:
         return profile_text.to_text(self)
 
-    def _fragment(self) -> str:
+    def _fragment(self) -> Markup:
         return profile_page.fragment(self)

@@ -7,9 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from flatout.report import html, serialize, terminal, wording
+from flatout.report import report_page, report_text, serialize, wording
 from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
 from flatout.report.shown import Shown
 
@@ -19,7 +20,7 @@ __all__ = ["SCHEMA_VERSION", "Gain", "Pace", "Report", "Row", "Status", "Summary
 class Report(Shown):
     """Shows a ``Summary`` wherever it is looked at.
 
-    ``print(report)`` gives text, ``rich.print(report)`` colour, a Jupyter cell a rendered table with charts;
+    ``print(report)`` gives text, ``rich.print(report)`` color, a Jupyter cell a rendered table with charts;
     ``to_json`` and ``to_html`` write files.
 
     Attributes:
@@ -69,13 +70,13 @@ class Report(Shown):
         return cls(serialize.from_json(text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from terminal.render(self.summary, options)
+        yield from report_text.render(self.summary, options)
 
     def __str__(self) -> str:
-        return terminal.to_text(self.summary)
+        return report_text.to_text(self.summary)
 
     def __repr__(self) -> str:
         return f"<flatout.Report: {len(self.rows)} rows, {wording.headline(self.summary)}>"
 
-    def _fragment(self) -> str:
-        return html.fragment(self.summary)
+    def _fragment(self) -> Markup:
+        return report_page.fragment(self.summary)

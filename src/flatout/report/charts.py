@@ -1,214 +1,224 @@
-"""The report's three charts, and what all charts share: inline SVG with the colours of the page's style sheet."""
+"""Charts as inline SVG, which takes its colors from the page's style sheet."""
 
 from __future__ import annotations
 
 import math
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
+
+from markupsafe import Markup
 
 from flatout.core import formatting
-from flatout.core.formatting import as_html
-from flatout.report import wording
-from flatout.report.model import Gain, Pace, Row
-from flatout.report.waterfall import Waterfall
 
 WIDTH = 760
-_LABEL = 235  # room for names, left of the bars
-_VALUE = 185  # room for numbers, right of them
-_LINE = 26
-_ROOM = 62  # that a number within a bar needs
-
-
-def gains(rows: tuple[Row, ...]) -> str:
-    """One horizontal bar per trial that was timed, with the whisker of its 95 % interval.
-
-    Args:
-        rows: of the report.
-
-    Returns:
-        An ``<svg>`` element; empty when nothing was timed.
-    """
-    bars: list[tuple[str, Gain, str]] = []
-    for row in rows:
-        for trial in row.trials:
-            if trial.gain is None or not all(map(math.isfinite, (trial.gain.ratio, trial.gain.low, trial.gain.high))):
-                continue
-            kept = row.status == "kept" and trial.candidate == row.chosen
-            bars.append((wording.name(row, trial.candidate), trial.gain, "kept" if kept else "rejected"))
-    if not bars:
-        return ""
-
-    low = min(0.0, *(gain.low - 1 for _, gain, _ in bars))
-    high = max(0.05, *(gain.high - 1 for _, gain, _ in bars))
-    x = _scale(low, high)
-    lines = []
-    for name, gain, css in bars:
-        middle = _LINE / 2
-        whisker = (
-            f'<path class="whisker" d="M{x(gain.low - 1):.1f} {middle}H{x(gain.high - 1):.1f}'
-            f'M{x(gain.low - 1):.1f} {middle - 4}v8M{x(gain.high - 1):.1f} {middle - 4}v8"/>'
-        )
-        told = f"{formatting.percent(gain.ratio)} ({wording.interval(gain)})"
-        lines.append(Line(name, told, _bar(x(0), x(gain.ratio - 1), css) + whisker))
-    ticks = {tick: "as before" if tick == 0 else formatting.percent(1 + tick, 0) for tick in _ticks(low, high)}
-    return _plot("speed gained by every candidate that was timed, with 95 % intervals", lines, x, ticks)
-
-
-def falls(fall: Waterfall) -> str:
-    """The time of a batch from the loop as it came to the loop as tuned, each bar from where the last one ended."""
-    steps = [(wording.name(change.row, change.row.chosen), change.ms, _saved(change.ms)) for change in fall.changes]
-    steps.append((wording.UNEXPLAINED, fall.unexplained, "rest"))
-    levels = list(accumulate((ms for _, ms, _ in steps), initial=fall.before))
-    low, high = min(0.0, *levels), max(levels)
-    x = _scale(low, high)
-
-    def line(name: str, told: str, start: float, end: float, css: str) -> Line:
-        return Line(name, told, _bar(x(start), x(end), css), leads_on=x(end))
-
-    lines = [line("as it came", formatting.milliseconds(fall.before), 0, fall.before, "whole")]
-    for (name, ms, css), (start, end) in zip(steps, pairwise(levels), strict=True):
-        lines.append(line(name, wording.change(ms), start, end, css))
-    last = line("as tuned", formatting.milliseconds(fall.after), 0, fall.after, "whole")
-    ticks = {tick: f"{tick:,g} ms" for tick in _ticks(low, high)}
-    label = "milliseconds of a batch, from the loop as it came to the loop as tuned, by technique"
-    return _plot(label, [*lines, replace(last, leads_on=None)], x, ticks)
-
-
-def paces(paces: Mapping[str, Pace]) -> str:
-    """Milliseconds per batch of each of these paces, by what they go to; empty where they are not known."""
-    whole = [pace.total_ms for pace in paces.values()]
-    if not (math.isfinite(sum(whole)) and any(whole)):
-        return ""
-    times = wording.times(*paces.values())
-    bars = {
-        name: [Segment(part.name, ms[index], part.colour) for part, ms in times] for index, name in enumerate(paces)
-    }
-    return stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, totals=True)
-
-
-def _saved(ms: float) -> str:
-    return "kept" if ms <= 0 else "rejected"
+_NAMES = 235  # width of the names, left of the bars
+_VALUES = 185  # width of the values, right of the bars
+_LINE = 26  # height of a bar with its margins
+_AXIS = 64  # width of the numbers, left of columns and areas
+_SVG = {"xmlns": "http://www.w3.org/2000/svg", "role": "img"}
+_TOP = 8  # margin above columns and areas
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a plot.
+class Bar:
+    """Line of a bar chart.
 
     Attributes:
-        name: left of it.
-        told: the number right of it.
-        marks: what is drawn, from the top of the line.
-        leads_on: where a thread leads down to the next line; None for none.
+        name: text left of the bar.
+        value: text right of the bar.
+        start: where the bar starts, on the axis of the chart.
+        end: where the bar ends.
+        css: class of the style sheet.
+        interval: ends of the whisker; empty draws none.
     """
 
     name: str
-    told: str
-    marks: str
-    leads_on: float | None = None
+    value: str
+    start: float
+    end: float
+    css: str
+    interval: tuple[float, ...] = ()
 
 
-def _scale(low: float, high: float) -> Callable[[float], float]:
-    """Positions of values in a plot whose axis goes from ``low`` to ``high``."""
-    return lambda value: _LABEL + (value - low) / (high - low) * (WIDTH - _LABEL - _VALUE)
+@dataclass(frozen=True)
+class Segment:
+    """Part of a stacked bar or column.
+
+    Attributes:
+        name: text of the tooltip.
+        ms: length, milliseconds.
+        color: color of the style sheet.
+    """
+
+    name: str
+    ms: float
+    color: str
 
 
-def _bar(start: float, end: float, css: str) -> str:
-    """A bar from one position to another, thin but there where they are the same."""
-    width = max(1.5, abs(end - start))
-    place = f'x="{min(start, end):.1f}" y="5" width="{width:.1f}" height="{_LINE - 10}"'
-    return f'<rect class="{css}" {place} rx="2"/>'
+def bars(
+    label: str, bars: Sequence[Bar], tick: Callable[[float], str], *, reach: float = 0.0, connected: bool = False
+) -> Markup:
+    """Draw a bar for each line, over one axis.
+
+    Args:
+        label: title for screen readers.
+        bars: lines from top to bottom.
+        tick: text of a position on the axis.
+        reach: smallest end of the axis.
+        connected: draw a thread from the end of each bar to the next bar.
+    """
+    ends = [0.0, reach, *(end for bar in bars for end in (bar.start, bar.end, *bar.interval))]
+    low, high = min(ends), max(ends)
+
+    def x(value: float) -> float:
+        return _NAMES + (value - low) / (high - low) * (WIDTH - _NAMES - _VALUES)
+
+    height = len(bars) * _LINE + 30
+    svg = _svg(label, height)
+    for value in _ticks(low, high):
+        _draw(svg, "line", css="tick" if value else "zero", x1=x(value), y1=0, x2=x(value), y2=height - 22)
+        _draw(svg, "text", tick(value), css="axis", x=x(value), y=height - 6, text_anchor="middle")
+    for index, bar in enumerate(bars):
+        line = _draw(svg, "g", transform=f"translate(0,{index * _LINE})")
+        _draw(line, "title", f"{bar.name}: {bar.value}")
+        name = bar.name if len(bar.name) <= 38 else f"{bar.name[:37]}…"
+        _draw(line, "text", name, css="name", x=_NAMES - 10, y=_LINE / 2 + 4, text_anchor="end")
+        left, right = sorted((x(bar.start), x(bar.end)))
+        _draw(line, "rect", css=bar.css, x=left, y=5, width=max(1.5, right - left), height=_LINE - 10, rx=2)
+        if bar.interval:
+            start, end = map(x, bar.interval)
+            d = f"M{start:.1f} {_LINE / 2}H{end:.1f}M{start:.1f} {_LINE / 2 - 4}v8M{end:.1f} {_LINE / 2 - 4}v8"
+            _draw(line, "path", css="whisker", d=d)
+        if connected and index < len(bars) - 1:
+            _draw(line, "path", css="thread", d=f"M{x(bar.end):.1f} {_LINE - 5}v10")
+        _draw(line, "text", bar.value, css="value", x=WIDTH, y=_LINE / 2 + 4, text_anchor="end")
+    return _markup(svg)
 
 
-def _plot(label: str, lines: Sequence[Line], x: Callable[[float], float], ticks: Mapping[float, str]) -> str:
-    """Named lines over a common axis, which is told below them."""
-    height = len(lines) * _LINE + 30
-    parts = []
-    for tick, told in ticks.items():
-        css = "zero" if tick == 0 else "tick"
-        parts.append(f'<line class="{css}" x1="{x(tick):.1f}" y1="0" x2="{x(tick):.1f}" y2="{height - 22}"/>')
-        parts.append(f'<text class="axis" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{told}</text>')
-    for index, line in enumerate(lines):
-        base = _LINE / 2 + 4
-        thread = "" if line.leads_on is None else f'<path class="thread" d="M{line.leads_on:.1f} {_LINE - 5}v10"/>'
-        parts.append(
-            f'<g transform="translate(0,{index * _LINE})"><title>{as_html(f"{line.name}: {line.told}")}</title>'
-            f'<text class="name" x="{_LABEL - 10}" y="{base}" text-anchor="end">{as_html(_short(line.name))}</text>'
-            f"{line.marks}{thread}"
-            f'<text class="value" x="{WIDTH}" y="{base}" text-anchor="end">{as_html(line.told)}</text></g>'
-        )
-    return svg(height, label, parts)
+def stacked(label: str, bars: Mapping[str, Sequence[Segment]], *, totals: bool = False) -> Markup:
+    """Draw horizontal bars of segments, all on one scale.
+
+    Args:
+        label: title for screen readers.
+        bars: segments of each bar, from left to right; one bar at least has a length.
+        totals: write the length of each bar at its end.
+    """
+    left, line = 60, 42
+    width = WIDTH - left - (110 if totals else 0)
+    longest = max(sum(part.ms for part in bar) for bar in bars.values())
+    svg = _svg(label, len(bars) * line)
+    for top, (name, bar) in zip(range(0, len(bars) * line, line), bars.items(), strict=True):
+        x = float(left)
+        _draw(svg, "text", name, css="name", x=left - 8, y=top + 23, text_anchor="end")
+        for part in bar:
+            length, value = width * part.ms / longest, formatting.milliseconds(part.ms)
+            rect = _draw(svg, "rect", style=f"fill:{part.color}", x=x, y=top + 2, width=length, height=32, rx=2)
+            _draw(rect, "title", f"{part.name}: {value}")
+            if length > 62:  # the text fits into the segment
+                _draw(svg, "text", value, css="inside", x=x + length / 2, y=top + 23, text_anchor="middle")
+            x += length
+        if totals:
+            total = formatting.milliseconds(sum(part.ms for part in bar))
+            _draw(svg, "text", total, css="value", x=x + 8, y=top + 23)
+    return _markup(svg)
 
 
-def _short(name: str, limit: int = 38) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"
+def columns(label: str, columns: Mapping[str, Sequence[Segment]], longest: float) -> Markup:
+    """Draw numbered columns of segments, from the bottom up.
+
+    Args:
+        label: title for screen readers.
+        columns: segments of each column, by the text of its tooltip.
+        longest: milliseconds of the longest column.
+    """
+    height = 150
+    distance = (WIDTH - _AXIS) / len(columns)
+    width = min(60.0, distance * 0.8)
+    svg = _svg(label, height + 30)
+    for share in (0.0, 0.5, 1.0):
+        _level(svg, _TOP + height * (1 - share), formatting.milliseconds(share * longest))
+    for index, (title, parts) in enumerate(columns.items()):
+        middle, y = _AXIS + (index + 0.5) * distance, float(_TOP + height)
+        column = _draw(svg, "g")
+        _draw(column, "title", title)
+        for part in parts:
+            length = height * part.ms / longest
+            y -= length
+            _draw(column, "rect", style=f"fill:{part.color}", x=middle - width / 2, y=y, width=width, height=length)
+        _draw(column, "text", str(index + 1), css="axis", x=middle, y=height + 24, text_anchor="middle")
+    return _markup(svg)
+
+
+def area(label: str, points: Sequence[tuple[float, float]], end: float, peak: float) -> Markup:
+    """Draw bytes over seconds, as the area below a line of steps.
+
+    Args:
+        label: title for screen readers.
+        points: pairs of seconds and bytes, in order.
+        end: seconds at the right edge.
+        peak: bytes at the upper edge.
+    """
+    height = 130
+    low = min(0.0, *(value for _, value in points))
+    span = max(1.0, peak - low)
+
+    def x(time: float) -> float:
+        return _AXIS + (WIDTH - _AXIS) * min(1.0, time / end)
+
+    def y(value: float) -> float:
+        return _TOP + height * (1 - (value - low) / span)
+
+    start, first = points[0]
+    line = f"M{x(start):.1f} {y(first):.1f}"
+    for (_, before), (time, value) in pairwise([*points, (end, points[-1][1])]):
+        line += f"L{x(time):.1f} {y(before):.1f}L{x(time):.1f} {y(value):.1f}"
+    svg = _svg(label, height + 32)
+    for value in (low, (low + peak) / 2, peak):
+        _level(svg, y(value), formatting.size_of(value))
+    below = f"{line}L{x(end):.1f} {y(low):.1f}L{x(start):.1f} {y(low):.1f}Z"
+    _draw(svg, "path", d=below, style="fill:var(--step);opacity:.25")
+    _draw(svg, "path", d=line, style="fill:none;stroke:var(--step);stroke-width:1.5")
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        text = formatting.milliseconds(1e3 * share * end)
+        _draw(svg, "text", text, css="axis", x=x(share * end), y=height + 26, text_anchor=anchor)
+    return _markup(svg)
+
+
+def share_bar(share: float) -> Markup:
+    """Draw a small bar for the cell of a table, full at 1."""
+    svg = ET.Element("svg", _SVG | {"viewBox": "0 0 90 12", "style": "width:90px", "aria-hidden": "true"})
+    _draw(svg, "rect", css="step", x=0, y=1, width=90 * share, height=10, rx=2)
+    return _markup(svg)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round positions, zero among them, four to eight of them."""
+    """Return four to eight round positions, zero among them."""
     span = high - low
     step = 10 ** math.floor(math.log10(span / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 7)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a stacked bar.
-
-    Attributes:
-        name: what it is.
-        ms: how long, milliseconds.
-        colour: of the style sheet.
-    """
-
-    name: str
-    ms: float
-    colour: str
+def _svg(label: str, height: float) -> ET.Element:
+    return ET.Element("svg", _SVG | {"viewBox": f"0 0 {WIDTH} {height}", "aria-label": label})
 
 
-def stacked(label: str, bars: Mapping[str, Sequence[Segment]], *, totals: bool = False) -> str:
-    """Horizontal bars of milliseconds, all to one scale.
-
-    Args:
-        label: what the chart shows.
-        bars: name to parts, from left to right; one of them at least is longer than nothing.
-        totals: write each bar's length behind it.
-    """
-    begin, line = 60, 42
-    plot = WIDTH - begin - (110 if totals else 0)
-    longest = max(sum(part.ms for part in bar) for bar in bars.values())
-    parts = []
-    for top, (name, bar) in zip(range(0, len(bars) * line, line), bars.items(), strict=True):
-        x = float(begin)
-        parts.append(f'<text class="name" x="{begin - 8}" y="{top + 23}" text-anchor="end">{as_html(name)}</text>')
-        for part in bar:
-            width, told = plot * part.ms / longest, formatting.milliseconds(part.ms)
-            parts.append(
-                f'<rect style="fill:{part.colour}" x="{x:.1f}" y="{top + 2}" width="{width:.1f}" height="32" rx="2">'
-                f"<title>{as_html(f'{part.name}: {told}')}</title></rect>"
-            )
-            if width > _ROOM:
-                middle = f'x="{x + width / 2:.1f}" y="{top + 23}" text-anchor="middle"'
-                parts.append(f'<text class="inside" {middle}>{told}</text>')
-            x += width
-        if totals:
-            total = formatting.milliseconds(sum(part.ms for part in bar))
-            parts.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 23}">{total}</text>')
-    return svg(len(bars) * line, label, parts)
+def _draw(parent: ET.Element, tag: str, text: str = "", css: str = "", **attributes: str | float) -> ET.Element:
+    """Append an element of class ``css`` to ``parent``; numbers keep two decimals."""
+    element = ET.SubElement(parent, tag, {"class": css} if css else {})
+    for name, value in attributes.items():
+        element.set(name.replace("_", "-"), value if isinstance(value, str) else f"{round(value, 2):g}")
+    element.text = formatting.visible(text)
+    return element
 
 
-def level(y: float, begin: int, told: str) -> str:
-    """A line across a chart, with what it stands for at its left, before ``begin``."""
-    return (
-        f'<line class="tick" x1="{begin}" y1="{y:.1f}" x2="{WIDTH}" y2="{y:.1f}"/>'
-        f'<text class="axis" x="{begin - 8}" y="{y + 4:.1f}" text-anchor="end">{told}</text>'
-    )
+def _level(svg: ET.Element, y: float, text: str) -> None:
+    """Draw a line across a chart, with its value at the left."""
+    _draw(svg, "line", css="tick", x1=_AXIS, y1=y, x2=WIDTH, y2=y)
+    _draw(svg, "text", text, css="axis", x=_AXIS - 8, y=y + 4, text_anchor="end")
 
 
-def svg(height: int, label: str, parts: list[str]) -> str:
-    """An ``<svg>`` element of the page's width around its parts."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{as_html(label)}">{"".join(parts)}</svg>'
-    )
+def _markup(svg: ET.Element) -> Markup:
+    return Markup(ET.tostring(svg, encoding="unicode"))

@@ -8,13 +8,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from markupsafe import Markup
+
 from flatout.report import html
 
 
 class Shown(ABC):
     """Something to look at.
 
-    ``print`` gives text, ``rich.print`` colour, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
+    ``print`` gives text, ``rich.print`` color, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
     files.
     """
 
@@ -25,7 +27,7 @@ class Shown(ABC):
         """Everything shown, as plain data with the key ``schema``."""
 
     @abstractmethod
-    def _fragment(self) -> str:
+    def _fragment(self) -> Markup:
         """Everything shown, as HTML."""
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
@@ -46,7 +48,7 @@ class Shown(ABC):
         Args:
             path: the file.
         """
-        Path(path).write_text(html.page(self._TITLE, self._fragment()), encoding="utf-8")
+        Path(path).write_text(html.render("page.html.j2", title=self._TITLE, body=self._fragment()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        return html.embedded(self._fragment())
+        return str(html.render("cell.html.j2", body=self._fragment()))

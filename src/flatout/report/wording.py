@@ -46,12 +46,12 @@ class PartLook(NamedTuple):
     Attributes:
         name: what it is called.
         short: the same at the head of a narrow column.
-        colour: of the style sheet.
+        color: of the style sheet.
     """
 
     name: str
     short: str
-    colour: str
+    color: str
 
 
 WAITING = PartLook("waiting for data", "wait for data", "var(--load)")

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from rich import box
@@ -17,7 +16,7 @@ from rich.text import Text
 from flatout.cli.demo_jobs.demo_job import LONG_TRAINING
 from flatout.cli.demo_jobs.loops import Outcome
 from flatout.core import formatting
-from flatout.report import Report, html
+from flatout.report import Report, html, report_page
 
 SCHEMA_VERSION = 1
 """Version of the demo's JSON form."""
@@ -71,9 +70,9 @@ class JobResult:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-        for index, heading in enumerate(self._headings()):
+        for index, heading in enumerate(self.headings):
             table.add_column(heading, justify="left" if index == 0 else "right")
-        for cells, style in zip(self._cells(), ("", "bold green"), strict=True):
+        for cells, style in zip(self.cells, ("", "bold green"), strict=True):
             table.add_row(Text(cells[0]), *(Text(cell, style=style) for cell in cells[1:]))
         yield table
         yield Text.assemble(
@@ -82,26 +81,15 @@ class JobResult:
             f" and decided as for {LONG_TRAINING:,} steps.",
         )
 
-    def to_html(self) -> str:
-        """A fragment: this job's comparison, then its report."""
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in self._headings())
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._cells())
-        return (
-            f'<div class="job"><h1>{escape(self.title)}</h1>'
-            f'<p class="lead"><span class="factor">{self.speedup:.2f}×</span> the training throughput, '
-            "data loading included; tuning took "
-            f"{formatting.seconds(self.tuning_seconds)} on top and decided as for {LONG_TRAINING:,} steps. "
-            f"{self.parameters:,} parameters, {self.epochs} epochs, "
-            "same seed, weights and hyper-parameters.</p>"
-            f'<table class="versus"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-            f"{html.fragment(self.report.summary)}</div>"
-        )
-
-    def _headings(self) -> list[str]:
+    @property
+    def headings(self) -> list[str]:
+        """Headings of the table that compares the trainings."""
         metrics = [f"held-out {name}" for name in self.naive.metrics]
         return ["training", "time", f"{self.unit}/s", *metrics]
 
-    def _cells(self) -> list[list[str]]:
+    @property
+    def cells(self) -> list[list[str]]:
+        """Cells of the same table, a row for each training."""
         rows = []
         for name, outcome in (("as first written", self.naive), ("through flatout", self.optimized)):
             rate = formatting.count(outcome.samples_per_second)
@@ -132,8 +120,8 @@ class DemoResult:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        foot = f'<footer class="quiet">{escape(self.command)}: {formatting.seconds(self.seconds)} in all</footer>'
-        return html.page("flatout demo", "".join(job.to_html() for job in self.jobs) + foot)
+        body = html.render("demo.html.j2", demo=self, steps=LONG_TRAINING, report=report_page.fragment)
+        return str(html.render("page.html.j2", title="flatout demo", body=body))
 
 
 def _metric(name: str, value: float) -> str:

@@ -1,0 +1,90 @@
+"""The report as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+
+from markupsafe import Markup
+
+from flatout.core import formatting
+from flatout.report import charts, html, wording
+from flatout.report.charts import Bar, Segment
+from flatout.report.model import Pace, Row, Summary, Trial
+from flatout.report.waterfall import Waterfall, waterfall
+
+
+def fragment(summary: Summary) -> Markup:
+    """Return the parts of the report, top to bottom, without document and style."""
+    fall = waterfall(summary)
+    return html.render(
+        "report.html.j2",
+        summary=summary,
+        wording=wording,
+        trial_facts=_trial_facts,
+        pace_chart=pace_chart(wording.paces(summary)),
+        waterfall_chart=waterfall_chart(fall) if fall else "",
+        gain_chart=gain_chart(summary.rows),
+    )
+
+
+def pace_chart(paces: Mapping[str, Pace]) -> str:
+    """Draw the milliseconds per batch of each pace, by what they go to; return "" if they are unknown."""
+    whole = [pace.total_ms for pace in paces.values()]
+    if not (math.isfinite(sum(whole)) and any(whole)):
+        return ""
+    times = wording.times(*paces.values())
+    bars = {name: [Segment(part.name, ms[index], part.color) for part, ms in times] for index, name in enumerate(paces)}
+    return charts.stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, totals=True)
+
+
+def waterfall_chart(fall: Waterfall) -> str:
+    """Draw the time of a batch from the original loop to the tuned loop, each bar from the end of the last one."""
+    steps = [
+        (wording.name(change.row, change.row.chosen), change.ms, "kept" if change.ms <= 0 else "rejected")
+        for change in fall.changes
+    ]
+    steps.append((wording.UNEXPLAINED, fall.unexplained, "rest"))
+    levels = accumulate((ms for _, ms, _ in steps), initial=fall.before)
+    bars = [
+        Bar("as it came", formatting.milliseconds(fall.before), 0, fall.before, "whole"),
+        *(
+            Bar(name, wording.change(ms), start, end, css)
+            for (name, ms, css), (start, end) in zip(steps, pairwise(levels), strict=True)
+        ),
+        Bar("as tuned", formatting.milliseconds(fall.after), 0, fall.after, "whole"),
+    ]
+    label = "milliseconds of a batch, from the loop as it came to the loop as tuned, by technique"
+    return charts.bars(label, bars, lambda ms: f"{ms:,g} ms", connected=True)
+
+
+def gain_chart(rows: tuple[Row, ...]) -> str:
+    """Draw the gain of each timed trial with its 95 % interval; return "" if nothing was timed."""
+    bars = []
+    for row in rows:
+        for trial in row.trials:
+            gain = trial.gain
+            if gain is None or not all(map(math.isfinite, (gain.ratio, gain.low, gain.high))):
+                continue
+            value = f"{formatting.percent(gain.ratio)} ({wording.interval(gain)})"
+            css = "kept" if row.status == "kept" and trial.candidate == row.chosen else "rejected"
+            interval = (gain.low - 1, gain.high - 1)
+            bars.append(Bar(wording.name(row, trial.candidate), value, 0, gain.ratio - 1, css, interval))
+    if not bars:
+        return ""
+    label = "speed gained by every candidate that was timed, with 95 % intervals"
+    return charts.bars(label, bars, lambda gain: formatting.percent(1 + gain, 0) if gain else "as before", reach=0.05)
+
+
+def _trial_facts(trial: Trial) -> list[str]:
+    """Return what is known of a trial, numbers first."""
+    facts = []
+    if trial.gain is not None:
+        times = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.candidate_ms)}"
+        gain = f"{formatting.percent(trial.gain.ratio)} ({wording.interval(trial.gain)})"
+        facts.append(f"{times}, {gain}, {trial.pairs} pairs")
+    if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
+        before, after = formatting.size_of(trial.baseline_bytes), formatting.size_of(trial.candidate_bytes)
+        facts.append(f"step memory {before} → {after}")
+    return facts + wording.trial_notes(trial)
