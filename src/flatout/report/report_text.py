@@ -56,10 +56,6 @@ def _expected(row: Row, plain: bool) -> Text:
     return say(f"usually {formatting.clean(row.expected)}" if row.expected else "", plain, "dim")
 
 
-def _measured_and_expected(row: Row, plain: bool) -> Text:
-    return Text("\n").join(filter(None, (_gain(row, plain, "\n"), _expected(row, plain))))
-
-
 def _name(row: Row, plain: bool, joint: str = " · ") -> Text:
     faded = "dim" if wording.LOOKS[row.status].style == "dim" else "bold"
     text = say(formatting.clean(row.title), plain, faded)
@@ -106,16 +102,10 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
     table.add_column("speed (95 % interval)", min_width=24, max_width=24)
     table.add_column("why", ratio=1, overflow="fold")
     listed, neighbours = _split(rows)
-    for group in (listed, neighbours):
-        for row in group:
-            cells = (
-                _number(row),
-                _name(row, plain, "\n"),
-                _status(row, plain),
-                _measured_and_expected(row, plain),
-                _why(row, plain),
-            )
-            table.add_row(*cells, end_section=row is listed[-1] if listed else False)
+    for row in listed + neighbours:
+        result = Text("\n").join(filter(None, (_gain(row, plain, "\n"), _expected(row, plain))))
+        cells = (_number(row), _name(row, plain, "\n"), _status(row, plain), result, _why(row, plain))
+        table.add_row(*cells, end_section=bool(listed) and row is listed[-1])
     return table
 
 
@@ -146,13 +136,9 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
 
 def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
     yield Text.assemble(("flatout", "bold magenta"), "  ", say(wording.headline(summary), plain, "bold"))
-    told = Text("")
-    for status, number in wording.tally(summary.rows):
-        told.append(
-            f"{number} {status}".replace(" ", " " if plain else "\u00a0"), style=wording.LOOKS[status].style
-        ).append("   ")
-    told.rstrip()
-    yield told
+    space = " " if plain else "\u00a0"
+    counts = ((f"{number} {status}", wording.LOOKS[status].style) for status, number in wording.tally(summary.rows))
+    yield Text("   ").join(Text(count.replace(" ", space), style=style) for count, style in counts)
 
 
 def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
