@@ -1,4 +1,4 @@
-"""What a profile is made of: plain, frozen data that every rendering (terminal, page, JSON) reads."""
+"""Data of a profile, plain and frozen: every rendering (terminal, page, JSON) reads it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from typing import Literal, get_args
 
 Phase = Literal["loader_wait", "h2d", "forward", "backward", "update", "host_idle"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""The parts of a step, on the host's clock, in their order. ``host_idle`` is what is left of the wall time: the loop's
-own code between the other parts."""
+"""Parts of a step on the host's clock, in their order.
+
+``host_idle`` is the rest of the wall time: the loop's own code between the other parts.
+"""
 
 Cause = Literal["loader", "copy", "sync", "launch", "own code", "device"]
-"""Why a GPU idled: the host waited for data; copied it; had let the queue run dry by waiting for the GPU; launched
-kernels slower than they ran; ran the loop's own code; or, work being queued, the device itself took its time."""
+"""Causes of an idle GPU.
+
+``loader``: the host waited for data. ``copy``: the host copied data. ``sync``: the host had waited for the GPU, so the
+queue was empty. ``launch``: the host launched kernels slower than they ran. ``own code``: the host ran the loop's own
+code. ``device``: work was queued, and the device delayed it.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Stretches in which the GPU ran nothing, of one cause.
+    """Stretches of one cause in which the GPU ran nothing.
 
     Attributes:
-        cause: what the host did meanwhile.
-        phase: in which part of the step.
+        cause: activity of the host meanwhile.
+        phase: part of the step.
         where: ``file:line`` of the user's code, or the operator; empty when not known.
         count: number of stretches per step.
         seconds: per step.
@@ -66,13 +72,13 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Sync:
-    """A place where the host waits for the GPU, or, without a GPU, would wait for one.
+    """Place where the host waits for the GPU, or would wait if there were one.
 
     Attributes:
         what: the call, e.g. ``item``.
         where: ``file:line`` of the user's code; empty when no frame is the user's.
         code: that line.
-        phase: the part of the step that it is in.
+        phase: part of the step.
         per_step: calls per step.
     """
 
@@ -85,13 +91,13 @@ class Sync:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that tensors take.
+    """Memory of tensors.
 
     Attributes:
-        device: ``cuda:0``, say; on ``cpu`` only what was allocated since profiling began is counted.
+        device: such as ``cuda:0``; ``cpu`` counts only allocations since profiling began.
         timeline: (seconds since the first profiled step, bytes allocated), in order.
         peak: bytes.
-        peak_phase: the part of the step in which it was reached.
+        peak_phase: part of the step with the peak.
     """
 
     device: str
@@ -106,7 +112,7 @@ class Step:
 
     Attributes:
         seconds: its wall time.
-        phases: how that divides.
+        phases: seconds of each part.
     """
 
     seconds: float
@@ -114,7 +120,7 @@ class Step:
 
 
 class TraceFile:
-    """A Chrome trace in a temporary directory that goes when this object does."""
+    """Chrome trace in a temporary directory, deleted with this object."""
 
     def __init__(self) -> None:
         folder = mkdtemp(prefix="flatout-profile-")
@@ -123,7 +129,7 @@ class TraceFile:
 
 
 def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child's end is not ours
+    if os.getpid() == owner:  # a forked child leaves the file to its parent
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,10 +17,10 @@ from flatout.profile.sections import ms
 from flatout.report import terminal
 
 _STYLES = {"number": "", "strong": "bold", "plain": "", "quiet": "dim"}
-_ROWS = 8  # of a table; the page has more
+_ROWS = 8  # rows of a table; the page shows all
 
 Say = Callable[..., Text]
-"""Text for this terminal: (text, style)."""
+"""Function from a text and its style to text for this terminal."""
 
 
 def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -57,7 +57,7 @@ def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[Renderable
 
 
 def continued(command: str, width: int) -> str:
-    """A shell command over several lines that can be copied as they are; a longer word has a line of its own."""
+    """Return a shell command on several lines, which a shell reads unchanged; a longer word has its own line."""
     lines = [""]
     for word in map(shlex.quote, shlex.split(command)):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:

@@ -11,12 +11,12 @@ from flatout.profile.profile_data import Cause, Phase, ProfileData
 
 
 class PhaseLook(NamedTuple):
-    """How a part of a step is shown.
+    """Look of a part of a step.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         style: rich style.
-        color: of the style sheet.
+        color: color of the style sheet.
     """
 
     name: str
@@ -44,12 +44,12 @@ CAUSES: dict[Cause, str] = {
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, three digits."""
+    """Return milliseconds with three digits."""
     return formatting.milliseconds(1e3 * seconds)
 
 
 def biggest(profile: ProfileData) -> str:
-    """The largest part of a step, in words."""
+    """Return the largest part of a step, in words."""
     if profile.device_busy is not None and profile.device_busy < 0.9 and profile.gaps:
         worst = profile.gaps[0]
         where = f" ({worst.where})" if worst.where else ""
@@ -60,14 +60,14 @@ def biggest(profile: ProfileData) -> str:
 
 
 def basis(profile: ProfileData) -> str:
-    """What the figures rest on."""
+    """Return the number of steps behind the figures."""
     count = len(profile.steps)
     text = f"mean of {count} step{'s' * (count != 1)} under the profiler"
     return f"{text}; {ms(profile.unprofiled_seconds)} without it" if profile.unprofiled_seconds else text
 
 
 def peak(profile: ProfileData) -> str:
-    """The most memory that was taken, where that was, and what counts; empty when nothing was allocated."""
+    """Return the peak of memory, its phase and its device; empty if nothing was allocated."""
     if profile.memory is None:
         return ""
     told = f"peak {formatting.size_of(profile.memory.peak)} in {LOOKS[profile.memory.peak_phase].name}"
@@ -76,19 +76,19 @@ def peak(profile: ProfileData) -> str:
 
 
 Column = tuple[str, Literal["number", "strong", "plain", "quiet"], Callable[[Any], str]]
-"""A column of a table: its heading, which may be empty; how its cells are shown; what stands in the row of an item."""
+"""Column of a table: heading (may be empty), look of its cells, and function from an item to the text of its cell."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table under its heading.
+    """Table with its heading.
 
     Attributes:
         title: of the section.
-        note: what the reader must know first; may be empty.
+        note: sentence above the table; may be empty.
         columns: of the table.
         items: one for each row.
-        bar: the length of an item's bar, 0..1; None for a table without bars.
+        bar: function from an item to the length of its bar, 0..1; None for a table without bars.
     """
 
     title: str
@@ -99,12 +99,12 @@ class Section:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The cells."""
+        """Texts of the cells, row by row."""
         return [[cell(item) for _, _, cell in self.columns] for item in self.items]
 
 
 def sections(profile: ProfileData) -> Iterator[Section]:
-    """The tables of a profile, in their order; those without a row are left out."""
+    """Yield the tables of a profile that have rows, in their order."""
     on_gpu = bool(profile.device_phases)
     if profile.gaps:
         columns: list[Column] = [

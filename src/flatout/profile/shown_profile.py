@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Profile(ProfileData, Shown):
-    """Where the time of training steps goes: :class:`ProfileData` to look at.
+    """Profile of training steps: :class:`ProfileData` with its text, page and files.
 
     ``print(profile)`` gives text, ``rich.print(profile)`` color, a Jupyter cell a page with charts.
     """
@@ -35,10 +35,10 @@ class Profile(ProfileData, Shown):
         return {"schema": SCHEMA_VERSION, **plain}
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Writes the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
+        """Write the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
 
         Raises:
-            ValueError: there is no trace: this profile was not recorded here.
+            ValueError: this profile was not recorded in this process.
         """
         if self.trace is None:
             raise ValueError("this profile has no trace: it was not recorded in this process")

@@ -18,7 +18,7 @@ __all__ = ["SCHEMA_VERSION", "Gain", "Pace", "Report", "Row", "Status", "Summary
 
 
 class Report(Shown):
-    """Shows a ``Summary`` wherever it is looked at.
+    """View of a ``Summary`` for terminals, notebooks and files.
 
     ``print(report)`` gives text, ``rich.print(report)`` color, a Jupyter cell a rendered table with charts;
     ``to_json`` and ``to_html`` write files.
@@ -56,7 +56,7 @@ class Report(Shown):
 
     @classmethod
     def from_json(cls, source: str | PathLike[str]) -> Report:
-        """Reads what ``to_json`` gave.
+        """Read what ``to_json`` wrote.
 
         Args:
             source: the text, or the path of a file that holds it.

@@ -17,7 +17,7 @@ from flatout.report.model import Pace, Row, Summary
 from flatout.report.terminal import facts, plain_text, say
 
 WIDE = 120
-"""Columns from which the reason has a column of its own."""
+"""Smallest width at which the reason has its own column."""
 
 
 def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -42,7 +42,7 @@ def _status(row: Row, plain: bool) -> Text:
 
 
 def _gain(row: Row, plain: bool, joint: str) -> Text:
-    """Speed with its interval, and memory where that was measured."""
+    """Return the speed with its interval, and the memory if it changed."""
     parts = []
     if row.gain is not None:
         speed = say(formatting.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
@@ -126,7 +126,7 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
         head.add_row(_number(row), _name(row, plain), result)
         lines.append(head)
         reason = (row.status, row.why, wording.purpose(row))
-        if reason != told:  # a run of rows with one reason tells it once
+        if reason != told:  # consecutive rows with one reason show it once
             lines.append(Padding(_why(row, plain), (0, 0, 0, 3)))
         if row.expected:
             lines.append(Padding(_expected(row, plain), (0, 0, 0, 3)))
@@ -162,7 +162,7 @@ _STYLES = {"before": "", "after": "bold green"}
 
 
 def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
-    """What the time of a batch goes to, a line for each pace."""
+    """Return the parts of a batch's time, a line for each pace."""
     times = wording.times(*paces.values())
     grid = Table.grid(padding=(0, 2))
     for _ in range(len(times) + 2):
@@ -175,7 +175,7 @@ def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
 
 
 def _figures(paces: Mapping[str, Pace], plain: bool) -> Table:
-    """Rates and costs of each pace, and what they mean."""
+    """Return rates and costs of each pace, with their meanings."""
     grid = Table.grid(padding=(0, 2))
     for _ in range(len(paces) + 1):
         grid.add_column(justify="right", no_wrap=True)

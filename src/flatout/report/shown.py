@@ -1,4 +1,4 @@
-"""What a report and a profile have in common: the files and the cell of a notebook that they are shown in."""
+"""Files and notebook cells of a report or a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.report import html
 
 
 class Shown(ABC):
-    """Something to look at.
+    """Base of results that a terminal, a notebook and files show.
 
     ``print`` gives text, ``rich.print`` color, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
     files.
@@ -24,17 +24,17 @@ class Shown(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Everything shown, as plain data with the key ``schema``."""
+        """Return everything shown, as plain data with the key ``schema``."""
 
     @abstractmethod
     def _fragment(self) -> Markup:
-        """Everything shown, as HTML."""
+        """Return everything shown, as HTML."""
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
-        """Everything shown, as JSON text.
+        """Return everything shown, as JSON text.
 
         Args:
-            path: written there too, when given.
+            path: also write the text to this file.
         """
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         text = text.encode("utf-8", "backslashreplace").decode()  # shows a lone surrogate as JSON would escape it
@@ -43,7 +43,7 @@ class Shown(ABC):
         return text
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained page: charts inside, nothing fetched, light and dark.
+        """Write one self-contained page with its charts, for light and dark displays.
 
         Args:
             path: the file.

@@ -21,9 +21,9 @@ def plain_text(
     """Return what a console shows, as plain text.
 
     Args:
-        render: makes the parts, top to bottom.
-        width: columns; None takes the terminal's, 100 where there is none.
-        ascii_only: avoid every other character; None asks what standard output can show.
+        render: returns the parts, top to bottom.
+        width: columns; None takes the terminal's width, or 100 without a terminal.
+        ascii_only: use ASCII alone; None uses it if standard output supports nothing else.
     """
     if width is None:
         width = shutil.get_terminal_size((100, 24)).columns
