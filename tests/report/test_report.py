@@ -130,6 +130,16 @@ def test_invalid_reports_are_refused(text: str, fact: str | None) -> None:
         Report.from_json(text)
 
 
+def test_a_field_with_a_default_may_be_missing_and_a_number_must_be_one() -> None:
+    data = Report(sample()).to_dict()
+    del data["tuning_seconds"], data["rows"][8]["chosen"]
+    again = Report.from_json(json.dumps(data)).summary
+    assert (again.tuning_seconds, again.rows[8].chosen) == (0.0, "")
+    data["rows"][8]["number"] = "nine"
+    with pytest.raises(ValueError, match="nine"):
+        Report.from_json(json.dumps(data))
+
+
 def test_an_unknown_status_is_refused() -> None:
     data = Report(sample()).to_json().replace('"advice",', '"great",')
     with pytest.raises(ValueError, match=r"status.*'great'"):
