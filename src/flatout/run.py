@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from flatout.core.batches import batch_size_of, to_device
-from flatout.core.formatting import first_line
-from flatout.core.kinds import check_kinds, check_number
-from flatout.core.random_state import RandomState, generators_in
-from flatout.core.snapshot import Snapshot
+from flatout.core.batches import to_device
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
 from flatout.mfu import MfuCounter
@@ -25,25 +17,19 @@ from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, profile_run
 from flatout.report import Report
+from flatout.resume import Resumable
 from flatout.techniques import ObservingCandidate
-from flatout.training import checkpoint, job_state
+from flatout.training import checkpoint
 from flatout.training.attachments import attach, detach, is_attached
-from flatout.training.checkpoint.copies import mapped
 from flatout.training.device_verdict import judged
+from flatout.training.evaluation_loop import Metric, evaluate
 from flatout.training.export import export, export_weights
 from flatout.training.fit import Fitted, Keeper, fit
 from flatout.training.job import Job
 from flatout.training.loader import TrainingLoader
 from flatout.training.logged_metrics import Logs
-from flatout.training.non_finite import NonFiniteMonitor
 from flatout.training.progress_bar import EpochProgress
 from flatout.training.recovery import Recovery
-
-STATE_VERSION = 1
-"""Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""
-
-Metric = Callable[[Any, Any], Any]
-"""``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
 
 
 def undo(model: nn.Module) -> None:
@@ -54,7 +40,7 @@ def undo(model: nn.Module) -> None:
     detach(model)
 
 
-class Run:
+class Run(Resumable):
     """What ``flatout.optimize`` returns.
 
     Attributes:
@@ -81,26 +67,13 @@ class Run:
     ) -> None:
         self.model = job.spec.model
         self.optimizer = job.spec.optimizer
-        self.plan = plan
         self.report = report
-        self._job = job
-        self._scheduler = scheduler
-        self._example = example
-        self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
-        self.loader: Iterable[Any] = TrainingLoader(
-            job,
-            self._counter,
-            self._flush,
-            [switch.on_batch for switch in switches if isinstance(switch, ObservingCandidate)],
-        )
         self.logs = Logs()
+        self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
+        observers = [switch.on_batch for switch in switches if isinstance(switch, ObservingCandidate)]
+        super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
+        self._example = example
         self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
-        self._finite = NonFiniteMonitor(job)
-        self.steps = 0
-        self.fitted = Fitted()
-        self._writer = checkpoint.Writer()
-        self._is_loaded = False  # since the last fit
-        self._generators: list[Any] | None = None
         self._switches = list(switches)
         attach(job.spec.model, self._switches)
 
@@ -121,11 +94,6 @@ class Run:
         The steps are those of :meth:`step`. For a loop of your own: ``run.stats.wrap(run.model)``.
         """
         return self._counter
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Samples that :meth:`step` computes at once, where that is faster, or memory does not hold more; None: all."""
-        return self._job.stepper.micro_batches.size
 
     @property
     def stop_after_bad(self) -> int:
@@ -293,163 +261,6 @@ class Run:
             fit(self, epochs, evaluated, bar, keeper)
         return list(self.fitted.history)
 
-    def save(self, path: str | Path, *, asynchronous: bool = False, then: Callable[[], object] | None = None) -> None:
-        """Write all that it takes to go on with this training: :meth:`state_dict`, in one file.
-
-        The file is there as a whole or not at all, and carries a checksum. ``torch.load(path)`` reads it, too.
-
-        Args:
-            path: in a folder that exists; a file that is there is replaced.
-            asynchronous: copy the state now, into host memory, and write it while training goes on. The file is there
-                when the next save begins, after :meth:`flush_saves`, or when the process has ended.
-            then: called when the file is there; asynchronously, by the thread that wrote it.
-
-        Raises:
-            TypeError: model, optimizer or scheduler have in their state what a checkpoint cannot hold.
-            OSError: it could not be written; asynchronously, the one before could not.
-        """
-        self._writer.write(path, self.state_dict(), asynchronous=asynchronous, then=then)
-
-    def flush_saves(self) -> None:
-        """Wait for an asynchronous save; raises what went wrong with it."""
-        self._writer.wait()
-
-    def load(self, path: str | Path) -> None:
-        """Go on where :meth:`save` wrote ``path``. Nothing in the file is run.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            flatout.CorruptCheckpointError: a ``ValueError``: it is not ``save``'s, or not any more what that wrote.
-            ValueError: it is of another training. Nothing has changed then.
-        """
-        self._adopt(checkpoint.read(path), f"{path} is")
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: of tensors, numbers, strings and containers of them. Tensors are the live ones.
-
-        That is model, loss module, optimizer with its averages, loss scaler and scheduler; gradients that wait for an
-        update; the loader's position and generators, torch's, NumPy's and Python's global ones; the plan, and how far
-        training has come. The position in an epoch is left out where the loader cannot tell it
-        (:meth:`flatout.data.Prefetcher.state_dict`): going on begins that epoch again.
-        """
-        position = self._position()[0]
-        fitted = self.fitted if position is not None else Fitted(self.fitted.history)
-        return {
-            "version": STATE_VERSION,
-            "job": job_state.state_dict(self._job.stepper),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "loader": position,
-            "random": self._random_state().states(),
-            "plan": asdict(self.plan),
-            "steps": self.steps,
-            "micro_batch": self.micro_batch,
-            "fitted": vars(fitted) | {"history": [dict(row) for row in fitted.history]},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was made. A loop over ``run.loader`` that is under way is not changed; begin another.
-
-        Raises:
-            ValueError: it is of another training. Nothing has changed then.
-        """
-        self._adopt(state, "the state is", torch.clone)
-
-    def _adopt(self, state: Any, what: str, tensor: Callable[[Tensor], Tensor] = lambda own: own) -> None:
-        """Load a state completely, or change nothing.
-
-        Args:
-            state: the result of ``state_dict``.
-            what: the beginning of error messages, such as "the state is".
-            tensor: copies a tensor of ``state``, so that nothing else shares its memory.
-
-        Raises:
-            ValueError: ``state`` does not fit this training.
-        """
-        # On the host: the device may have no room for a second model.
-        before = Snapshot.capture(
-            self._job.spec.modules, self.optimizer, self._job.data.loader, self._job.spec.code, on=torch.device("cpu")
-        )
-        random = self._random_state()
-        scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
-        attributes = set(getattr(self._scheduler, "__dict__", ()))
-        progress = self._job.stepper.progress
-        try:
-            if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-                raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
-            state = mapped(state, tensor)
-            plan = Plan.from_dict(state["plan"])
-            fitted = Fitted.from_dict(state["fitted"])
-            steps, micro_batch = check_number(state["steps"], "steps"), state["micro_batch"]
-            if micro_batch is not None:
-                check_number(micro_batch, "micro_batch", least=1)
-            there, here = _batch_size_in(plan.decisions), _batch_size_in(self.plan.decisions)
-            if there != here:
-                raise ValueError(
-                    f"it was trained with a batch size of {there}, here it is {here}: "
-                    "optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's"
-                )
-            if (state["scheduler"] is None) != (scheduler is None):
-                raise ValueError("only one of it and this training has a scheduler")
-            self._check_scheduler(state["scheduler"], scheduler)
-            job_state.load_state_dict(self._job.stepper, state["job"])
-            if self._scheduler is not None:
-                self._scheduler.load_state_dict(state["scheduler"])
-            if fitted.loss is not None:
-                fitted.loss = fitted.loss.to(self._job.spec.device)
-            random.write(state["random"])
-            if state["loader"] is not None:
-                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        except BaseException as error:
-            before.restore()
-            random.restore()
-            self._job.stepper.progress = progress
-            if self._scheduler is not None:
-                self._scheduler.load_state_dict(scheduler)
-                for name in set(getattr(self._scheduler, "__dict__", ())) - attributes:
-                    del self._scheduler.__dict__[name]
-            if not isinstance(error, Exception):
-                raise
-            raise ValueError(f"{what} of another training: {first_line(error)}") from error
-        self.steps, self.fitted, self._is_loaded = steps, fitted, True
-        here = self._job.stepper.micro_batches.size
-        self._job.stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
-        self._finite = NonFiniteMonitor(self._job, self._finite.stop_after)
-        if plan.decisions != self.plan.decisions:
-            warnings.warn(
-                f"the checkpoint was trained with {plan.decisions}, this run has {dict(self.plan.decisions)}. Training "
-                "resumes, but not bit for bit. For that, call optimize(plan=Plan.from_checkpoints(folder))",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _check_scheduler(self, state: Any, own: Any) -> None:
-        """Refuse a state that would break the scheduler, because ``load_state_dict`` accepts any attributes."""
-        check_kinds(state, own, "scheduler")
-        for name in () if own is None else state.keys() - own.keys():
-            if callable(getattr(self._scheduler, name, None)):
-                raise ValueError(f"scheduler must not have an entry with the name of its method {name}")
-
-    @property
-    def why_not_in_mid_epoch(self) -> str:
-        """What keeps the loader from telling where in an epoch it is; empty when nothing does."""
-        return self._position()[1]
-
-    def _position(self) -> tuple[dict[str, Any] | None, str]:
-        """The loader's ``state_dict``; None where it has none, and why."""
-        if not isinstance(self.loader, TrainingLoader):
-            return None, "undo() has given the loader back"
-        try:
-            return self.loader.state_dict(), ""
-        except TypeError as error:
-            return None, str(error)
-
-    def _random_state(self) -> RandomState:
-        """The global generators, and those that dataset, model and loss keep; the loader's are in its own state."""
-        if self._generators is None:
-            dataset = getattr(self._job.data.loader, "dataset", None)
-            self._generators = generators_in([dataset, *self._job.spec.code])
-        return RandomState.of(self._generators)
-
     def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:
         """Save the model for deployment: a copy in eval mode, on the CPU, that needs no flatout.
 
@@ -475,7 +286,7 @@ class Run:
         export_weights(self.model, path)
 
     def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
-        """Mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.
+        """Return the mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.
 
         Args:
             loader: yields batches like those trained on.
@@ -487,34 +298,8 @@ class Run:
         Raises:
             ValueError: the loader yielded no batch.
         """
-        metrics = {} if metrics is None else metrics
-        outputs: list[Any] = []
         self._counter.pause()
-        modes = [(m, m.training) for m in self.model.modules()]
-        hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
-        totals: dict[str, Tensor] = {}
-        samples = 0
-        try:
-            self.model.eval()
-            with torch.inference_mode():
-                for batch in loader:
-                    size = batch_size_of(batch)
-                    if size == 0:
-                        continue  # a mean over no samples is NaN
-                    batch = to_device(batch, self._job.spec.device)
-                    outputs.clear()
-                    values = {"loss": self._job.objective.loss(batch)}
-                    values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
-                    for name, value in values.items():
-                        totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
-                    samples += size
-        finally:
-            hook.remove()
-            for module, training in modes:
-                module.training = training
-        if samples == 0:
-            raise ValueError("eval loader yielded no batch")
-        return {name: float(total) / samples for name, total in totals.items()}
+        return evaluate(self._job.objective, loader, metrics or {})
 
     def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
         """Where the time of a step goes, and what to do about it: ``print(run.profile())``.
@@ -544,8 +329,3 @@ class Run:
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original
             self._job.data.source = self.loader
-
-
-def _batch_size_in(decisions: Mapping[str, Any]) -> Any:
-    """Samples of a batch as a plan has decided them."""
-    return (decisions.get("batch_size") or {}).get("samples") or "the loader's own"
