@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import flatout
 from flatout.profile import Sync
 from flatout.profile.syncs import watching
+from tests.jobs import NO_TECHNIQUES
 
 HERE = Path(__file__)
 
@@ -105,6 +107,25 @@ def test_a_hook_of_the_backward_is_in_the_backward() -> None:
     weight.register_hook(look)  # type: ignore[arg-type]
     (sync,) = found(lambda: (weight * 2).sum().backward())
     assert (sync.what, sync.phase) == ("item", "backward")
+
+
+def test_syncs_of_a_runs_loss_and_update_are_in_their_phases() -> None:
+    class Reading(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            self.param_groups[0]["params"][0].sum().item()
+            super().step()
+
+    def loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
+        batch.sum().item()  # outside of a module's call
+        return model(batch).sum()
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = Reading(model.parameters(), 0.1)
+    batches = [torch.ones(3, 2)]
+    run = flatout.optimize(model, batches, optimizer, compute_loss=loss, techniques=NO_TECHNIQUES, budget=0)
+    syncs = found(lambda: run.step(batches[0]))
+    assert {sync.phase for sync in syncs if "sum()" in sync.code} == {"forward", "update"}
 
 
 def test_an_error_puts_everything_back() -> None:

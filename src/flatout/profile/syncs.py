@@ -45,6 +45,9 @@ _METHODS = {
 Note = Callable[[str, "FrameType | None"], None]
 """Told of a call, by what people call it, and of the frame that makes it."""
 _UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
+_FLUSH = "flatout/training/stepper.py", "flush"
+_LOSS = "flatout/training/objective.py", "loss"
+"""File and function of flatout's update, and of its forward and loss."""
 
 
 @contextmanager
@@ -168,11 +171,11 @@ def _phase_of(frame: FrameType | None) -> Phase:
         name = at.f_code.co_name
         if name == "_engine_run_backward":
             return "backward"
-        if file in _UPDATES or (file == "flatout/job.py" and name == "flush"):
+        if file in _UPDATES or (file, name) == _FLUSH:
             return "update"
         if file == "torch/utils/data/dataloader.py" or file.startswith("flatout/data/"):
             return "loader_wait"
-        inside_module |= file == "torch/nn/modules/module.py" or (file == "flatout/job.py" and name == "loss")
+        inside_module |= file == "torch/nn/modules/module.py" or (file, name) == _LOSS
     return "forward" if inside_module else "host_idle"
 
 
