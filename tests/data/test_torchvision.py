@@ -143,15 +143,12 @@ PIPELINES = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_movable_transforms_are_named_with_their_place(folder, name, workers):
     steps, expected = PIPELINES[name]
-    found = {
-        work.what.rpartition(".")[2]: work for work in examined(loader_of(folder, steps, workers), everything=True)
-    }
+    found = {work.what: work for work in examined(loader_of(folder, steps, workers), everything=True)}
     assert sorted(found) == sorted(expected)
     for kind, work in found.items():
         number = next(i for i, step in enumerate(steps) if type(step).__name__ == kind)
         assert (work.file, work.line) == (None, None)
-        kinds = "transforms.v2" if name == "version 2" else "transforms"
-        assert str(work).startswith(f"dataset.transform.transforms[{number}]: torchvision.{kinds}.{kind} (")
+        assert str(work).startswith(f"dataset.transform.transforms[{number}]: {kind} (")
         assert kind != "Resize" or work.operators == ("squeeze",)
         assert work.normalizes == ("ToTensor" in expected or "ToDtype" in expected)
     if "Normalize" in found:
@@ -165,7 +162,7 @@ def test_functions_in_a_pipeline_are_named_with_file_and_line(folder):
 
     steps = [transforms.CenterCrop(32), transforms.ToTensor(), transforms.Lambda(brighter)]
     found = {work.what: work for work in examined(loader_of(folder, steps))}
-    assert sorted(found) == ["brighter", "torchvision.transforms.ToTensor"]
+    assert sorted(found) == ["ToTensor", "brighter"]
     lines = Path(__file__).read_text().splitlines()
     assert found["brighter"].file == __file__
     assert lines[found["brighter"].line - 1].endswith("# brighter")
@@ -200,6 +197,6 @@ def test_the_report_names_each_transform_and_gives_its_advice_once(folder):
     job = job_of(Small(), loader=loader_of(folder, PLAIN))
     with simulated_time(TICK):
         *found, advice = findings("transforms", job, math.inf)
-    places = [f"dataset.transform.transforms[{i}]: torchvision.transforms." for i in (2, 3)]
+    places = [f"dataset.transform.transforms[{i}]: " for i in (2, 3)]
     assert sorted(finding.partition(" (")[0] for finding in found) == [places[0] + "ToTensor", places[1] + "Normalize"]
     assert "flatout.data.Normalize" in advice

@@ -1,11 +1,12 @@
-"""``movable_transforms``: names the work in a dataset's samples that the device could do on whole batches."""
+"""``movable_transforms``: names per-sample torch work that the device could do on whole batches."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -14,18 +15,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, default_collate, default_convert
 
-from flatout.core.batches import tensors_of
 from flatout.core.random_state import RandomState
-from flatout.data.operations import MOST, Operation, Recorder, Recording, memory_of
-from flatout.data.transform_places import Place
+from flatout.data.torch_calls import MOST_CALLS, CallRecorder, Place, Recording, TorchCall, storages_of
 
 WORTH_NAMING = 0.03
 """Share of a sample's time from which work is named."""
 
 FEWEST = 4
-"""Samples without which nothing is said: what happens in each of them is taken for what always happens."""
+"""Samples that show which work every sample needs."""
 
-_GROUP = 4  # samples that a collate_fn is watched with
+_GROUP = 4  # samples in each batch for the collate_fn
 _NORMALIZING = re.compile(
     "view|reshape|permute|contiguous|clone|unsqueeze|requires_grad_|to|type|float|half|bfloat16|(div|mul|sub|add)_?"
     "|tensor|as_tensor"
@@ -33,45 +32,36 @@ _NORMALIZING = re.compile(
 
 
 class NotExamined(ValueError):
-    """Samples that could not be looked at; the message says why."""
+    """Samples that cannot be examined; the message says why."""
 
 
 @dataclass(frozen=True)
 class MovableWork:
-    """Torch work on the CPU, done for each sample, that could be done for a whole batch on the device.
+    """Torch work on the CPU, done for each sample, that the device could do for a whole batch.
 
     Attributes:
-        place: file and line of the user's own code, or the way to the library's transform.
-        operators: the torch operations, each once, in order.
-        seconds: what they take per sample, on the thread that asked.
-        share: of the time that a sample takes, between 0 and 1.
-        normalizes: whether it is part of making normalised floats of bytes, as ``flatout.data.Normalize`` does.
+        place: ``file:line``, or the expression that reaches a library's transform: ``dataset.transform.transforms[2]``.
+        file: file of the user's code, ``"Cell In[3]"`` in a notebook; None if all the code is a library's.
+        line: line in ``file``.
+        what: class of the transform, or the user's function.
+        operators: names of the torch functions, each once, in order.
+        seconds: duration per sample on the calling thread.
+        share: share of a sample's time, between 0 and 1.
+        normalizes: the work is part of a conversion of bytes to normalized floats, as in ``flatout.data.Normalize``.
     """
 
-    place: Place
+    place: str
+    file: str | None
+    line: int | None
+    what: str
     operators: tuple[str, ...]
     seconds: float
     share: float
     normalizes: bool
 
     @property
-    def file(self) -> str | None:
-        """The user's file, ``"Cell In[3]"`` in a notebook; None where all the code is a library's."""
-        return self.place.file
-
-    @property
-    def line(self) -> int | None:
-        """The line in ``file``."""
-        return self.place.line
-
-    @property
-    def what(self) -> str:
-        """The transform's class, or the function."""
-        return self.place.what
-
-    @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Change of the user's code that moves the work."""
         if self.normalizes:
             return (
                 "keep the samples uint8, and give flatout.data.Normalize to flatout.data.Prefetcher(transform=...): "
@@ -90,23 +80,20 @@ def movable_transforms(
 ) -> tuple[MovableWork, ...]:
     """Name the torch work in a dataset's samples, and in a ``collate_fn``, that could run on whole batches.
 
-    Evaluates a few samples on the calling thread, each twice, the second time with every torch operation written
-    down. Named is what leads from the last thing that needs the CPU to the tensors of the sample: operations that
-    happen in every sample with the same arguments and on the same shapes, behind all decoding and all random
-    choices, whose intermediate values nobody reads. So a resize by PIL, a random crop and what comes before them
-    are never named. Work in NumPy and in Python is not seen. Nothing is moved; all generators are put back.
+    Evaluates a few samples on the calling thread, each twice, and records the torch calls of the second evaluation.
+    Work is named if every sample does it with the same arguments and shapes, and only the sample's tensors depend on
+    it. Work that precedes a random choice, NumPy or a value read by Python stays. Random generators are restored.
 
-    What stays open: a choice made by ``random`` or NumPy in a function that returns before the operations run,
-    with the same outcome in all the samples, is taken for no choice. Times are those of files that were read a
-    moment ago.
+    NumPy and Python work is not seen, nor is a choice between tensors without a torch call. The files of the samples
+    have just been read, so times exclude the disk.
 
     Args:
         source: a DataLoader over a map-style dataset, or the dataset.
-        samples: how many to evaluate, spread over the dataset.
-        seconds: stop when this has passed; ``FEWEST`` samples are the least that anything is said about.
+        samples: number of samples to evaluate, spread over the dataset.
+        seconds: time limit. At least ``FEWEST`` samples are needed.
 
     Returns:
-        What takes at least ``WORTH_NAMING`` of a sample's time, the costliest first.
+        Work that takes at least ``WORTH_NAMING`` of a sample's time, the costliest first.
 
     Raises:
         ValueError: ``samples`` is less than ``FEWEST``.
@@ -117,30 +104,28 @@ def movable_transforms(
     dataset, collate = _parts(source)
     roots = {"dataset": dataset} | ({} if collate is None else {"collate_fn": collate})
     with RandomState.capture(list(roots.values())).restored(), _threads_of(source):
-        recorder = Recorder(roots)
-        plain, recorded = _record_samples(recorder, dataset, samples, seconds)
+        recorder = CallRecorder(roots)
+        made, recorded = _record_samples(recorder, dataset, samples, seconds)
         sample_seconds = median(each.seconds for each in recorded)
-        work = _movable(recorded, same_shapes=True)
+        work = _movable(recorded)
         if collate is not None:
-            made = [*plain, *(each.result for each in recorded)]
-            batches = _record_batches(recorder, collate, made)
+            groups = [made[start : start + _GROUP] for start in range(0, len(made) - _GROUP + 1, _GROUP)]
+            with _errors_in("collate_fn"):
+                batches = [recorder.record(collate, group) for group in groups]
             sample_seconds += median(each.seconds for each in batches) / _GROUP
-            if not _only_stacks(batches[0], made[:_GROUP]):
-                work = []  # what runs behind the collate_fn would run on something else, such as padding
-            work += [(operation, took / _GROUP) for operation, took in _movable(batches, same_shapes=False)]
+            given = storages_of(made)
+            if any(call.name != "stack" for call in batches[0].calls if call.reads & given):
+                work = []  # the collate_fn changes samples, for example by padding
+            work += [(call, took / _GROUP) for call, took in _movable(batches)]
     return _findings(work, sample_seconds)
 
 
-# -- watching --------------------------------------------------------------------------------------------------
-
-
 def _parts(source: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-    """The map-style dataset, and the collate_fn where it is not torch's own."""
+    """Return the map-style dataset, and the collate_fn if it is not torch's own."""
     dataset, collate = source, None
     if isinstance(source, DataLoader):
         dataset = source.dataset
-        if source.collate_fn not in (default_collate, default_convert):
-            collate = source.collate_fn
+        collate = None if source.collate_fn in (default_collate, default_convert) else source.collate_fn
     if isinstance(dataset, (IterableDataset, MapDataPipe)) or not hasattr(dataset, "__getitem__"):
         raise NotExamined(f"the dataset is a {type(dataset).__name__}, not map-style")
     if not hasattr(dataset, "__len__"):
@@ -152,191 +137,78 @@ def _parts(source: Any) -> tuple[Any, Callable[[Any], Any] | None]:
 
 @contextmanager
 def _threads_of(source: Any) -> Iterator[None]:
-    """As many threads for torch's operations as where samples are made: one in a worker process."""
+    """Use as many threads as the process that makes the samples: one in a worker process."""
     threads = torch.get_num_threads()
-    if getattr(source, "num_workers", 0) == 0 or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if getattr(source, "num_workers", 0) else threads)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _fetch(dataset: Any, index: int) -> Any:
-    """One sample, fetched the way DataLoader does."""
-    return dataset.__getitems__([index])[0] if hasattr(dataset, "__getitems__") else dataset[index]
+@contextmanager
+def _errors_in(code: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the user's own code: it raises again in the training
+        raise NotExamined(f"{code} raised {type(error).__name__}: {error}") from error
 
 
 def _record_samples(
-    recorder: Recorder, dataset: Any, samples: int, seconds: float
+    recorder: CallRecorder, dataset: Any, samples: int, seconds: float
 ) -> tuple[list[Any], list[Recording]]:
-    """Samples as they are, and recordings of making them once more."""
-    plain: list[Any] = []
+    """Return all evaluated samples, and a recording of the second evaluation of each."""
+
+    def fetch(index: int) -> Any:
+        return dataset.__getitems__([index])[0] if hasattr(dataset, "__getitems__") else dataset[index]
+
+    made: list[Any] = []
     recorded: list[Recording] = []
     begun = time.perf_counter()
     for index in (i * len(dataset) // samples for i in range(samples)):
-        try:
-            plain.append(_fetch(dataset, index))  # imports, files from the disk, caches that fill
-            if time.perf_counter() - begun <= seconds:
-                recorded.append(_comparable(recorder.record(_fetch, dataset, index), recorded))
-        except NotExamined:
-            raise
-        except Exception as error:  # the user's own code: it will raise again where the user looks for it
-            raise NotExamined(f"dataset[{index}] raised {type(error).__name__}: {error}") from error
-        if time.perf_counter() - begun > seconds:
-            break
+        with _errors_in(f"dataset[{index}]"):
+            made.append(fetch(index))  # imports modules, reads the file and fills caches
+            if time.perf_counter() - begun > seconds:
+                break
+            recorded.append(recorder.record(fetch, index))
     if len(recorded) < FEWEST:
-        raise NotExamined(f"there are {seconds:.2g} s for this, in which {len(plain)} samples were made")
-    return plain, recorded
+        raise NotExamined(f"there are {seconds:.2g} s for this, in which {len(made)} samples were made")
+    return made + [each.result for each in recorded], recorded
 
 
-def _record_batches(recorder: Recorder, collate: Callable[[Any], Any], samples: Sequence[Any]) -> list[Recording]:
-    """Recordings of collating the samples, each of them in one batch."""
-    recorded: list[Recording] = []
-    for start in range(0, len(samples) - _GROUP + 1, _GROUP):
-        try:
-            recording = recorder.record(collate, list(samples[start : start + _GROUP]))
-        except Exception as error:  # the user's own code, as above
-            raise NotExamined(f"collate_fn raised {type(error).__name__}: {error}") from error
-        recorded.append(_comparable(recording, recorded))
-    return recorded
+def _movable(recordings: Sequence[Recording]) -> list[tuple[TorchCall, float]]:
+    """Return the calls that only the results depend on, in order, each with its median seconds.
 
-
-def _comparable(recording: Recording, earlier: Sequence[Recording]) -> Recording:
-    """Identities are compared with those of the first recording: what the later ones used may go."""
-    if len(recording.operations) >= MOST:
-        raise NotExamined(f"a sample or a batch takes {MOST:,} torch operations or more")
-    if earlier:
-        recording.kept.clear()
-    return recording
-
-
-# -- what can move ---------------------------------------------------------------------------------------------
-
-
-def _movable(recordings: Sequence[Recording], same_shapes: bool) -> list[tuple[Operation, float]]:
-    """Operations that a result is made by and nothing else needs, in order, each with its median seconds.
-
-    Every tensor has at most one root: what it is computed from, by operations that are the same in all the
-    recordings, and nothing but constants. An operation that differs, that has to stay, or that joins two roots
-    is a root itself, and all that leads to it stays as well.
+    The recordings are compared call by call from their ends. A call stays if it differs between recordings or if a
+    call that stays needs its results.
     """
-    first = recordings[0]
-    by_key = [{operation.key: operation for operation in each.operations} for each in recordings]
-    twins = {key: [operations.get(key) for operations in by_key] for key in by_key[0]}
-    roots: dict[Hashable, Hashable | None] = {}
-    staying: list[Hashable] = []
-    for operation in first.operations:
-        sources = _sources(twins[operation.key], roots, same_shapes)
-        if sources is None or len(sources) > 1 or operation.drew or (operation.stays and sources):
-            roots[operation.key] = operation.key
-            staying.append(operation.key)
-        else:
-            roots[operation.key] = next(iter(sources), None)
-            staying += [key for source in sources if isinstance(source, _OneOf) for key in source.producers]
-    only_sometimes = [op for operations in by_key[1:] for key, op in operations.items() if key not in twins]
-    staying += [each.producer for operation in only_sometimes for each in operation.inputs]
-    ends: list[Hashable] = []
-    for producers in zip(*(each.producers for each in recordings), strict=False):
-        (ends if len(set(producers)) == 1 and roots.get(producers[0]) is not None else staying).extend(producers)
-
-    def leading_to(keys: Iterable[Hashable]) -> set[Hashable]:
-        """The operations of these keys and all before them, back to their roots."""
-        found: set[Hashable] = set()
-        left = [key for key in keys if key in twins]
-        while left:
-            key = left.pop()
-            if key not in found:
-                found.add(key)
-                left += [each.producer for each in by_key[0][key].inputs if each.producer in twins]
-        return found
-
-    moving = leading_to(ends) - leading_to(staying)
-    return [
-        (operation, median(twin.seconds for twin in twins[operation.key] if twin is not None))
-        for operation in first.operations
-        if operation.key in moving
-    ]
+    if any(len(each.calls) >= MOST_CALLS for each in recordings):
+        raise NotExamined(f"a sample or a batch takes {MOST_CALLS:,} torch operations or more")
+    results, staying = storages_of(recordings[0].result), frozenset[int]()
+    moving: list[tuple[TorchCall, float]] = []
+    for call, *others in zip(*(reversed(each.calls) for each in recordings), strict=False):
+        twins = [call, *others]
+        if any(twin.stays or twin.key != call.key for twin in twins) or call.writes & staying:
+            staying |= call.reads
+        elif call.writes & results:
+            results |= call.reads
+            moving.append((call, median(twin.seconds for twin in twins)))
+    return moving[::-1]
 
 
-@dataclass(frozen=True)
-class _Outside:
-    """A root that no operation made: memory that came from outside."""
-
-    memory: int
-
-
-@dataclass(frozen=True)
-class _OneOf:
-    """A root that another operation made in each recording."""
-
-    producers: tuple[Hashable | None, ...]
-
-
-def _sources(
-    twins: Sequence[Operation | None], roots: dict[Hashable, Hashable | None], same_shapes: bool
-) -> set[Hashable] | None:
-    """The roots that an operation computes from; None when it is not the same in all the recordings."""
-    first = twins[0]
-    assert first is not None
-    if any(twin is None or twin.settings != first.settings or len(twin.inputs) != len(first.inputs) for twin in twins):
-        return None
-    sources: set[Hashable] = set()
-    root: Hashable | None
-    for inputs in zip(*(twin.inputs for twin in twins if twin is not None), strict=True):
-        read = inputs[0]
-        if any(each.dtype != read.dtype for each in inputs):
-            return None
-        if same_shapes and any(each.shape != read.shape for each in inputs):
-            return None
-        producers = tuple(each.producer for each in inputs)
-        if any(producer != read.producer for producer in producers):
-            root = _OneOf(producers)
-        elif read.producer is not None:
-            root = roots[read.producer]
-        else:
-            root = None if all(each.value == read.value for each in inputs) else _Outside(read.memory)
-        if root is not None:
-            sources.add(root)
-    return sources
-
-
-def _only_stacks(batch: Recording, samples: Sequence[Any]) -> bool:
-    """Whether the only operation that reads a sample's own tensors puts them side by side."""
-    given = {memory_of(tensor) for tensor in tensors_of(samples)}
-    return all(
-        operation.name == "stack"
-        for operation in batch.operations
-        if any(each.producer is None and each.memory in given for each in operation.inputs)
-    )
-
-
-# -- what is said ----------------------------------------------------------------------------------------------
-
-
-def _findings(work: Sequence[tuple[Operation, float]], sample_seconds: float) -> tuple[MovableWork, ...]:
-    groups: dict[Hashable, list[tuple[Operation, float]]] = {}
-    for operation, took in work:
-        if operation.place is not None:
-            place = operation.place
-            groups.setdefault((place.file, place.way, place.what), []).append((operation, took))
-    from_bytes = any(operation.floats for operation, _ in work)
-    findings = [_finding(group, sample_seconds, from_bytes) for group in groups.values()]
-    worth = [each for each in findings if each.share >= WORTH_NAMING]
-    return tuple(sorted(worth, key=lambda each: each.seconds, reverse=True))
-
-
-def _finding(group: Sequence[tuple[Operation, float]], sample_seconds: float, from_bytes: bool) -> MovableWork:
-    costliest, _ = max(group, key=lambda each: each[1])
-    assert costliest.place is not None
-    seconds = sum(took for _, took in group)
-    names = tuple(dict.fromkeys(operation.name for operation, _ in group))
-    return MovableWork(
-        place=costliest.place,
-        operators=names,
-        seconds=seconds,
-        share=min(1.0, seconds / sample_seconds),
-        normalizes=from_bytes and all(map(_NORMALIZING.fullmatch, names)),
-    )
+def _findings(work: Sequence[tuple[TorchCall, float]], sample_seconds: float) -> tuple[MovableWork, ...]:
+    """Return a finding for each function and transform, at its costliest line."""
+    groups: dict[Place, list[tuple[float, int, str]]] = {}
+    for call, took in work:
+        if call.place is not None:
+            groups.setdefault(call.place._replace(line=0), []).append((took, call.place.line, call.name))
+    from_bytes = any(call.to_float for call, _ in work)
+    found = []
+    for (file, _, way, what), group in groups.items():
+        seconds, line = sum(took for took, _, _ in group), max(group)[1] or None
+        place = way or f"{str(file).removeprefix(os.path.join(os.getcwd(), ''))}:{line}"
+        names = tuple(dict.fromkeys(name for _, _, name in group))
+        normalizes = from_bytes and all(map(_NORMALIZING.fullmatch, names))
+        share = min(1.0, seconds / sample_seconds)
+        found.append(MovableWork(place, file, line, what, names, seconds, share, normalizes))
+    return tuple(sorted((each for each in found if each.share >= WORTH_NAMING), key=lambda each: -each.seconds))

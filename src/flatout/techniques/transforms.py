@@ -1,4 +1,4 @@
-"""13: torch work that is done for each sample on the CPU, and could be done for whole batches on the device."""
+"""13: names per-sample torch work on the CPU that the device could do for whole batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Transforms(Advice):
     """Names the transforms that could run on the device, whole batches at once, with file and line. It moves none.
 
-    When it helps: making floats of bytes and normalising them often takes a third of a sample's time, and the
-    floats are four times the bytes to copy. When it hurts: it evaluates a few samples, once, before training.
+    When it helps: the conversion of bytes to normalized floats often takes a third of a sample's time, and the floats
+    are four times the bytes to copy. When it hurts: it evaluates a few samples, once, before training.
     """
 
     name = "transforms"
@@ -26,7 +26,7 @@ class Transforms(Advice):
     title = "transforms on the device"
 
     def check(self, job: Job) -> None:
-        """Samples that can be evaluated beside the training, and that it will go on making one by one."""
+        """Refuse loaders whose samples cannot be evaluated beside the training, or are in memory already."""
         if type(job.data.loader) is not DataLoader:
             raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
         if not is_rewindable(job.data.loader):
@@ -35,7 +35,7 @@ class Transforms(Advice):
             raise NotApplicable("the samples are in memory, ready made: no transform runs any more")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """What :func:`flatout.data.movable_transforms` finds, and what to do about it."""
+        """Return the findings of :func:`flatout.data.movable_transforms`, then what to do."""
         assert isinstance(job.data.loader, DataLoader)
         try:
             found = movable_transforms(job.data.loader, seconds=seconds)
