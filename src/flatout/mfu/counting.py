@@ -19,8 +19,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from flatout.mfu.attention_formulas import causal_pairs
+from flatout.mfu.cost import Cost
 from flatout.mfu.flop_count import FlopCount, FlopNode
-from flatout.mfu.formulas import Cost, causal_pairs, cost_of, has_formula, higher_order_cost, is_cheap
+from flatout.mfu.formulas import cost_of, has_formula, higher_order_cost, is_cheap
 
 
 def is_counting() -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flatout.core.random_state import RandomState
 from flatout.core.saved import ModuleSlots, SavedTensor
+from flatout.mfu.cost import is_abstract
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
-from flatout.mfu.formulas import is_abstract
 
 # What is replaced for the time of a count is the whole process's: the stance of torch.compile, hooks, a function.
 taking_turns = threading.RLock()
