@@ -19,7 +19,8 @@ from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.remote import WorkerError
-from flatout.data.source import Epoch, source_of
+from flatout.data.source import Epoch
+from flatout.data.source_kinds import source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from flatout.core.batches import cloned
 from flatout.core.random_state import RandomState
 from flatout.data.forwarding import CopiedAsWrapped
-from flatout.data.source import Epoch, Source, source_of
+from flatout.data.source import Epoch, Source
+from flatout.data.source_kinds import source_of
 
 
 class ReplayBuffer(CopiedAsWrapped, Source):

@@ -1,0 +1,126 @@
+"""Sources of each kind of loader. ``source_of`` chooses the kind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+
+from flatout.core.kinds import check_number
+from flatout.data.dataloader_source import IterableSource
+from flatout.data.in_memory_loader import InMemoryLoader
+from flatout.data.map_style_source import MapStyleSource
+from flatout.data.source import Epoch, Source, check_keys
+
+
+def source_of(loader: Iterable[Any] | Source) -> Source:
+    """Return the source for a loader. A source is returned as given."""
+    if isinstance(loader, Source):
+        return loader
+    if type(loader) is InMemoryLoader:
+        return InMemorySource(loader)
+    if type(loader) is DataLoader and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        if not isinstance(loader.dataset, IterableDataset):
+            return MapStyleSource(loader)
+        return IterableSource(loader)
+    if isinstance(loader, (list, tuple)):
+        return ListSource(loader)
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return StatefulSource(loader)
+    return Source(loader, "it has no state_dict() and load_state_dict()")
+
+
+class InMemorySource(Source):
+    """Batches of an ``InMemoryLoader``."""
+
+    def __init__(self, loader: InMemoryLoader) -> None:
+        super().__init__(loader, "")
+        self._memory = loader
+        self._progress = loader.progress
+        self.is_fresh = True
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        if pinned_for is None or self._memory.device is not None:
+            return Epoch(iter(self._memory))
+        return Epoch(self._memory.iterate_pinned(pinned_for))
+
+    def mark(self) -> Any:
+        return self._progress.position
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return self._progress.state_dict(mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._progress.load_state_dict(state)
+
+
+class StatefulSource(Source):
+    """Batches of a loader with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, "")
+        self._stateful = loader
+
+    def mark(self) -> Any:
+        try:
+            return copy.deepcopy(self._stateful.state_dict())
+        except Exception as error:  # `state_dict` raises this error
+            return error
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        if isinstance(mark, Exception):
+            raise mark
+        return mark
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stateful.load_state_dict(state)
+
+
+class ListSource(Source):
+    """Batches in a list."""
+
+    def __init__(self, batches: list[Any] | tuple[Any, ...]) -> None:
+        super().__init__(batches, "")
+        self._list = batches
+        self.first = 0
+        """Position of the first batch of the next epoch."""
+        self.passed = 0
+        """Position after the last yielded batch."""
+        self.loads = 0
+        """Number of loaded states. An epoch from before the last load leaves the position unchanged."""
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        return ListEpoch(itertools.islice(self._list, self.first, None), self)
+
+    def mark(self) -> Any:
+        return self.passed
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return {"batches": mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, "batches")
+        self.passed = self.first = check_number(state["batches"], "batches")
+        self.loads += 1
+
+
+class ListEpoch(Epoch):
+    """One pass over a list."""
+
+    def __init__(self, batches: Iterator[Any], source: ListSource) -> None:
+        super().__init__(batches)
+        self._source, self._loads, self._count = source, source.loads, source.first
+
+    def _passed(self) -> None:
+        self._count += 1
+        self._move_to(self._count)
+
+    def _ended(self) -> None:
+        self._move_to(0)
+
+    def _move_to(self, position: int) -> None:
+        if self._source.loads == self._loads:
+            self._source.passed, self._source.first = position, 0
