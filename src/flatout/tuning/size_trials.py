@@ -14,7 +14,8 @@ from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_me
 from flatout.core.process_group import group_size
 from flatout.techniques.batch_size import BatchCandidate
 from flatout.training.micro_batches import part_sizes
-from flatout.tuning.size_finder import Found, Probe, find
+from flatout.tuning.size_finder import Found, find
+from flatout.tuning.size_models import Probe
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import seconds
 
