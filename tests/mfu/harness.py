@@ -19,7 +19,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from flatout.mfu import MfuCounter, peaks
-from flatout.mfu.wrapped import Calls, UnderWay
+from flatout.mfu.counted_calls import CountedCalls, OpenStep
 from flatout.native._host import StepCounter
 from tests.clock import Clock
 
@@ -31,7 +31,7 @@ def core_of(counter: MfuCounter) -> StepCounter:
     return counter._core
 
 
-def calls_of(model: nn.Module) -> Calls:
+def calls_of(model: nn.Module) -> CountedCalls:
     """Return the call counter of a wrapped model, which ends with the model."""
     return type(model).flatout_calls  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ class StepTaker:
 
     def take_another(self) -> bool:
         """Try to take a step that is no longer the current one."""
-        return self._calls._take(self._thread, UnderWay(None))
+        return self._calls._take(self._thread, OpenStep(None))
 
 
 class SteadyClock:

@@ -1,4 +1,4 @@
-"""``MfuCounter``: step and phase times, throughput, stalls, MFU and HFU of a training loop, without a host sync."""
+"""Counter of a training loop's steps: times, throughput, stalls, MFU and HFU, without a host synchronization."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from flatout.mfu.counted_calls import CountedCalls, count_calls
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.reading import Phases, Reading
 from flatout.mfu.timers import use_gpu_clock
-from flatout.mfu.wrapped import Calls, count_calls
 from flatout.native._host import PHASES, Step, StepCounter, StepReading
 
 Batch = TypeVar("Batch")
@@ -28,13 +28,12 @@ _NEXT_STEP = 0
 
 
 class MfuCounter:
-    """Counts training steps as they run.
+    """Counter of training steps, their times and their FLOPs.
 
-    On the CPU a step is timed by the host's steady clock. On a CUDA device it is timed by events on the
-    current stream that are polled and never waited for, so a reading covers the steps that the device has
-    finished so far. A step that is being captured into a CUDA graph is not counted; its replays are. Steps may
-    overlap (threads, streams, several wrapped models): each moment counts once, so that rates are those of all of
-    them together.
+    The host's steady clock times a step on the CPU. Events on the current stream time a step on a CUDA device. The
+    counter polls these events and never waits for them, so a reading covers the steps that the device has finished.
+    The capture of a step into a CUDA graph does not count, but its replays do. Steps of several threads, streams or
+    wrapped models may overlap. Each moment counts once, so the rates are joint rates.
 
     Example:
         >>> counter = MfuCounter(flops_per_step=6e9, peak_flops=1e12)
@@ -47,20 +46,19 @@ class MfuCounter:
         >>> counter.steps, counter.samples
         (1, 32)
 
-    Or, without touching the loop: ``model = counter.wrap(model)``.
+    ``model = counter.wrap(model)`` counts the steps of an unchanged loop.
 
     Args:
-        flops_per_step: floating-point operations of a step: the model's alone (for MFU), or what ``count_flops`` found
-            (for HFU too); None when not known, or given to each ``step``.
-        peak_flops: FLOP/s that the device could reach in the precision used; None when not known.
-        device: where the steps run; default: the current CUDA device if there is one, else the CPU.
-        window: number of steps that the rolling figures cover.
-        phases_every: phases are measured on every so many steps, 0 for never. On a GPU that this build of flatout has
-            no CUDA code for they are not.
+        flops_per_step: FLOPs of a step. A number of model FLOPs gives MFU, a result of ``count_flops`` also HFU. None
+            if unknown or given to each ``step``.
+        peak_flops: peak FLOP/s of the device in the precision used, or None if unknown.
+        device: device of the steps. Default: the current CUDA device if there is one, else the CPU.
+        window: number of steps of the rolling figures.
+        phases_every: steps from one measurement of phases to the next, 0 for no measurement. Phases on a GPU require
+            flatout's CUDA kernels.
 
     Raises:
-        ValueError: for a negative ``flops_per_step`` or ``phases_every``, a ``peak_flops`` or ``window`` that is not
-            positive.
+        ValueError: ``flops_per_step`` or ``phases_every`` is negative, or ``peak_flops`` or ``window`` is not positive.
     """
 
     def __init__(
@@ -88,12 +86,12 @@ class MfuCounter:
             use_gpu_clock(self._core, self.device)
         self._begin_step, self._waited = self._core.step, self._core.waited
         self.phases_every = phases_every
-        self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[CountedCalls] = weakref.WeakSet()
         self._warned = False
 
     @property
     def phases_every(self) -> int:
-        """Phases are measured on every so many steps, beginning with the second; 0: on none."""
+        """Steps from one measurement of phases to the next, beginning with the second step. 0: no measurement."""
         return self._phases_every
 
     @phases_every.setter
@@ -104,24 +102,24 @@ class MfuCounter:
         self._core.measure_phases_every(steps)
 
     def step(self, samples: int = 0, tokens: int = 0, flops: float | FlopCount | None = None) -> Step:
-        """Times one training step: ``with counter.step(samples=len(x)): ...``.
+        """Time one training step: ``with counter.step(samples=len(x)): ...``.
 
         A step that ends in an exception is not counted.
 
         Args:
             samples: samples that the step trains on.
-            tokens: tokens that it trains on.
-            flops: FLOPs of this step, where they differ from ``flops_per_step`` (a shorter last batch).
+            tokens: tokens that the step trains on.
+            flops: FLOPs of this step if they differ from ``flops_per_step``, for example on a shorter last batch.
 
         Raises:
-            ValueError: for negative ``samples``, ``tokens`` or ``flops``.
+            ValueError: ``samples``, ``tokens`` or ``flops`` is negative.
         """
         return self._begin_step(samples, tokens, self.flops_per_step if flops is None else flops)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches; the waits for them are timed.
+        """Yield the loader's batches and time the waits for them.
 
-        What happens before the first and behind the last batch does not count as training.
+        Time before the first and after the last batch does not count as training.
         """
         self.pause()
         iterator = None
@@ -141,64 +139,63 @@ class MfuCounter:
             self.pause()
 
     def copying(self) -> None:
-        """Tells that the next batch is there, and from here to its step it is being copied to the device."""
+        """Mark the start of the next batch's copy to the device. The copy ends with the start of the batch's step."""
         self._core.mark(_NEXT_STEP, _H2D)
 
     def waited(self, seconds: float) -> None:
-        """Tells that the loop waited ``seconds`` for its loader before the next step.
+        """Record that the loop waited ``seconds`` for its loader before the next step. :meth:`batches` calls this.
 
-        It counts as a stall only as far as the device was idle meanwhile. :meth:`batches` does it by itself.
+        The wait counts as a stall only while the device was idle.
 
         Raises:
-            ValueError: for negative ``seconds``.
+            ValueError: ``seconds`` is negative.
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must be >= 0 and finite, got {seconds}")
         self._waited(seconds)
 
     def pause(self) -> None:
-        """The time since the last step was not training (an evaluation, a checkpoint): it counts for nothing."""
+        """Exclude the time since the last step, for example an evaluation or a checkpoint."""
         self._core.pause()
 
     def wrap(self, model: Model) -> Model:
-        """Counts a model's training steps from now on, in whatever loop it is trained.
+        """Count the model's training steps from now on, in any loop.
 
-        A step is a forward in train mode with gradients enabled, its backward, and the optimizer's step if one follows;
-        with gradient accumulation each forward and backward is a step. (A backward that starts from nothing which is
-        found in the model's output, a generator for example, shows only in the update.) Each thread's steps are its
-        own.
+        A step is a forward in train mode with gradients enabled, its backward, and the optimizer's step if one follows.
+        With gradient accumulation, each forward and backward is a step. If the model's output hides its tensors, for
+        example in a generator, only the update shows the backward. Each thread has its own steps.
 
-        Samples are counted by the first dimension of the first tensor that the model gets, tokens by its elements where
-        they are token ids (32- or 64-bit integers in two dimensions). Where the counter has no ``flops_per_step``, the
-        FLOPs of each signature of inputs are counted once, in an eager forward and backward before its first step; not
-        among several processes, where one would wait for the others.
+        The first dimension of the model's first tensor gives the samples. If this tensor holds token ids (32- or 64-bit
+        integers in two dimensions), its elements give the tokens. Without ``flops_per_step``, the counter counts the
+        FLOPs of each input signature once, by an eager forward and backward before the first step. In distributed
+        training ``flops_per_step`` is required, because one process would wait for the others.
 
-        Give it what the loop calls: ``counter.wrap(torch.compile(model))``. ``state_dict``, copies and pickles are as
-        before. What ``torch.func`` differentiates, traces and exports is not counted.
+        Wrap the object that the loop calls: ``counter.wrap(torch.compile(model))``. ``state_dict``, copies and pickles
+        do not change. Calls inside ``torch.func`` transforms, traces and exports do not count.
 
         Returns:
             The same object.
 
         Raises:
-            TypeError: for a ``ScriptModule``, whose calls cannot be seen.
-            ValueError: the model is wrapped already.
+            TypeError: ``model`` is a ``ScriptModule``, whose calls cannot be seen.
+            ValueError: ``model`` is wrapped already.
         """
         self._calls.add(count_calls(self._core, model, lambda: self.flops_per_step))
         return model
 
     def reset(self) -> None:
-        """Forgets everything counted so far; the next step is the first again."""
+        """Discard all counted steps. The next step is the first."""
         self._core.reset()
 
     @property
     def window(self) -> Reading:
-        """The last steps: as many as ``window`` said."""
+        """Reading of the last ``window`` steps."""
         self._settle()
         return self._reading(self._core.window())
 
     @property
     def total(self) -> Reading:
-        """Every step since the beginning or ``reset``."""
+        """Reading of all steps since the beginning or the last ``reset``."""
         self._settle()
         return self._reading(self._core.total())
 
@@ -214,7 +211,7 @@ class MfuCounter:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median step time of the window, seconds."""
+        """Median step time of the window, in seconds."""
         return self.window.step_seconds
 
     @property
@@ -234,17 +231,17 @@ class MfuCounter:
 
     @property
     def mfu(self) -> float | None:
-        """MFU of the window: 0..1, or None when FLOPs or peak are not known."""
+        """MFU of the window, 0..1, or None if FLOPs or peak are unknown."""
         return self.window.mfu
 
     @property
     def hfu(self) -> float | None:
-        """HFU of the window: 0..1, or None when hardware FLOPs or peak are not known."""
+        """HFU of the window, 0..1, or None if hardware FLOPs or peak are unknown."""
         return self.window.hfu
 
     @property
     def phases(self) -> Phases | None:
-        """What a step's time went to, in the window."""
+        """Mean seconds of each phase in the window, or None if no phase was measured."""
         return self.window.phases
 
     @property

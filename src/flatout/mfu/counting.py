@@ -1,4 +1,4 @@
-"""The dispatch mode that sees every operator of a forward and its backward, and what it costs."""
+"""Dispatch mode that counts the FLOPs of every operator of a forward and its backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatout.mfu.formulas import cost_of, has_formula, higher_order_cost, is_che
 
 
 def is_counting() -> bool:
-    """Whether ``count_flops`` is what runs the caller."""
+    """Return whether ``count_flops`` runs the caller."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, Counting) for mode in _get_current_dispatch_mode_stack()
     )
@@ -34,7 +34,7 @@ def is_counting() -> bool:
 
 @dataclass
 class _Tally:
-    """A module under way: the counts of its own operators."""
+    """Counts of a module's own operators, without its submodules."""
 
     name: str
     forward: int = 0
@@ -55,12 +55,12 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an operator runs.
+    """Place in the model that an operator belongs to.
 
     Attributes:
-        tally: the module.
-        causal: queries and keys of the causal attention that it is part of, if any.
-        task: the backward during which the place was entered; -1 for none.
+        tally: counts of the module.
+        causal: number of queries and keys of the surrounding causal attention, or None.
+        task: id of the backward that entered the place, -1 outside any backward.
     """
 
     tally: _Tally
@@ -69,10 +69,10 @@ class _Place:
 
 
 class _Lane:
-    """What one thread's forward has passed through.
+    """Places that one thread's forward has passed.
 
-    Autograd numbers its nodes per thread in the order of their creation. The number at each change of place tells in
-    which place any node was created, so no hook on a tensor is needed.
+    Autograd numbers the nodes of each thread in the order of creation. The number at each change of place gives the
+    place of every node without hooks on tensors.
     """
 
     def __init__(self, root: _Place) -> None:
@@ -97,7 +97,7 @@ class _Lane:
 
 
 class Counting(TorchDispatchMode):
-    """Sees every operator that runs while it is active, in the backward's threads too."""
+    """Dispatch mode that counts every operator, including those in the backward's threads."""
 
     supports_higher_order_operators = True
 
@@ -118,8 +118,9 @@ class Counting(TorchDispatchMode):
         self._depth = 0
 
     def count(self) -> FlopCount:
+        """Return the FLOPs so far."""
         tree = self._root.node()
-        if not self._root.name:  # a callable: the one module that it ran, if it ran one and nothing else
+        if not self._root.name:  # a callable: use its module as the root if the callable ran nothing else
             alone = len(tree.children) == 1 and tree.own == 0 and tree.recomputed == tree.children[0].recomputed
             tree = tree.children[0] if alone else FlopNode("(all)", tree.forward, tree.backward, tree.recomputed,
                                                            tree.children)  # fmt: skip
@@ -159,7 +160,7 @@ class Counting(TorchDispatchMode):
             self._record(op.name(), higher_order_cost(op, args))
             return result
         if not torch._C._dispatch_has_kernel(op.name()):
-            return NotImplemented  # what a tensor subclass is asked, such as its size: it answers itself
+            return NotImplemented  # a query of a tensor subclass, such as its size, which the subclass answers
         if _is_composite(op) and not has_formula(op) and not _are_nested(args):
             with self:
                 result = op.decompose(*args, **keywords)
@@ -172,13 +173,13 @@ class Counting(TorchDispatchMode):
         return result
 
     def launched(self, kernel: Any) -> None:
-        """A Triton kernel starts: one that Python code starts, unknown to any operator, or an operator's own."""
+        """Record a Triton kernel that Python code launches, as an unknown operator."""
         if self._is_active():
             self._unknown[f"triton::{kernel.get()['name']}"] += 1
 
     @contextlib.contextmanager
     def in_causal_attention(self, queries: int, keys: int) -> Iterator[None]:
-        """What runs or is recorded inside is causal attention that torch may compute dense."""
+        """Treat the operators of the block as causal attention, which torch may compute dense."""
         lane = self._lane()
         lane.enter(replace(lane.stack[-1], causal=(queries, keys)))
         try:
@@ -187,7 +188,7 @@ class Counting(TorchDispatchMode):
             lane.leave()
 
     def _is_active(self) -> bool:
-        """Whether the caller is counted: not what another thread does meanwhile, nor the inside of an operator."""
+        """Return whether the caller is counted. Other threads and the inside of an operator are not."""
         return self in _get_current_dispatch_mode_stack()
 
     def _record(self, name: str, cost: Cost | None) -> None:
@@ -223,10 +224,10 @@ class Counting(TorchDispatchMode):
         return self._lanes[threading.get_ident()]
 
     def _note_task(self) -> None:
-        """A backward runs over what the thread that last recorded a forward has made.
+        """Assign the running backward to the thread that last recorded a forward.
 
-        That is another than its own in the nested backward of a reentrant checkpoint on a GPU, whose forward is
-        repeated in the engine's thread.
+        These threads differ in the nested backward of a reentrant checkpoint on a GPU, which repeats the forward in
+        the engine's thread.
         """
         task = torch._C._current_graph_task_id()
         if task != -1:
@@ -247,7 +248,7 @@ class Counting(TorchDispatchMode):
             lane.leave()
 
     def _adopt(self, module: nn.Module, parent: _Tally) -> None:
-        """A module that no known one has registered: it belongs to the one that calls it."""
+        """Add a module that no known module has registered below the module that calls it."""
         self.adopted(module)
         name = type(module).__name__
         same = sum(child.name.partition("#")[0] == name for child in parent.children)
@@ -266,7 +267,7 @@ class Counting(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _hearing_of_kernels(launched: Callable[[Any], None]) -> Iterator[None]:
-    """Has Triton, where it is in use, tell of the kernels that Python code starts."""
+    """Call ``launched`` for each Triton kernel that Python code launches, if Triton is imported."""
     knobs = sys.modules.get("triton.knobs")
     hooks = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
     if hooks is None:
@@ -281,10 +282,11 @@ def _hearing_of_kernels(launched: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marking_causal_attention(counting: Counting) -> Iterator[None]:
-    """Sees causal SDPA before torch turns it into products of whole matrices where no fused kernel takes it.
+    """Mark calls of causal SDPA, which torch splits into dense products if no fused kernel applies.
 
-    The function is replaced for the time, as a ``TorchFunctionMode`` keeps ``nn.TransformerEncoder`` off its fast path.
-    One imported by name before is not seen, and counts dense where it is not fused.
+    The block replaces the function, because a ``TorchFunctionMode`` would disable the fast path of
+    ``nn.TransformerEncoder``. A reference to the function from before the block is not marked, so its unfused calls
+    count dense.
     """
     original = nn.functional.scaled_dot_product_attention
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -304,17 +306,17 @@ def _marking_causal_attention(counting: Counting) -> Iterator[None]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Whether the operator is made of others: seen whole only in inference mode."""
+    """Return whether the operator decomposes into others. Only inference mode dispatches such an operator whole."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _are_nested(args: tuple[Any, ...]) -> bool:
-    """Whether these are nested tensors, which have kernels of their own for composite operators."""
+    """Return whether a tensor is nested. Composite operators have kernels for nested tensors."""
     return any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
 
 
 def _in_checkpoint() -> bool:
-    """Whether the caller is repeating a checkpointed forward: a backward that is itself differentiated is none."""
+    """Return whether the caller repeats a checkpointed forward, not a backward that is differentiated again."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:

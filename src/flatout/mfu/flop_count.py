@@ -1,4 +1,4 @@
-"""What ``count_flops`` returns: the FLOPs of a call, by module and by operator."""
+"""Result of ``count_flops``: the FLOPs of a call, by module and by operator."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlopNode:
-    """FLOPs of one module, those of its submodules included.
+    """FLOPs of one module and its submodules.
 
-    A module that is used several times, or under several names, is one node: its first name. Its backward is that of
-    the operators that ran in its forward.
+    A module that is used several times or has several names is one node, with its first name. Its backward is the
+    backward of the operators that ran in its forward.
 
     Attributes:
-        name: the module's name in its parent; the class for a root.
-        forward: FLOPs of its forward.
-        backward: FLOPs of its backward.
-        recomputed: FLOPs that were computed again (see ``FlopCount``).
-        children: its submodules, in order of registration.
+        name: the module's name in its parent, or the class name of a root.
+        forward: FLOPs of the forward.
+        backward: FLOPs of the backward.
+        recomputed: recomputed FLOPs, see ``FlopCount``.
+        children: the submodules, in order of registration.
     """
 
     name: str
@@ -30,19 +30,19 @@ class FlopNode:
 
     @property
     def total(self) -> int:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         return self.forward + self.backward
 
     @property
     def own(self) -> int:
-        """``total`` without that of the submodules."""
+        """``total`` without the submodules."""
         return self.total - sum(child.total for child in self.children)
 
     def __getitem__(self, path: str) -> FlopNode:
-        """The submodule of that dotted name, such as ``layer1.0.conv1``.
+        """Return the submodule with a dotted name, such as ``layer1.0.conv1``.
 
         Raises:
-            KeyError: if there is none.
+            KeyError: there is no submodule with this name.
         """
         node, rest = self, path
         while rest:
@@ -55,7 +55,7 @@ class FlopNode:
         return node
 
     def __str__(self) -> str:
-        """An indented tree of the modules that compute: total, share of the root, forward and backward."""
+        """Return an indented tree of the modules that compute: total, share of the root, forward and backward."""
         rows = list(self._rows(0))
         width = max(len(name) for name, _ in rows)
         whole = max(self.total, 1)
@@ -76,21 +76,20 @@ class FlopNode:
 class FlopCount:
     """FLOPs of one call; a multiply-add is 2.
 
-    ``total`` is what the model's mathematics needs and what MFU is made of; ``hardware`` is what the device computes
-    and what HFU is made of. Pairs of query and key that ``is_causal`` removes are in neither.
+    ``total`` is the work of the model's mathematics, on which MFU is based. ``hardware`` is the work of the device, on
+    which HFU is based. Neither includes the pairs of query and key that ``is_causal`` removes.
 
     Attributes:
         forward: FLOPs of the forward.
         backward: FLOPs of the backward.
-        recomputed: FLOPs of what was computed before: forwards that activation checkpointing repeats, as far as it
-            does (torch stops at the last tensor that the backward needs), and the scores that a fused attention
-            computes again in its backward.
-        dense: ``total`` with causal attention counted as if nothing were masked, as published figures have it
-            (the 12 * L * H * Q * T of PaLM's appendix B).
-        by_module: the same by module.
-        by_op: by operator: ``forward + backward + recomputed``.
-        unknown: operators that may be costly and have no formula, with the number of their calls. They count 0 in
-            everything above; ``register_flops`` gives them a formula.
+        recomputed: FLOPs of repeated work: forwards that activation checkpointing repeats (up to the last tensor that
+            the backward needs), and scores that a fused attention recomputes in its backward.
+        dense: ``total`` with all pairs of causal attention, as in published figures (the 12 * L * H * Q * T of PaLM's
+            appendix B).
+        by_module: forward, backward and recomputed FLOPs by module.
+        by_op: ``forward + backward + recomputed`` by operator.
+        unknown: number of calls of each operator that may be costly and has no formula. These operators count 0 above.
+            ``register_flops`` gives them a formula.
     """
 
     forward: int
@@ -103,12 +102,12 @@ class FlopCount:
 
     @functools.cached_property
     def total(self) -> int:
-        """Model FLOPs: forward and backward, nothing twice."""
+        """Model FLOPs: forward and backward without recomputation."""
         return self.forward + self.backward
 
     @functools.cached_property
     def hardware(self) -> int:
-        """Hardware FLOPs: ``total`` and what is computed again."""
+        """Hardware FLOPs: ``total`` and recomputation."""
         return self.total + self.recomputed
 
     def __str__(self) -> str:
@@ -117,7 +116,7 @@ class FlopCount:
 
 
 def named(calls: Mapping[str, int]) -> str:
-    """Operators and how often they were called, in words."""
+    """Return operators and their numbers of calls, in words."""
     return ", ".join(f"{name} (called {n}x)" for name, n in calls.items())
 
 

@@ -1,4 +1,4 @@
-"""``count_flops``: the FLOPs of a model or of any callable, from the operators that run, by exact formulas."""
+"""FLOPs of a model or of any callable, counted by exact formulas from the operators that run."""
 
 from __future__ import annotations
 
@@ -19,39 +19,37 @@ from flatout.mfu.cost import is_abstract
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
 
-# What is replaced for the time of a count is the whole process's: the stance of torch.compile, hooks, a function.
+# A count changes state of the whole process: the stance of torch.compile, module hooks, the SDPA function.
 taking_turns = threading.RLock()
 
 
 def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **keywords: Any) -> FlopCount:
-    """Counts the FLOPs of ``fn(*inputs, **keywords)``, and of the backward from what it returns.
+    """Count the FLOPs of ``fn(*inputs, **keywords)`` and of its backward.
 
-    What counts is work like a matrix product: products, convolutions, attention, recurrent layers; see
-    ``FlopCount.unknown`` for what was seen and not counted. It is always the eager code that is counted: what
-    ``torch.compile`` made is neither used nor made, in the whole process while a count lasts; counts in several
-    threads take turns. What a forward does in threads of its own (``nn.DataParallel`` on several GPUs) is not seen.
-    Meta and fake tensors are counted without computing.
+    Matrix products, convolutions, attention and recurrent layers count. ``FlopCount.unknown`` lists operators that may
+    be costly and do not count. A count runs eager code only, so ``torch.compile`` is disabled in the whole process
+    during the count. Counts in several threads take turns. Threads that a forward starts, such as those of
+    ``nn.DataParallel``, are not seen. Meta and fake tensors are counted without computing.
 
-    Attention: ``is_causal`` counts the keys 0..i of query i on every backend, also where torch computes all and
-    masks; ``FlopCount.dense`` has the other convention. A mask given as a tensor (padding, a sliding window) removes
-    nothing, since the kernels compute every score; the windows of flash attention and the blocks of a
-    ``BlockMask`` do.
+    Attention: ``is_causal`` counts the keys 0..i of query i on every backend, even if torch computes all pairs and
+    masks them. ``FlopCount.dense`` counts all pairs. A mask tensor (padding, a sliding window) removes no pair, because
+    the kernels compute every score. The windows of flash attention and the blocks of a ``BlockMask`` remove pairs.
 
     Args:
-        fn: a module: its forward, then a backward from the floating-point results that are found in tuples, lists,
-            mappings and dataclasses: from the scalars, if there are any (they are the loss), else from all.
-            Parameters, gradients, buffers, random generators and inputs are afterwards as they were, also those
-            of modules that it calls without owning them. Any other callable: what it does, with whatever that
-            changes, except for the random generators.
-        inputs: its arguments.
-        backward: whether a module is counted with its backward. There is none where gradients are disabled.
-        keywords: its keyword arguments.
+        fn: module or other callable. A module runs its forward, then a backward from the scalars of its result, or
+            from all floating-point tensors of the result if there is no scalar. The count finds them in tuples, lists,
+            mappings and dataclasses, and restores parameters, gradients, buffers, random generators and inputs. Other
+            modules that the module calls are restored too. For any other callable, the count restores only the random
+            generators.
+        inputs: positional arguments of ``fn``.
+        backward: also run the backward of a module, unless gradients are disabled.
+        keywords: keyword arguments of ``fn``.
 
     Returns:
         The count.
 
     Warns:
-        RuntimeWarning: once, naming the operators of ``FlopCount.unknown``.
+        RuntimeWarning: once, with the names of the operators in ``FlopCount.unknown``.
     """
     original = getattr(fn, "_orig_mod", fn)
     model = original if isinstance(original, nn.Module) else None
@@ -79,7 +77,7 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
 
 
 def _detached(value: Any, seen: dict[int, Tensor]) -> Any:
-    """A copy that the call may change and the backward may end in; one tensor given twice stays one."""
+    """Return a copy that call and backward may change. A tensor that occurs twice is copied once."""
 
     def copied(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -114,7 +112,7 @@ def _backward(result: Any) -> None:
 
 
 def _leaves(results: list[Tensor]) -> list[Tensor]:
-    """What a backward from these leaves gradients in, whoever it belongs to."""
+    """Return the tensors in which a backward from the results accumulates gradients."""
     leaves, seen = [], set()
     nodes: list[Any] = [result.grad_fn for result in results]
     while nodes:
@@ -130,7 +128,7 @@ def _leaves(results: list[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and modes back."""
+    """Restore the module's gradients, buffers and modes after the block."""
     slots = ModuleSlots(module)
     buffers = [SavedTensor(b) for b in module.buffers() if _is_comparable(b)]
     try:
@@ -145,14 +143,14 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def _is_comparable(buffer: Tensor) -> bool:
-    """Not what has no bits, nor sparse, nested and 4-bit tensors: torch cannot compare them, and layers leave them."""
+    """Return whether torch can compare the buffer. Layers do not change sparse, nested and 4-bit buffers."""
     plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.dtype != torch.float4_e2m1fn_x2
     return plain and not is_abstract(buffer)
 
 
 @contextlib.contextmanager
 def _gradients_aside(leaves: list[Tensor]) -> Iterator[None]:
-    """Puts gradients back, and keeps the hooks of finished gradients from stepping an optimizer."""
+    """Restore gradients after the block, and disable hooks that would step an optimizer in the block."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(leaf._post_accumulate_grad_hooks, dict(leaf._post_accumulate_grad_hooks))
              for leaf in leaves if leaf._post_accumulate_grad_hooks]  # fmt: skip
@@ -171,11 +169,11 @@ def _gradients_aside(leaves: list[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Compiled functions and modules run their eager code, and keep what was compiled."""
+    """Run the eager code of compiled functions and modules in the block, and keep the compiled code."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # torch.compile(module) inside another one is seen as a module of its own: nothing is counted twice.
+        # A torch.compile(module) inside another module is a separate module here, so nothing counts twice.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks", UserWarning)
         yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatout.mfu.wrapped import is_wrapped
+from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
 from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels

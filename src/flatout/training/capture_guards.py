@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from flatout.core.step_hooks import has_users_pre_hooks
-from flatout.mfu.wrapped import behind_update, is_wrapped
+from flatout.mfu.counted_calls import after_update, is_wrapped
 from flatout.optim.native_step import is_patched
 from flatout.training.stepper import Stepper
 
@@ -112,7 +112,7 @@ class CaptureGuards:
         return (
             any(self._hooks)
             or has_users_pre_hooks()
-            or any(hook is not behind_update for hook in torch_optimizer._global_optimizer_post_hooks.values())
+            or any(hook is not after_update for hook in torch_optimizer._global_optimizer_post_hooks.values())
             or any(map(is_wrapped, stepper.spec.modules))
             or any(map(_tensor_hooks, self.trained))
             or any(map(_accumulated_hooks, self.trained))

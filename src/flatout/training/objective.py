@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, with_own_containers
-from flatout.mfu.wrapped import is_wrapped
+from flatout.mfu.counted_calls import is_wrapped
 from flatout.training.loss_suggestion import compute_loss_line
 from flatout.training.spec import Spec
 

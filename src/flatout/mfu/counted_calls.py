@@ -1,4 +1,4 @@
-"""A model whose calls count training steps by themselves: the inside of ``MfuCounter.wrap``."""
+"""Training steps counted from a model's calls, backwards and updates, for ``MfuCounter.wrap``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from flatout.native._host import PHASES, StepCounter
 
 FORWARD, BACKWARD, UPDATE = map(PHASES.index, ("forward", "backward", "update"))
 
-
 FlopsPerStep = Callable[[], float | FlopCount | None]
-"""Returns the FLOPs of a step that the user gave; None if calls have to be counted."""
+"""Returns the user's FLOPs of a step, or None if each call is counted."""
 
 
-def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> Calls:
-    """Count the training steps of ``model`` on ``core`` for as long as the model lives.
+def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> CountedCalls:
+    """Count the training steps of ``model`` on ``core`` during the model's lifetime.
 
     Raises:
         TypeError: the model is a ``ScriptModule``.
@@ -42,7 +41,7 @@ def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerSte
     counted_by = getattr(type(model), "flatout_calls", None)
     if counted_by is not None and counted_by.are_of(model):  # a copy may share the class
         raise ValueError(f"this {type(model).__name__} is wrapped already")
-    calls = Calls(core, model, flops_per_step)
+    calls = CountedCalls(core, model, flops_per_step)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(counted, self).__call__
@@ -55,8 +54,8 @@ def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerSte
     return calls
 
 
-class UnderWay:
-    """A step of one thread: some forwards, and behind them a backward."""
+class OpenStep:
+    """Step of one thread that has begun and not ended: one or more forwards, then a backward."""
 
     def __init__(self, token: Any) -> None:
         self.token = token
@@ -67,7 +66,7 @@ class UnderWay:
         self.leaf_hooks: list[RemovableHandle] = []
 
     def add(self, samples: int, tokens: int, flops: FlopCount | float | None) -> None:
-        """One more forward is part of the step; the FLOPs are not known as soon as those of a part are not."""
+        """Add a forward to the step. Unknown FLOPs of one forward make the step's FLOPs unknown."""
         model, hardware = model_and_hardware(flops)
         self.samples += samples
         self.tokens += tokens
@@ -77,11 +76,11 @@ class UnderWay:
         )
 
 
-class Calls:
-    """What becomes of a model's calls; in each thread at most one step is under way.
+class CountedCalls:
+    """Training steps of a model, found from its calls. Each thread has at most one open step.
 
-    It begins with a forward. Where it ends shows only later: behind its backward, or behind an update if one follows
-    before the next forward.
+    A step begins with a forward. The step ends with its backward, or with an update between this backward and the
+    next forward.
     """
 
     def __init__(self, core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> None:
@@ -89,26 +88,26 @@ class Calls:
         self._flops_per_step = flops_per_step
         self._model = weakref.ref(model)
         self._work = CountedWork(self._counted)
-        self._steps: dict[int, UnderWay] = {}
+        self._steps: dict[int, OpenStep] = {}
         self._taking = threading.Lock()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         _listen_to_updates()
         _listening.add(self)
 
     def __del__(self) -> None:
-        self.settle()  # the model is gone: nothing follows its last step
+        self.settle()  # no call follows the last step of a deleted model
 
     def are_of(self, module: nn.Module) -> bool:
-        """Whether it is this module's calls that are counted."""
+        """Return whether the counted calls are the module's."""
         return module is self._model()
 
     def counts(self, module: nn.Module) -> bool:
-        """Whether a call of the module is part of a training step."""
+        """Return whether a call of the module is part of a training step."""
         if not self.are_of(module) or is_counting() or _is_transformed():
             return False
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and any(step.going_back for step in list(self._steps.values())):
-            return False  # a checkpoint repeats the forward
+            return False  # activation checkpointing repeats the forward
         step = self._steps.get(threading.get_ident())
         if step is not None and step.in_forward:
             return False  # the model calls itself
@@ -119,7 +118,7 @@ class Calls:
         return False
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a training forward, as the beginning of a step or as one more before its backward."""
+        """Run a training forward, which begins a step or joins the open step."""
         self.settle()
         model, thread = self._model(), threading.get_ident()
         assert model is not None
@@ -129,7 +128,7 @@ class Calls:
             step = None
         samples, tokens, flops = self._work(*args, **kwargs)
         if step is None:
-            step = self._steps[thread] = UnderWay(self._core.begin())
+            step = self._steps[thread] = OpenStep(self._core.begin())
         given = self._flops_per_step()
         step.add(samples, tokens, flops if given is None else given)
         self._core.mark(step.token, FORWARD)
@@ -147,32 +146,32 @@ class Calls:
             self._drop(thread)  # a frozen model
         return output
 
-    def _listen(self, step: UnderWay, output: Any) -> None:
-        """Hear of the backward that reaches what the model returned."""
-        ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        for tensor in ends:
+    def _listen(self, step: OpenStep, output: Any) -> None:
+        """Hook the outputs, to see when a backward reaches them."""
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        for tensor in outputs:
             handle = tensor.register_hook(lambda _: self._going_back(step))
             if tensor.is_leaf:  # it outlives the step
                 step.leaf_hooks.append(handle)
             if not tensor._is_view():  # a write into a view loses its hooks
                 step.sees_backward = True
 
-    def _going_back(self, step: UnderWay) -> None:
-        """The backward has reached what the model returned."""
+    def _going_back(self, step: OpenStep) -> None:
+        """Mark the start of the backward, when it reaches the first output."""
         if not step.going_back:
             step.going_back = True
             self._core.mark(step.token, BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._gone_back(step))
 
-    def _gone_back(self, step: UnderWay) -> None:
+    def _gone_back(self, step: OpenStep) -> None:
         self._core.touch(step.token)
         self._core.mark(step.token, UPDATE)
         step.going_back, step.went_back = False, True
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped; it may be another model's.
+        """Handle an optimizer's step, if the optimizer updates this model.
 
-        This alone ends the step where nothing tells of the backward: the model returned a generator, say.
+        An update also ends a step whose backward no hook sees, for example of a model that returns a generator.
         """
         step = self._steps.get(threading.get_ident())
         if step is None or step.going_back or (step.sees_backward and not step.went_back):
@@ -187,7 +186,7 @@ class Calls:
             step.went_back = True
 
     def settle(self) -> None:
-        """Hand over the steps whose backward is done."""
+        """Hand the steps whose backward has ended to the core."""
         for thread, step in list(self._steps.items()):
             if step.went_back and not step.going_back and self._take(thread, step):
                 self._core.finish(step.token, step.samples, step.tokens, step.flops, step.hardware_flops)
@@ -197,7 +196,7 @@ class Calls:
         if step is not None and self._take(thread, step):
             self._core.drop(step.token)
 
-    def _take(self, thread: int, step: UnderWay) -> bool:
+    def _take(self, thread: int, step: OpenStep) -> bool:
         """Remove a thread's step and its hooks.
 
         Returns:
@@ -216,38 +215,40 @@ class Calls:
             return None
         model = self._model()
         assert model is not None
-        if group_size() > 1:  # each counts when it has the time: none may wait for another meanwhile
+        if group_size() > 1:  # counting runs at different times in each process, so no process may wait for another
             raise RuntimeError("several processes train together: give MfuCounter flops_per_step")
         return count_flops(model, *args, **kwargs)
 
 
-_listening: weakref.WeakSet[Calls] = weakref.WeakSet()
-"""Whoever is told of an update."""
+_listening: weakref.WeakSet[CountedCalls] = weakref.WeakSet()
+"""Counted calls that react to updates."""
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether a counter listens to the module's calls."""
+    """Return whether a counter counts the module's calls."""
     return any(calls.are_of(module) for calls in list(_listening))
 
 
-def behind_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Told of every update in the process once a model was wrapped."""
+def after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Report an update to all counted calls. The hook is registered when the first model is wrapped."""
     for calls in list(_listening):
         calls.updated(optimizer)
 
 
 @functools.cache
 def _listen_to_updates() -> None:
-    """One hook for all, for good: a model may be collected while torch goes through the hooks, and removing its own
-    then would break that."""
-    register_optimizer_step_post_hook(behind_update)
+    """Register the only hook, which is never removed.
+
+    A model may be collected while torch iterates its hooks. Removing a hook then would break the iteration.
+    """
+    register_optimizer_step_post_hook(after_update)
 
 
 def _is_transformed() -> bool:
-    """Whether calls are recorded by ``torch.jit.trace``, or their gradients are taken by ``torch.func``."""
+    """Return whether ``torch.jit.trace`` records the call or ``torch.func`` transforms it."""
     return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def model_and_hardware(flops: FlopCount | float | None) -> tuple[float | None, float | None]:
-    """FLOPs of the model and of the hardware, None where not known."""
+    """Return the FLOPs of the model and of the hardware, each None if unknown."""
     return (flops.total, flops.hardware) if isinstance(flops, FlopCount) else (flops, None)
