@@ -1,4 +1,4 @@
-"""How fast a training loop runs, and how much of the hardware that is (MFU: model FLOPs utilisation)."""
+"""Speed of a training loop and its share of the hardware's peak (MFU: model FLOPs utilization)."""
 
 from flatout.core.deprecated import old_names
 from flatout.mfu.counter import MfuCounter

@@ -1,4 +1,4 @@
-"""What a device could reach: from its data sheet, at the clock it runs at, and as measured here."""
+"""Peak FLOP/s of a device: by its data sheet, at its current clock, and by measurement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, torch.float8_e4m3fn, torc
 
 @dataclass(frozen=True)
 class Gpu:
-    """A row of the table.
+    """Data sheet of a GPU, a row of the table.
 
     Attributes:
         name: what it is called.
@@ -118,16 +118,16 @@ _warned: set[tuple[str, Precision]] = set()
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """The row of the GPU that ``nvidia-smi`` and torch call ``name``; ``None`` if the table has none.
+    """Return the row of the GPU with this name in ``nvidia-smi`` and torch, or ``None`` if the table has none.
 
-    Look-alikes have no row of each other: a laptop's RTX 4090, say, has none.
+    GPUs with similar names do not share a row: a laptop's RTX 4090 has none.
     """
     bare = re.sub(r"^(NVIDIA |Tesla )+", "", name.strip())
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare)), None)
 
 
 def peak_flops(device: torch.device | str | int | None = None, dtype: Precision = torch.float32) -> float | None:
-    """Peak of a GPU in FLOP/s by its data sheet: dense, and products of 16 bits summed in float32.
+    """Return the FLOP/s of a GPU by its data sheet, dense, with 16-bit products summed in float32.
 
     Args:
         device: a CUDA device, default the current one; or the name of a GPU as ``nvidia-smi`` prints it.
@@ -144,9 +144,9 @@ def peak_flops(device: torch.device | str | int | None = None, dtype: Precision 
 def clock_peak_flops(
     device: torch.device | str | int | None = None, dtype: Precision = torch.float32, *, clock_mhz: float | None = None
 ) -> float | None:
-    """Peak of a GPU in FLOP/s at the clock that it runs at, which power and heat may hold below the data sheet's.
+    """Return the peak FLOP/s of a GPU at its clock, which power and heat may hold below the data sheet's.
 
-    SMs x FLOPs of an SM in a cycle x clock.
+    The peak is SMs x FLOPs of an SM per cycle x clock.
 
     Args:
         device: as for :func:`peak_flops`.
@@ -174,11 +174,11 @@ def measured_peak_flops(
     measure: bool = True,
     refresh: bool = False,
 ) -> float | None:
-    """The most that a product of square matrices has reached on this machine, in FLOP/s.
+    """Return the highest measured FLOP/s of a product of square matrices on this machine.
 
-    Takes a second or two once per device, dtype, number of threads and release of torch; then it is read from
-    ``$XDG_CACHE_HOME/flatout/peaks.json`` (``~/.cache`` by default). float32 is measured with the user's own TF32
-    setting.
+    The measurement takes one or two seconds per device, dtype, number of threads and release of torch. Later calls read
+    the result from ``$XDG_CACHE_HOME/flatout/peaks.json`` (``~/.cache`` by default). The measurement of float32 uses
+    the user's TF32 setting.
 
     Args:
         device: default: the current CUDA device if there is one, else the CPU.
@@ -207,7 +207,7 @@ def measured_peak_flops(
 
 
 def multiplies_in_tf32(place: torch.device) -> bool:
-    """Whether float32 products run on tensor cores there, as the user has set it."""
+    """Return whether the user's settings let float32 products run on tensor cores of the device."""
     return place.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -221,7 +221,7 @@ _SLOW_SECONDS = 1.0
 
 
 def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
-    """The best median over sizes."""
+    """Return the best median over sizes."""
     best = 0.0
     try:
         for size in _SIZES[place.type]:
@@ -290,7 +290,7 @@ def _place(device: torch.device | str | int | None) -> torch.device:
 
 
 def _looked_up(device: torch.device | str | int | None, dtype: Precision) -> tuple[Gpu | None, int]:
-    """A GPU's row and its SMs, those of a MIG slice if it is one; no row, and a warning, if it has no such peak."""
+    """Return a GPU's row and SMs (of a MIG slice: its own). Warn and return no row if the peak is unknown."""
     name, sms = _named(device)
     gpu = gpu_of(name)
     if gpu is not None and dtype in gpu.teraflops:
@@ -307,7 +307,7 @@ def _looked_up(device: torch.device | str | int | None, dtype: Precision) -> tup
 
 
 def _named(device: torch.device | str | int | None) -> tuple[str, int]:
-    """What a device is called, and the SMs of a MIG slice, 0 for a whole device."""
+    """Return the device's name and the SMs of a MIG slice, 0 for a whole device."""
     if isinstance(device, str) and not re.fullmatch(r"(cuda|cpu|meta|mps|xpu)(:\d+)?", device):
         return device, 0
     place = _place(device)

@@ -1,4 +1,4 @@
-"""Named ranges that profilers show."""
+"""Named ranges in profilers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from flatout.native import _host
 
 
 class nvtx_range:
-    """A range for profilers: ``with flatout.mfu.nvtx_range("augment"): ...``.
+    """Open a named range: ``with flatout.mfu.nvtx_range("augment"): ...``.
 
-    Nsight Systems and the like see it as an NVTX range (a build without CUDA has none), ``torch.profiler`` as a user
-    annotation. With neither listening it costs less than a microsecond.
+    Nsight Systems shows an NVTX range, except in a build without CUDA. ``torch.profiler`` shows a user annotation.
     """
 
     __slots__ = ("_annotation", "_name")

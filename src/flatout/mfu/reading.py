@@ -1,4 +1,4 @@
-"""What a counter tells: rates over a number of steps, and what their time went to."""
+"""Readings of a counter: rates over a number of steps and the time of each phase."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flatout.native._host import PHASES
 
 @dataclass(frozen=True)
 class Phases:
-    """What the time of a step goes to: seconds, means over the steps whose phases were measured.
+    """Seconds of each phase of a step, averaged over the steps whose phases were measured.
 
-    They add up to the time from the end of the step before to the end of the step. On a CUDA device it is the
-    device's time: a wait or a copy behind which it still had work to do takes none.
+    The phases add up to the time from the end of the previous step to the end of the step. On a CUDA device the phases
+    are device time: a wait or a copy that overlaps other work of the device takes none.
 
     Attributes:
         loader_wait: the next batch was not there yet.
@@ -34,7 +34,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Sum of all phases."""
         return sum(getattr(self, name) for name in PHASES)
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ _TOLD: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Rates over a number of steps; None where something is not known.
+    """Rates over a number of steps. An unknown rate is None.
 
-    The time that counts runs from the end of the step before to the end of the step: what the loop does in between
-    slows training down. :meth:`MfuCounter.pause` takes out what is not training.
+    The time of a step begins with the end of the previous step, so the loop's own work counts.
+    :meth:`MfuCounter.pause` excludes time that is not training.
 
     Attributes:
         steps: number of steps.
@@ -95,6 +95,6 @@ class Reading:
         return ", ".join([f"{self.steps:,} step{'s' * (self.steps != 1)}", *self.told().values()])
 
     def told(self) -> dict[str, str]:
-        """Whichever of its rates are known, in words, by attribute; ``hfu`` only where it differs from ``mfu``."""
+        """Return the known rates in words, by attribute. ``hfu`` is included only if it differs from ``mfu``."""
         known = {name: getattr(self, name) for name in _TOLD if name != "hfu" or self.hfu != self.mfu}
         return {name: _TOLD[name](value) for name, value in known.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a step on a batch does, by the batch's signature: samples, tokens, and FLOPs that are counted once."""
+"""Work of a step by the signature of its batch: samples, tokens, and FLOPs that are counted once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARE = 0.02
 
 
 class Work(NamedTuple):
-    """What a step does, in the order of ``MfuCounter.step``'s arguments.
+    """Work of one step, in the order of ``MfuCounter.step``'s arguments.
 
     Attributes:
         samples: as ``batch_size_of`` counts them.
@@ -37,10 +37,11 @@ class Work(NamedTuple):
 
 
 class CountedWork:
-    """``CountedWork(count)(*args, **kwargs)``: samples, tokens, and the FLOPs that ``count(*args, **kwargs)`` finds.
+    """Function that returns the samples, tokens and FLOPs of ``(*args, **kwargs)``. ``count`` counts the FLOPs.
 
-    ``count`` is called once per signature: the shapes and dtypes of all tensors. Where batches take on many (unpadded
-    text), counting goes on as training does, up to ``MOST``: a signature whose turn has not come has no FLOPs yet.
+    ``count`` is called once per signature, which is the shapes and dtypes of all tensors. Batches may have many
+    signatures, for example of unpadded text. Counting then continues during training, up to ``MOST`` signatures. A
+    signature that is not counted yet has no FLOPs.
     """
 
     def __init__(self, count: Callable[..., FlopCount | None]) -> None:
@@ -51,7 +52,7 @@ class CountedWork:
 
     @property
     def counts(self) -> list[FlopCount]:
-        """Those known so far, in the order in which their signatures came."""
+        """Known counts, in the order in which their signatures came."""
         return [work.flops for work in self._known.values() if work.flops is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:

@@ -1,4 +1,4 @@
-"""What times the steps of a counter on a GPU: the native core by CUDA events, or torch's events."""
+"""Timers of a counter's steps on a GPU: the native core with CUDA events, or torch's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.native._host import StepCounter, StepTimer
 
 
 def use_gpu_clock(core: StepCounter, device: torch.device) -> None:
-    """Time the steps on ``device``, in the best way there is."""
+    """Time the steps on ``device`` with the native core, or with torch's events if the core lacks kernels."""
     if native.has_cuda_kernels(device.index):
         # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
         with contextlib.suppress(RuntimeError):
@@ -27,7 +27,7 @@ def use_gpu_clock(core: StepCounter, device: torch.device) -> None:
 
 @dataclass(eq=False)
 class _Span:
-    """A step between torch's events."""
+    """Step between two of torch's events."""
 
     begun: Any
     alone: bool
@@ -37,7 +37,7 @@ class _Span:
 
 
 class TorchEventTimer(StepTimer):
-    """torch's events, for a GPU that this build has no CUDA code for; it knows no phases."""
+    """Timer with torch's events, without phases, for a GPU that flatout has no CUDA kernels for."""
 
     def __init__(self, core: StepCounter, device: torch.device) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class TorchEventTimer(StepTimer):
         self.pause()
 
     def _count(self, step: _Span) -> None:
-        """The same arithmetic as the core's."""
+        """Count a step with the same arithmetic as the core."""
         seconds = step.begun.elapsed_time(step.ended) * 1e-3
         gap = None if self._last_end is None else self._last_end.elapsed_time(step.begun) * 1e-3
         if gap is None or gap + seconds >= 0:

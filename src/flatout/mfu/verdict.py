@@ -1,4 +1,4 @@
-"""Utilisation is not usefulness: what an MFU means for a model of its kind, and what holds it down."""
+"""Verdict on an MFU: the usual MFU of similar models, and the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORTH_TELLING = 0.1
 
 @dataclass(frozen=True)
 class Family:
-    """Models that are limited alike.
+    """Family of models with the same kind of limit.
 
     Attributes:
         name: what they are called.
@@ -42,8 +42,7 @@ _KINDS = (
 
 
 def family_of(by_op: Mapping[str, int]) -> Family:
-    """The family of a model, by what its FLOPs go to: convolutions or recurrent layers that do most of the work, or
-    attention that takes part in it.
+    """Return the family of a model: convolutions or recurrent layers with most of the FLOPs, or attention with some.
 
     Args:
         by_op: as in ``FlopCount``.
@@ -58,7 +57,7 @@ def family_of(by_op: Mapping[str, int]) -> Family:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a training run makes of its device.
+    """Utilization of the device by a training, and its limit.
 
     Attributes:
         mfu: model FLOPs utilisation, 0..1; None when not known.
@@ -103,7 +102,7 @@ def judge(
     utilisation: float | None = None,
     throttle: Sequence[str] = (),
 ) -> Verdict:
-    """Compare an MFU with what is usual, and name what limits it.
+    """Compare an MFU with the usual MFU, and name the limit.
 
     Args:
         mfu: 0..1, None when not known.

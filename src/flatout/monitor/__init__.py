@@ -1,10 +1,10 @@
-"""Live monitoring: what the GPUs, the host and the training's processes do, once a second, at a few ms of CPU each.
+"""Live monitoring of the GPUs, the host and the training's processes, once a second.
 
     with Sampler(write=JsonLines("run.jsonl")):
         train()
 
-GPUs need ``nvidia-ml-py``, CPU and processes ``psutil``: ``pip install 'flatout[monitor]'``. Without them, and without
-a GPU or a driver, samples are taken all the same and say what is missing and why.
+GPUs need ``nvidia-ml-py``, CPU and processes ``psutil``: ``pip install 'flatout[monitor]'``. Without these
+packages, a GPU or a driver, samples are still taken and name the missing part and the reason.
 """
 
 from flatout.monitor.jsonlines import JsonLines, read_samples

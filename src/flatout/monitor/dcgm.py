@@ -1,8 +1,8 @@
-"""Tensor-core activity before Hopper: through DCGM, where it is asked for and its Python bindings are there.
+"""Tensor-core activity of GPUs before Hopper, from DCGM's Python bindings.
 
-Asking is the caller's choice, never a default: while DCGM watches these fields it holds the hardware counters, and
-whatever profiles through CUPTI (``torch.profiler``, Nsight) fails meanwhile. The bindings also open a connection to
-the host engine, and report its faults to the root logger.
+DCGM is off by default. While DCGM watches these fields, it holds the hardware counters, and profilers that use CUPTI
+(``torch.profiler``, Nsight) fail. The bindings also open a connection to the host engine and report its faults to the
+root logger.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = {  # DCGM_FI_PROF_*: all four are ratios
 
 
 class Dcgm:
-    """DCGM's profiling fields of all GPUs; a failure is final, so that a dead host engine is not called for ever."""
+    """DCGM's profiling fields of all GPUs. The first failure is final, so that a dead host engine is called once."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -36,7 +36,7 @@ class Dcgm:
         self._failure = ""
 
     def values(self, uuid: str | None) -> tuple[dict[str, float], str]:
-        """Fields of a GPU, and where they come from, or none and why."""
+        """Return the fields of a GPU and their source, or no fields and the reason."""
         if self._failure:
             return {}, self._failure
         if self._reader is not None and self._pid != os.getpid():
@@ -62,7 +62,7 @@ class Dcgm:
         return {}, self._failure or "DCGM does not know this GPU"
 
     def close(self) -> None:
-        """Disconnects; the fields are no longer watched. In a forked child this leaves the parent's connection be."""
+        """Disconnect and stop watching the fields. In a forked child, the parent stays connected."""
         if self._reader is not None and self._pid == os.getpid():
             with suppress(Exception):  # an engine that died has nothing to give back
                 self._reader.Shutdown()

@@ -1,4 +1,4 @@
-"""CPU, memory, disks and processes: through psutil, and without it what the system tells easily."""
+"""CPU, memory, disks and processes, from psutil or from the system's own files."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _USS_SHARE = 0.01  # of the time: the system walks all pages of a process to tel
 
 
 class CounterRates:
-    """Counters that only rise, as what they rose by per second since the last look."""
+    """Rates of counters that only rise, per second since the last sample."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, float]] = {}
 
     def per_second(self, name: str, counter: float, now: float) -> float | None:
-        """None in the first look, after a counter began anew, and where no time has passed."""
+        """Return the rate, or None for the first sample, after a reset of the counter, or if no time has passed."""
         before, self._last[name] = self._last.get(name), (counter, now)
         if before is None or now <= before[1] or counter < before[0]:
             return None
         return (counter - before[0]) / (now - before[1])
 
     def forget_before(self, now: float) -> None:
-        """Drops every counter whose last look was earlier: its process has ended."""
+        """Drop the counters of ended processes, whose last sample is older."""
         self._last = {name: last for name, last in self._last.items() if last[1] >= now}
 
 
@@ -50,7 +50,7 @@ class Host:
         self._rates = CounterRates()
 
     def sample(self) -> HostSample:
-        """One look; raises nothing."""
+        """Take one sample without raising."""
         missing: dict[str, str] = {}
         found: dict[str, Any] = {}
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Host:
         return HostSample(cores=machine.usable_cores(), **found, missing=missing)
 
     def _cpu(self, now: float) -> dict[str, Any]:
-        """Of the logical CPUs that may be used; where a container's quota is less, of that."""
+        """Return the CPU use as a share of the usable logical CPUs, or of a smaller container quota."""
         group, quota = _quota()
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         percents = []
@@ -106,10 +106,10 @@ class Host:
 
 
 class Processes:
-    """A process and its descendants, or the machine's busiest."""
+    """Samples of a process and its descendants, or of the machine's busiest processes."""
 
     def __init__(self, pid: int | None) -> None:
-        """Begins to watch.
+        """Start watching.
 
         Args:
             pid: the process at the root; None watches the machine.
@@ -125,7 +125,7 @@ class Processes:
                 self._root = psutil.Process(pid)
 
     def sample(self) -> tuple[tuple[ProcessSample, ...], bool]:
-        """The processes, the root first and the others by CPU, and whether the root has ended. Raises nothing."""
+        """Return the processes, the root first, then by CPU, and whether the root has ended. Raises nothing."""
         if psutil is None or self._ended:
             return (), self._ended or not (self._pid is None or exists(self._pid))
         if self._pid is not None and not self._alive():
@@ -163,7 +163,7 @@ class Processes:
         return members
 
     def _look_up_one_uss(self, pids: list[int]) -> None:
-        """Of the process whose turn it is, unless the last look-up is too recent for its cost."""
+        """Look up the unique memory of the next process, unless the last look-up is too recent for its cost."""
         self._uss = {pid: uss for pid, uss in self._uss.items() if pid in pids}
         begun = time.monotonic()
         if begun < self._next_uss:
@@ -199,7 +199,7 @@ def _psutil() -> Any:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of that number, of whatever user."""
+    """Return whether a process with this number exists, of any user."""
     if pid <= 0:  # stands for groups of processes
         return False
     try:
@@ -224,7 +224,7 @@ def _shared_memory() -> dict[str, int]:
 
 
 def _quota() -> tuple[Any, float]:
-    """The control group with the tightest CPU quota, and that quota in cores; infinite without one."""
+    """Return the control group with the smallest CPU quota and this quota in cores, infinite without a quota."""
     groups = [(machine.quota_of(group), group) for group in machine.control_groups("cpu")]
     quota, group = min(groups, key=lambda found: found[0], default=(math.inf, None))
     return (group, quota) if math.isfinite(quota) else (None, math.inf)

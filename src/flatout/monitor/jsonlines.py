@@ -1,4 +1,4 @@
-"""Samples as JSON lines: one object a line, fields and units as in the dataclasses, null for what is not known."""
+"""Samples as JSON lines: one object per line, with fields and units of the dataclasses. Unknown values are null."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatout.monitor.sample import GpuSample, HostSample, ProcessSample, Sample
 
 
 class JsonLines:
-    """A writer of samples, for ``Sampler(write=JsonLines("run.jsonl"))``.
+    """Writer of samples, for ``Sampler(write=JsonLines("run.jsonl"))``.
 
-    A file that was there is continued. Every sample is one write, so that a crash or a fork leaves whole lines.
+    The writer appends to an existing file. Each sample is one write, so a crash or a fork leaves whole lines.
     """
 
     def __init__(self, file: str | os.PathLike[str] | TextIO) -> None:
-        """Opens the file.
+        """Open the file.
 
         Args:
             file: a path, or an open text file, which the caller closes.
@@ -43,7 +43,7 @@ class JsonLines:
             self._file.flush()
 
     def close(self) -> None:
-        """Closes the file, if this opened it."""
+        """Close the file if the writer opened it."""
         if self._own is not None:
             self._own.close()
 
@@ -57,7 +57,7 @@ class JsonLines:
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The samples of a file that ``JsonLines`` wrote, equal to those that were written.
+    """Return the samples of a file that ``JsonLines`` wrote.
 
     Raises:
         OSError: the file cannot be read.

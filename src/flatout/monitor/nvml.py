@@ -1,4 +1,4 @@
-"""GPUs through NVML. Every query may fail by itself: its field is then None, and the reason is kept beside it."""
+"""Samples of GPUs from NVML. A query that fails leaves its field None and records the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _THROTTLE = {  # bits of the clock event reasons, as nvml.h numbers them
 
 
 class Gpus:
-    """The GPUs of a watched process, for sampling: opens NVML, and opens it again after it was shut down or forked."""
+    """GPUs of a watched process. NVML is opened again after a shutdown or a fork."""
 
     def __init__(self, interval: float, *, dcgm: bool = False) -> None:
         self._dcgm = Dcgm(interval) if dcgm else None
@@ -43,7 +43,7 @@ class Gpus:
         self._gpm: dict[Wanted, _Gpm] = {}
 
     def sample(self, environment: Mapping[str, str]) -> tuple[tuple[GpuSample, ...], str | None]:
-        """All GPUs that ``CUDA_VISIBLE_DEVICES`` of ``environment`` leaves; if none, why. Raises nothing."""
+        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or the reason for none. Cannot raise."""
         try:
             nvml = self._open()
         except ImportError:
@@ -64,7 +64,7 @@ class Gpus:
         return tuple(map(self._gpu, wanted)), None
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Release NVML and DCGM."""
         if self._dcgm is not None:
             self._dcgm.close()
         self._shut_down()
@@ -160,7 +160,7 @@ class Gpus:
         )
 
     def _profile(self, wanted: Wanted, part: Any, gpu: Any) -> tuple[dict[str, float], str]:
-        """What GPM or DCGM knows, and where it comes from or why there is none."""
+        """Return the metrics of GPM or DCGM, with their source or the reason for none."""
         nvml = self._nvml
         try:
             gpm = self._gpm.get(wanted)
@@ -177,7 +177,7 @@ class Gpus:
         return (found, "NVML GPM") if found else ({}, FIRST_SAMPLE)
 
     def _ask_dcgm(self, part: Any, why: str) -> tuple[dict[str, float], str]:
-        """DCGM's numbers, or none, with why GPM has none in front of why DCGM has none."""
+        """Return DCGM's metrics, or the reasons why GPM and DCGM have none."""
         if self._dcgm is None:
             return {}, f"{why}; {NOT_ASKED}"
         found, said = self._dcgm.values(_attempt(lambda: self._nvml.nvmlDeviceGetUUID(part)))
@@ -185,7 +185,7 @@ class Gpus:
 
 
 class _Gpm:
-    """GPM's metrics of one GPU: averages between this look and the one before."""
+    """GPM's metrics of one GPU, averaged since the previous sample."""
 
     def __init__(self, nvml: Any, gpu: Any, gpu_instance: int | None) -> None:
         self._nvml, self._gpu, self._gpu_instance = nvml, gpu, gpu_instance
@@ -212,7 +212,7 @@ class _Gpm:
             raise
 
     def values(self) -> dict[str, float]:
-        """Metrics since the last call; none in the first, and none of those that the GPU does not have."""
+        """Return the metrics since the last call. The first call has none. Metrics that the GPU lacks are absent."""
         nvml = self._nvml
         if self._gpu_instance is None:
             nvml.nvmlGpmSampleGet(self._gpu, self._now)
@@ -232,14 +232,14 @@ class _Gpm:
         return found
 
     def close(self) -> None:
-        """Frees the two samples."""
+        """Free the two samples."""
         for sample in (self._before, self._now):
             if sample is not None:
                 _attempt(partial(self._nvml.nvmlGpmSampleFree, sample))
 
 
 def throttle_words(bits: int) -> tuple[str, ...]:
-    """Clock event reasons in words; a bit that is not known keeps its number."""
+    """Return clock event reasons in words. An unknown bit keeps its number."""
     return tuple(_THROTTLE.get(1 << place, f"reason {1 << place:#x}") for place in range(64) if bits >> place & 1)
 
 
@@ -257,7 +257,7 @@ def _bytes_per_second(nvml: Any, gpu: Any, counter: int) -> float:
 
 
 def _memory(nvml: Any, device: Any) -> Any:
-    """Memory, with the driver's own share left out of ``used`` where this NVML tells it apart."""
+    """Return the memory. If NVML reports the driver's share, ``used`` excludes this share."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
     except Exception:

@@ -1,4 +1,4 @@
-"""Why something could not be read, in words."""
+"""Reasons why a value could not be read, in words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NVML = {
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of NVML, DCGM or the system says, as one line."""
+    """Return the message of an exception of NVML, DCGM or the system, as one line."""
     words = _NVML.get(type(error).__name__.removeprefix("NVMLError_"))
     if words:
         return words

@@ -1,4 +1,4 @@
-"""What one look at the machine found. Units are in the names; None is what could not be read."""
+"""Samples of the machine. Names contain units. A value that could not be read is None."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One GPU, or one MIG device of it.
+    """Sample of one GPU or one MIG device.
 
     Attributes:
         index: NVML's number of the GPU (by PCI bus).
@@ -66,7 +66,7 @@ class GpuSample:
 
 @dataclass(frozen=True)
 class HostSample:
-    """CPU, memory and disks, within the limits of the container if there is one.
+    """Sample of CPU, memory and disks, within the limits of a container.
 
     Attributes:
         cores: physical cores that may be kept busy, affinity and quota respected.
@@ -105,7 +105,7 @@ class HostSample:
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One process.
+    """Sample of one process.
 
     Attributes:
         pid: its number.
@@ -126,7 +126,7 @@ class ProcessSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at everything.
+    """Sample of GPUs, host and processes.
 
     Attributes:
         time: Unix seconds.

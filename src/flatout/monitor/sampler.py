@@ -1,4 +1,4 @@
-"""Taking samples, one by one or in the background."""
+"""Sampler of the machine, sample by sample or in the background."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _PATIENCE = 10.0  # seconds that close() waits for a query that hangs in the dri
 
 
 class Sampler:
-    """Takes a ``Sample`` every ``interval`` seconds, in a thread of its own, from ``start()`` to ``close()``.
+    """Background thread that takes a ``Sample`` every ``interval`` seconds, from ``start()`` to ``close()``.
 
-    ``with Sampler(write=...)`` does both. A process forked meanwhile has no such thread, and there ``close()`` does
-    nothing.
+    ``with Sampler(write=...)`` calls both. A forked process has no such thread, so ``close()`` does nothing there.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Sampler:
         pid: int | Literal["all"] | None = None,
         dcgm: bool = False,
     ) -> None:
-        """Prepares; nothing is sampled yet.
+        """Prepare the sampler without taking a sample.
 
         Args:
             write: called with every sample, in the sampler's thread; or several such. One that raises is reported by a
@@ -69,7 +68,7 @@ class Sampler:
         self._owner = os.getpid()
 
     def take(self) -> Sample:
-        """Takes one sample and gives it to the writers. Rates are None in the first. Not for use while started."""
+        """Take one sample and give it to the writers. The first sample has no rates. Not for use while started."""
         processes, ended = self._processes.sample()
         gpus, no_gpu = self._gpus.sample(_environment(self._pid))
         sample = Sample(time.time(), gpus, no_gpu, self._host.sample(), self._pid, ended, processes)
@@ -86,7 +85,7 @@ class Sampler:
         return sample
 
     def start(self) -> None:
-        """Begins sampling in the background.
+        """Start sampling in the background.
 
         Raises:
             RuntimeError: it was started before.
@@ -97,7 +96,7 @@ class Sampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and gives NVML back; a second call does nothing."""
+        """End the thread and release NVML. A second call does nothing."""
         if os.getpid() != self._owner or self._stop.is_set():
             return
         self._stop.set()
@@ -129,7 +128,7 @@ class Sampler:
 
 
 def _environment(pid: int | None) -> Mapping[str, str]:
-    """What the watched process was started with; our own where it is ourselves or may not be read."""
+    """Return the environment of the watched process, or this process's own if that is not readable."""
     if pid is None or pid == os.getpid():
         return os.environ
     try:

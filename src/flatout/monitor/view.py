@@ -31,7 +31,7 @@ _HOT = 85  # °C: most data-centre GPUs slow down from 85 to 90
 
 
 class View:
-    """The last sample with the minute before it, for rich to print at any width from 40."""
+    """Last sample and the minute before it, for rich to print at any width from 40."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         """Takes the samples, oldest first; at least one."""
@@ -58,7 +58,7 @@ class View:
 
 
 class _Pen:
-    """Draws in the characters that the terminal has, within ``width`` columns inside a panel."""
+    """Pen that draws with the terminal's characters, within ``width`` columns of a panel."""
 
     def __init__(self, plain: bool, width: int) -> None:
         self.plain, self.width = plain, width
@@ -87,7 +87,7 @@ class _Pen:
         return Text.assemble((full * filled, style), (empty * (columns - filled), "dim"))
 
     def sparkline(self, percents: Sequence[float | None], style: str, columns: int) -> Text:
-        """Means of a few samples each, the newest at the right; a gap where nothing was known."""
+        """Return a sparkline of means of a few samples each, the newest at the right. Unknown values leave a gap."""
         levels = _ASCII_SPARKS if self.plain else _SPARKS
         each = KEPT // columns
         known = [
@@ -102,7 +102,7 @@ class _Pen:
         return Text(drawn.rjust(columns), style=style)
 
     def meters(self) -> Table:
-        """A table for ``meter``."""
+        """Return a table for ``meter``."""
         table = Table.grid(padding=(0, 1), expand=True)
         table.add_column(width=12, no_wrap=True)
         if not self.narrow:
@@ -114,12 +114,12 @@ class _Pen:
 
     @property
     def narrow(self) -> bool:
-        """Whether there is no room for bars."""
+        """True if there is no room for bars."""
         return self.width < _NARROW
 
     @property
     def overflow(self) -> OverflowMethod:
-        """What becomes of words too long for their column."""
+        """Treatment of words that are too long for their column."""
         return "crop" if self.plain else "ellipsis"
 
     @property
@@ -133,7 +133,7 @@ class _Pen:
     def meter(
         self, table: Table, label: str, percents: Sequence[float | None], value: str | None, style: str = "green"
     ) -> None:
-        """Adds a line: label, bar of the last per cent, its value, and the minute before."""
+        """Add a line: label, bar of the last per cent, value, and the minute before."""
         known = value is not None
         cells = [self.text(label)]
         if not self.narrow:
@@ -155,7 +155,7 @@ def _gpu_title(gpu: GpuSample) -> str:
 
 
 def _same(sample: Sample, gpu: GpuSample) -> GpuSample | None:
-    """The same GPU in another sample."""
+    """Return the same GPU in another sample."""
     return next((one for one in sample.gpus if (one.index, one.uuid) == (gpu.index, gpu.uuid)), None)
 
 
@@ -211,7 +211,7 @@ def _gpu(pen: _Pen, gpu: GpuSample, minute: Sequence[GpuSample | None]) -> Table
 
 
 def _gpu_table(pen: _Pen, gpus: Sequence[GpuSample]) -> Table:
-    """One line for each GPU, for many of them or a low terminal."""
+    """Return one line per GPU, for many GPUs or a low terminal."""
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(ratio=1, no_wrap=True)
     for _ in range(5):
@@ -234,7 +234,7 @@ def _gpu_table(pen: _Pen, gpus: Sequence[GpuSample]) -> Table:
 
 
 def _gpu_notes(gpu: GpuSample) -> Iterator[tuple[str, str]]:
-    """What no bar shows, with the style of each."""
+    """Return the values that no bar shows, each with its style."""
     if "handle" in gpu.missing:
         yield gpu.missing["handle"], "red"
         return
@@ -321,7 +321,7 @@ def _processes(pen: _Pen, sample: Sample) -> Table:
 
 
 def _nested(processes: Sequence[ProcessSample], root: int | None) -> Iterator[tuple[int, ProcessSample]]:
-    """Children below their parent, with their depth; in the order given among one parent's."""
+    """Return the processes with their depth, each below its parent, siblings in the given order."""
     if root is None:
         yield from ((0, process) for process in processes)
         return

@@ -1,4 +1,4 @@
-"""Which of NVML's GPUs the watched process may use, and by which numbers torch knows them there."""
+"""GPUs of NVML that the watched process may use, with torch's numbers for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wanted:
-    """A device to sample.
+    """Device to sample.
 
     Attributes:
         index: NVML's number of the GPU; None for a MIG device, which is found by its UUID.
@@ -28,11 +28,10 @@ UNKNOWN_ORDER = "the GPUs differ and CUDA numbers the fastest first; set CUDA_DE
 def visible_devices(
     environment: Mapping[str, str], uuids: Sequence[str | None], names: Sequence[str | None]
 ) -> tuple[Wanted, ...]:
-    """Reads ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
+    """Return the devices of ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
 
-    NVML counts by PCI bus, CUDA from the fastest GPU unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: on a machine whose GPUs
-    differ, a number then stands for a GPU that cannot be told from here. All are sampled in that case, without
-    ``cuda_index``.
+    NVML counts by PCI bus, CUDA from the fastest GPU unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. On a machine with
+    different GPUs, CUDA's numbers are therefore unknown here. All GPUs are then sampled, without ``cuda_index``.
 
     Args:
         environment: of the watched process.
