@@ -249,15 +249,24 @@ class Measured(Technique):
         """Return True if ``value`` is valid for some job and machine, in ``techniques={name: value}`` or in a plan."""
         return value is True
 
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse a value of ``techniques={name: value}`` before the first step of this job.
+
+        Raises:
+            ValueError: no candidate of this job has that value.
+            NotApplicable: the candidate with that value does not apply.
+        """
+        if not self.accepts(value):
+            raise ValueError(f"techniques[{self.name!r}] must be {self.values} or False, got {value!r}")
+
     def forced(self, job: Job, value: Any) -> Any:
         """Return the candidate that ``techniques={name: value}`` asks for.
 
         Raises:
-            ValueError: no candidate has that value.
+            ValueError: see ``check_value``.
             NotApplicable: no candidate applies to this job.
         """
-        if not self.accepts(value):
-            raise ValueError(f"techniques[{self.name!r}] must be {self.values} or False, got {value!r}")
+        self.check_value(job, value)
         return self.candidate_of(job, value)
 
     @abstractmethod

@@ -151,8 +151,9 @@ class BatchSize(SizeTechnique):
             return False
         return all(map(_is_size, value.values()))
 
-    def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return batches of ``value["samples"]`` in parts of ``value["micro_batch"]``."""
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse a size that the loader cannot have."""
+        super().check_value(job, value)
         samples = value.get("samples")
         if samples is not None and samples != size_of(job):
             reason = why_not_resized(_unseeded(job.data.loader))
@@ -161,6 +162,10 @@ class BatchSize(SizeTechnique):
             there_are = len(_unseeded(job.data.loader).sampler)
             if samples > there_are:
                 raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return batches of ``value["samples"]`` in parts of ``value["micro_batch"]``."""
+        samples = value.get("samples")
         return BatchCandidate(job, None if samples == size_of(job) else samples, value.get("micro_batch"))
 
     def whole(self, job: Job) -> BatchCandidate:

@@ -303,18 +303,17 @@ class Compile(StepTechnique):
         """Accept True or a mode."""
         return value is True or (isinstance(value, str) and value in MODES)
 
-    def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a mode.
-
-        Raises:
-            ValueError: the mode cannot serve this job.
-        """
-        mode = "default" if value is True else value
-        if mode in WITH_CUDA_GRAPHS and job.spec.device.type == "cuda" and _why_no_cuda_graphs(job):
-            raise ValueError(f"techniques['compile']={mode!r} cannot serve here: {_why_no_cuda_graphs(job)}")
-        if mode == "reduce-overhead" and job.spec.device.type != "cuda":
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse a mode that this job cannot have."""
+        super().check_value(job, value)
+        if value in WITH_CUDA_GRAPHS and job.spec.device.type == "cuda" and _why_no_cuda_graphs(job):
+            raise ValueError(f"techniques['compile']={value!r} cannot serve here: {_why_no_cuda_graphs(job)}")
+        if value == "reduce-overhead" and job.spec.device.type != "cuda":
             raise ValueError("techniques['compile']='reduce-overhead' replays CUDA graphs: it needs a GPU")
-        return _switch(job, mode)
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a mode."""
+        return _switch(job, "default" if value is True else value)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the user has compiled the model and ``value`` is True, which leaves the mode open."""

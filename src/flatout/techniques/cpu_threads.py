@@ -85,15 +85,15 @@ class CpuThreads(StepTechnique):
         """Accept a number of threads >= 1."""
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a number of threads.
-
-        Raises:
-            ValueError: the machine has fewer cores.
-        """
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse more threads than the machine has cores."""
+        super().check_value(job, value)
         most = os.cpu_count() or 1
         if value > most:
             raise ValueError(f"techniques['{self.name}'] must be a number from 1 to {most} or False, got {value!r}")
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a number of threads."""
         return ThreadsCandidate(value)
 
     @staticmethod

@@ -106,14 +106,16 @@ class InMemory(LoaderTechnique):
         """Accept True or ``"device"``."""
         return value is True or (isinstance(value, str) and value == "device")
 
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse "device" for data that is not tensors."""
+        super().check_value(job, value)
+        reason = why_not_in_memory(job.data.loader) if value == "device" else None
+        if reason is not None:
+            raise NotApplicable(f"data cannot be kept on the device: {reason}")
+
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
         """Return the candidate; for "device" tensors are copied to the device once and gathered there."""
-        if value == "device":
-            reason = why_not_in_memory(job.data.loader)
-            if reason is not None:
-                raise NotApplicable(f"data cannot be kept on the device: {reason}")
-            return _on_device(job)
-        return self.candidates(job)[-1]
+        return _on_device(job) if value == "device" else self.candidates(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the user's loader is already an ``InMemoryLoader``."""

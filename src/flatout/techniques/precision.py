@@ -86,16 +86,16 @@ class Precision(CompanionTechnique):
         """Accept True, ``"bf16"`` or ``"fp16"``."""
         return value is True or (isinstance(value, str) and value in DTYPES)
 
-    def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a dtype; True is the first candidate.
-
-        Raises:
-            ValueError: fp16 without an optimizer, which has no loss scaler.
-        """
-        if value is True:
-            return self.candidates(job)[0]
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse fp16 without an optimizer, because a loop of the user's own has no loss scaler."""
+        super().check_value(job, value)
         if value == "fp16" and job.spec.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a dtype; True is the first candidate."""
+        if value is True:
+            return self.candidates(job)[0]
         return AutocastCandidate(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:

@@ -171,16 +171,16 @@ class SdpaBackend(StepTechnique):
         """Accept the name of a kernel."""
         return isinstance(value, str) and value in KERNELS
 
-    def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a kernel.
-
-        Raises:
-            ValueError: the device has no such kernel.
-        """
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse a kernel that the device does not have."""
+        super().check_value(job, value)
         kernels = [*KERNELS] if job.spec.device.type == "cuda" else ["flash", "math"]
         if value not in kernels:
             names = ", ".join(map(repr, kernels))
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
+
+    def candidate_of(self, job: Job, value: Any) -> Candidate:
+        """Return the candidate for a kernel."""
         return AttentionCandidate(value, job.spec.device.type)
 
     @staticmethod

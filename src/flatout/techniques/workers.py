@@ -119,20 +119,18 @@ class Workers(SparingTechnique):
             and isinstance(settings.get("persistent_workers", False), bool)
         )
 
-    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
-        """Return the candidate for a number of workers, or for a dict of ``DataLoader``'s arguments about workers.
-
-        Raises:
-            ValueError: ``DataLoader`` refuses the arguments.
-        """
-        loader = _loader_of(job)
-        settings = value if isinstance(value, Mapping) else {"num_workers": value}
-        if settings["num_workers"] == 0:
-            return WorkerSource(loader, {"num_workers": 0})
+    def check_value(self, job: Job, value: Any) -> None:
+        """Refuse arguments that ``DataLoader`` refuses."""
+        super().check_value(job, value)
         try:
-            return WorkerSource(loader, settings)
+            self.candidate_of(job, value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"techniques['workers'] cannot be {value!r}: {error}") from error
+
+    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
+        """Return the candidate for a number of workers, or for a dict of ``DataLoader``'s arguments about workers."""
+        settings = value if isinstance(value, Mapping) else {"num_workers": value}
+        return WorkerSource(_loader_of(job), settings if settings["num_workers"] else {"num_workers": 0})
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the loader already has these settings. Gathering from memory counts as 0 workers."""

@@ -79,7 +79,7 @@ class Choices:
                 technique.check(job)
                 if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
                     raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
-                technique.forced(job, self.of(technique))
+                technique.check_value(job, self.of(technique))
             except NotApplicable as reason:
                 if reason.lasts:
                     self.refuse(technique, job, str(reason))
