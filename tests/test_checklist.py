@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from flatout.techniques import PLANNED, REGISTRY
+from flatout.techniques import PLANNED, REGISTRY, Advice
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,3 +24,12 @@ def test_the_readme_has_the_checklist() -> None:
 def test_every_technique_says_what_it_does_and_when_it_helps() -> None:
     for technique in REGISTRY:
         assert "When it helps" in technique.documentation, technique.name
+
+
+def test_every_technique_has_the_members_of_a_row() -> None:
+    names = [technique.name for technique in REGISTRY]
+    assert len(set(names)) == len(names)
+    for technique in REGISTRY:
+        assert technique.title, technique.name
+        assert technique.rationale or isinstance(technique, Advice), technique.name
+        assert technique.purpose, technique.name

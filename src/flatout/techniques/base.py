@@ -1,7 +1,18 @@
 """Protocol of a technique: when it applies, which candidates there are, and what each changes.
 
-A technique is one file, one class and one line in ``techniques/__init__.py``. The tuner asks ``check`` if the technique
-applies, times each of its ``candidates`` against the present state, keeps the best and reverts the others.
+A technique is one file, one class and one line in ``techniques/__init__.py``. It defines ``name``, ``title``,
+``rationale``, ``check`` and ``candidates``. The first sentence of its docstring is its row in the README, and the
+docstring says "When it helps:" and "When it hurts:". The tuner asks ``check`` if the technique applies, times each
+candidate against the present state, keeps the best and reverts the others. ``check`` and ``check_value`` of a forced
+technique also run before there are batches: ``job.data.batches`` is empty then.
+
+There are three patterns for a candidate:
+
+- a process-wide flag: ``cpu_threads.py``, with ``core/process_flags.py``;
+- a class for one module: ``activation_checkpointing.py``, with ``core/instance_class.py``;
+- a call that replaces a module's call or the loss: ``compile.py``, with ``calls.py``.
+
+Each reason in a row has a code in ``tests/reasons.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +34,12 @@ Effect = Literal["exact", "rounding", "reseeded"]
 """Change of numerics: none, bit for bit; rounding; rounding and other random numbers of the same distribution."""
 
 Goal = Literal["speed", "memory"]
-"""Reason to keep a technique. One for memory is kept on request, or where it makes room for a faster batch."""
+"""Reason to keep a technique. One for memory is kept on request, if batches do not fit otherwise, or if it makes room
+for larger parts of batches that are faster (``Tuner._decide_memory``)."""
 
 Scope = Literal["update", "epoch", "once"]
-"""Earliest moment at which a training could switch a candidate: between two updates, between two epochs, or never."""
+"""Earliest moment at which a running training can switch a candidate: between two updates, between two epochs, or
+never. Decisions during training, which are not built yet, need it."""
 
 
 class Candidate(Toggle):
