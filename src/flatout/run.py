@@ -299,7 +299,7 @@ class Run(Resumable):
             ValueError: the loader yielded no batch.
         """
         self._counter.pause()
-        return evaluate(self._job.objective, loader, metrics or {})
+        return evaluate(self._job.objective, loader, {} if metrics is None else metrics)
 
     def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
         """Where the time of a step goes, and what to do about it: ``print(run.profile())``.

@@ -238,12 +238,6 @@ class Saved:
             self._parts.append(SavedGradient(tensor, self._on))
 
     @property
-    def copied_bytes(self) -> int:
-        """Size of the copies of tensors in bytes, without gradients."""
-        tensors = (part.bits for part in self._parts if isinstance(part, SavedTensor))
-        return sum(bits.nbytes for bits in tensors if bits is not None)
-
-    @property
     def has_uncopied(self) -> bool:
         """True while there are tensors whose bits are not copied."""
         return bool(self._uncopied)
