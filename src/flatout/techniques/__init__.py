@@ -4,18 +4,12 @@ from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
-    Candidate,
     CompanionTechnique,
-    LoaderCandidate,
     LoaderTechnique,
     Measured,
     NotApplicable,
     NothingBetter,
-    ObservingCandidate,
-    PairCandidate,
     PricedRule,
-    RecordedCandidate,
-    ResizingCandidate,
     Rule,
     SizeTechnique,
     SparingTechnique,
@@ -24,6 +18,14 @@ from flatout.techniques.base import (
 )
 from flatout.techniques.batch_size import BatchSize
 from flatout.techniques.built_in import BUILT_IN
+from flatout.techniques.candidate import (
+    Candidate,
+    LoaderCandidate,
+    ObservingCandidate,
+    PairCandidate,
+    RecordedCandidate,
+    ResizingCandidate,
+)
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
 from flatout.techniques.cpu_threads import CpuThreads

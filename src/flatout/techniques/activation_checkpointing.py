@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.core.instance_class import instance_class, take_class_out
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

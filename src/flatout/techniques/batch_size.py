@@ -19,7 +19,8 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
-from flatout.techniques.base import Candidate, NotApplicable, ResizingCandidate, SizeRange, SizeTechnique
+from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique
+from flatout.techniques.candidate import Candidate, ResizingCandidate
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from flatout.core import formatting
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
-from flatout.techniques.base import Candidate
+from flatout.techniques.candidate import Candidate
 from flatout.training.objective import Objective
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatout.mfu.counted_calls import is_wrapped
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
+from flatout.techniques.candidate import Candidate
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 
 from flatout.core.machine import usable_cores
 from flatout.core.process_flags import process_flag
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -11,8 +11,9 @@ from torch import nn
 
 from flatout.core import dtensor
 from flatout.optim.native_step import NativeStep, is_patched
-from flatout.techniques.base import Candidate, NotApplicable, RecordedCandidate, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import routed_calls
+from flatout.techniques.candidate import Candidate, RecordedCandidate
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
 from flatout.training.graphed_step import GraphedStep

@@ -14,7 +14,8 @@ from torch.nn.modules.conv import _ConvNd
 from flatout.core.batches import tensors_within
 from flatout.core.process_flags import process_flag
 from flatout.native._host import signature
-from flatout.techniques.base import Candidate, NotApplicable, ObservingCandidate, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate, ObservingCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

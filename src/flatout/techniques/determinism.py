@@ -9,7 +9,8 @@ from torch.utils import deterministic
 
 from flatout.core.process_flags import process_flag
 from flatout.core.reproducible import DeterministicAlgorithms
-from flatout.techniques.base import Candidate, NotApplicable, PricedRule
+from flatout.techniques.base import NotApplicable, PricedRule
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

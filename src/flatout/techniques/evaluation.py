@@ -14,7 +14,8 @@ from torch import nn
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class, take_class_out
 from flatout.profile.places import of_frame
-from flatout.techniques.base import Candidate, Rule
+from flatout.techniques.base import Rule
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -9,7 +9,8 @@ import torch
 
 from flatout.optim import fuse, unfuse, why_not_fusable
 from flatout.optim.native_step import NativeStep
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -19,7 +19,8 @@ from flatout.data import (
     why_not_in_memory,
 )
 from flatout.data.in_memory_loader import why_not_collated
-from flatout.techniques.base import LoaderCandidate, LoaderTechnique, NotApplicable
+from flatout.techniques.base import LoaderTechnique, NotApplicable
+from flatout.techniques.candidate import LoaderCandidate
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace

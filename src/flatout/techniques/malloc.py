@@ -8,7 +8,8 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from flatout.core.process_flags import process_flag
-from flatout.techniques.base import Candidate, NotApplicable, Rule
+from flatout.techniques.base import NotApplicable, Rule
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

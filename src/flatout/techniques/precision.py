@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from flatout.core.instance_class import take_class_out
-from flatout.techniques.base import Candidate, CompanionTechnique, NotApplicable
+from flatout.techniques.base import CompanionTechnique, NotApplicable
+from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_class
 
 if TYPE_CHECKING:

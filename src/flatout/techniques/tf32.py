@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.process_flags import process_flag
-from flatout.techniques.base import Candidate, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from flatout.core import formatting
 from flatout.core.batches import tensors_of
 from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
-from flatout.techniques.base import Candidate, NotApplicable, NothingBetter, StepTechnique
+from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique
 from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature
+from flatout.techniques.candidate import Candidate
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 from flatout.techniques.torchscript_forms import FORMS, ScriptForm, TakenOver, TraceForm
 from flatout.training.autocast import call_as

@@ -12,7 +12,8 @@ from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loaders import why_random
 from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
-from flatout.techniques.base import LoaderCandidate, NotApplicable, NothingBetter, SparingTechnique
+from flatout.techniques.base import NotApplicable, NothingBetter, SparingTechnique
+from flatout.techniques.candidate import LoaderCandidate
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace

@@ -1,0 +1,117 @@
+"""Candidates: ways to run a step, or to load batches, that a trial can turn on and off."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol
+
+from flatout.core.toggle import Toggle
+
+
+class Candidate(Toggle):
+    """Way to run a step that a trial turns on and off. A context manager: on inside the block.
+
+    Turning a candidate on and off is exact: model, optimizer and flags are as before.
+
+    Attributes:
+        value: ``techniques={name: value}`` forces this candidate; a plan stores the value.
+        failure: reason why the change has stopped working while it was on; empty while it works.
+        moves_storage: True if parameters have other storage while the candidate is on.
+    """
+
+    value: Any
+    failure: str = ""
+    moves_storage: ClassVar[bool] = False
+
+    def __enter__(self) -> None:
+        try:
+            self.enable()
+        except BaseException:
+            self.disable()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable()
+
+    def end_warmup(self) -> None:
+        """Called once after a step on every shape of the trial's batches: nothing more needs to be prepared."""
+
+
+class RecordedCandidate(Candidate):
+    """Candidate that records steps and replays them.
+
+    Attributes:
+        steps_to_record: steps of each batch until the candidate replays again after state was restored.
+    """
+
+    steps_to_record: int = 0
+
+
+class ResizingCandidate(Candidate):
+    """Candidate that changes the number of samples of a step.
+
+    Attributes:
+        scale: samples of a step, relative to a step without the candidate.
+    """
+
+    scale: float = 1.0
+
+    def on_tuning_end(self) -> None:
+        """Called when all trials are over: free what only trials need."""
+
+
+class ObservingCandidate(Candidate):
+    """Candidate that observes the batches of ``run.loader``, even while it is off."""
+
+    @abstractmethod
+    def on_batch(self, batch: Any) -> None:
+        """Called with each batch."""
+
+
+class PairCandidate(Candidate):
+    """Two candidates that are on together or not at all.
+
+    Args:
+        first: turned on first, and off last.
+        second: of a companion technique.
+        label: name in the report.
+    """
+
+    def __init__(self, first: Candidate, second: Candidate, label: str) -> None:
+        self.label = label
+        self.value = (first.value, second.value)
+        self.parts = (first, second)
+
+    @property
+    def failure(self) -> str:  # type: ignore[override]
+        """Reason why one of the two has stopped working."""
+        return self.parts[0].failure or self.parts[1].failure
+
+    def _turn_on(self) -> None:
+        for part in self.parts:
+            part.enable()
+
+    def _turn_off(self) -> None:
+        for part in reversed(self.parts):
+            part.disable()
+
+    def end_warmup(self) -> None:
+        """End the warm-up of both."""
+        for part in self.parts:
+            part.end_warmup()
+
+    def release(self) -> None:
+        """Release both."""
+        for part in self.parts:
+            part.release()
+
+
+class LoaderCandidate(Protocol):
+    """Loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Candidate``."""
+
+    label: str
+    value: Any
+
+    def make(self) -> Iterable[Any]:
+        """Build the loader."""
