@@ -38,7 +38,7 @@ settings.load_profile("flatout")
 
 # All tests share one forkserver. It preloads the modules that its processes import.
 multiprocessing.set_forkserver_preload(
-    ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.checkpoint.training"]
+    ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.training.checkpoint.training"]
 )
 
 

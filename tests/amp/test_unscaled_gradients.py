@@ -10,7 +10,7 @@ import torch
 import flatout.amp as fa
 import flatout.optim as fo
 from flatout.optim.update import update
-from tests.recovery import harness
+from tests.training.recovery import harness
 
 SIZES = [(1,), (3,), (0,), (5, 7), (129, 33), (16384,), (16385,)]
 SCALE = 1536.0  # no power of 2: products are rounded

@@ -8,7 +8,7 @@ from torch.nn import functional
 import flatout
 from flatout.training.checkpoint import read, write
 from flatout.training.checkpoint.copies import HostCopies
-from tests.checkpoint.test_file import equal
+from tests.training.checkpoint.test_file import equal
 
 
 def make(**options):

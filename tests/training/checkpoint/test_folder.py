@@ -6,7 +6,7 @@ import re
 import pytest
 
 from flatout.training.checkpoint import CorruptCheckpointError, Folder, newest_in, write
-from tests.checkpoint.sealing import of_a_later_version
+from tests.training.checkpoint.sealing import of_a_later_version
 
 
 def damage(path):

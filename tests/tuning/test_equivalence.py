@@ -22,8 +22,8 @@ from flatout.tuning.equivalence import Observed, compare, nudge, observe
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import Net, job_of, make_data, make_job
-from tests.measure.harness import Change, OneCandidate
 from tests.reasons import reasons
+from tests.tuning.harness import Change, OneCandidate
 
 
 def make(model: nn.Module, *, optimizer: bool = True, **settings: Any) -> tuple[Job, list[Any]]:

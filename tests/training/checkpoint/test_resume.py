@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.core.reproducible import seed_all
 from flatout.training.checkpoint import Folder, newest_in, read, write
-from tests.checkpoint.test_file import equal
-from tests.checkpoint.training import EPOCHS, KINDS, Stopped, before_step, make, stop, train
+from tests.training.checkpoint.test_file import equal
+from tests.training.checkpoint.training import EPOCHS, KINDS, Stopped, before_step, make, stop, train
 
 STEPS = 18
 

@@ -8,7 +8,7 @@ import flatout
 from flatout.optim import PartialUpdateError
 from tests.helpers import Operators, bits
 from tests.reasons import reasons
-from tests.recovery.harness import (
+from tests.training.recovery.harness import (
     MemoryEnds,
     assert_same,
     batches_of,

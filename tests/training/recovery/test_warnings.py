@@ -7,7 +7,7 @@ from torch import nn
 
 from flatout.data import batch_size_of
 from tests.reasons import reasons
-from tests.recovery.harness import batches_of, make, net, trap_of
+from tests.training.recovery.harness import batches_of, make, net, trap_of
 
 DIFFERENCES = {"assumes-mean-over-samples", "batchnorm-sees-parts", "hooks-see-parts", "random-numbers-per-part"}
 

@@ -21,8 +21,8 @@ from flatout.tuning.trial import saves_memory
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
-from tests.measure.harness import Change, OneCandidate, trial
 from tests.reasons import reasons
+from tests.tuning.harness import Change, OneCandidate, trial
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000

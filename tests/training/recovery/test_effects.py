@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import bits
-from tests.recovery.harness import assert_recovers, batches_of, make, net, sgd, train, trap_of
+from tests.training.recovery.harness import assert_recovers, batches_of, make, net, sgd, train, trap_of
 from tests.trap import Trap
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -7,7 +7,7 @@ from torch import nn
 import flatout
 from tests.jobs import NO_TECHNIQUES
 from tests.reasons import reasons
-from tests.recovery.harness import assert_same, batches_of, make, net, picture, sgd, train, trap_of, waiting
+from tests.training.recovery.harness import assert_same, batches_of, make, net, picture, sgd, train, trap_of, waiting
 from tests.trap import MESSAGE, Trap
 
 HELP = {"try-8-bit-moments", "try-bf16", "try-checkpointing", "try-smaller-batches"}

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import flatout
-from tests.recovery.harness import assert_recovers, assert_same, batches_of, make, net, train, trap_of
+from tests.training.recovery.harness import assert_recovers, assert_same, batches_of, make, net, train, trap_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

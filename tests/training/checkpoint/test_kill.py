@@ -7,8 +7,8 @@ import time
 import pytest
 
 from flatout.training.checkpoint import read
-from tests.checkpoint.test_file import equal
-from tests.checkpoint.training import KINDS, train_and_tell
+from tests.training.checkpoint.test_file import equal
+from tests.training.checkpoint.training import KINDS, train_and_tell
 
 KILLS = 100
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatout.training.micro_batches import part_sizes
-from tests.recovery.harness import (
+from tests.techniques.harness import graphed, recorder_of
+from tests.training.recovery.harness import (
     OPTIMIZERS,
     assert_recovers,
     assert_same,
@@ -19,7 +20,6 @@ from tests.recovery.harness import (
     train,
     trap_of,
 )
-from tests.techniques.harness import graphed, recorder_of
 from tests.trap import Trap, out_of_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

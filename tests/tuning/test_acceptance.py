@@ -9,8 +9,8 @@ import pytest
 from flatout.report import Gain, Row, Trial
 from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
 from flatout.tuning.trial import FEWEST_PAIRS
-from tests.measure.harness import trial
 from tests.reasons import reasons
+from tests.tuning.harness import trial
 
 ROW = Row("candidate", 1, "a candidate", "kept", "it is fast")
 FASTER, EVEN, SLOWER, UNSURE = Gain(2.0, 1.9, 2.1), Gain(1.0, 0.99, 1.01), Gain(0.5, 0.4, 0.6), Gain(1.2, 0.9, 1.5)

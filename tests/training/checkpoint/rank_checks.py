@@ -1,4 +1,4 @@
-"""Checks that :mod:`tests.checkpoint.test_ranks` runs on each of two ranks."""
+"""Checks that :mod:`tests.training.checkpoint.test_ranks` runs on each of two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flatout
 from flatout.core.reproducible import seed_all
-from tests.checkpoint.test_file import equal
+from tests.training.checkpoint.test_file import equal
 
 WORLD = 2
 

@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs a torch with torch.distributed and gloo", allow_module_level=True)
 
-from tests.checkpoint import rank_checks
+from tests.training.checkpoint import rank_checks
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job
-from tests.measure.harness import Change
 from tests.reasons import reasons
+from tests.tuning.harness import Change
 
 
 class Stream(IterableDataset):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import flatout
-from tests.checkpoint.test_file import equal
-from tests.checkpoint.training import make
+from tests.training.checkpoint.test_file import equal
+from tests.training.checkpoint.training import make
 
 Snapshot = dict[str, Any]
 

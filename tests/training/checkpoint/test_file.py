@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from flatout.training.checkpoint import CorruptCheckpointError, read, write
 from flatout.training.checkpoint.file import temporary_of
-from tests.checkpoint.sealing import content_of, of_a_later_version, sealed
 from tests.helpers import room_for_files, special_file
+from tests.training.checkpoint.sealing import content_of, of_a_later_version, sealed
 
 STATE = {
     "weights": collections.OrderedDict(w=torch.arange(12.0).reshape(3, 4), b=torch.ones(2, dtype=torch.bfloat16)),
