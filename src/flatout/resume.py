@@ -149,17 +149,7 @@ class Resumable:
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                 raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
             state = mapped(state, tensor)
-            plan = Plan.from_dict(state["plan"])
-            fitted = Fitted.from_dict(state["fitted"])
-            steps, micro_batch = check_number(state["steps"], "steps"), state["micro_batch"]
-            if micro_batch is not None:
-                check_number(micro_batch, "micro_batch", least=1)
-            there, here = _batch_size_in(plan.decisions), _batch_size_in(self.plan.decisions)
-            if there != here:
-                raise ValueError(
-                    f"it was trained with a batch size of {there}, here it is {here}: "
-                    "optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's"
-                )
+            plan, fitted, steps, micro_batch = self._own_fields(state)
             if (state["scheduler"] is None) != (scheduler is None):
                 raise ValueError("only one of it and this training has a scheduler")
             self._check_scheduler(state["scheduler"], scheduler)
@@ -193,6 +183,24 @@ class Resumable:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _own_fields(self, state: dict[str, Any]) -> tuple[Plan, Fitted, int, int | None]:
+        """Return plan, progress of ``fit``, steps and micro-batch of a state.
+
+        Raises:
+            ValueError: a field is invalid, or the batch size is another.
+        """
+        plan, fitted = Plan.from_dict(state["plan"]), Fitted.from_dict(state["fitted"])
+        steps, micro_batch = check_number(state["steps"], "steps"), state["micro_batch"]
+        if micro_batch is not None:
+            check_number(micro_batch, "micro_batch", least=1)
+        there, here = _batch_size_in(plan.decisions), _batch_size_in(self.plan.decisions)
+        if there != here:
+            raise ValueError(
+                f"it was trained with a batch size of {there}, here it is {here}: "
+                "optimize(plan=Plan.from_checkpoints(folder)) takes the checkpoint's"
+            )
+        return plan, fitted, steps, micro_batch
 
     def _check_scheduler(self, state: Any, own: Any) -> None:
         """Refuse a state that would break the scheduler, because ``load_state_dict`` accepts any attributes."""

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path("src/flatout")
+_STEPPER = ("stepper", "objective", "job_state", "micro_batches", "buffers", "recovery", "step_checkpoint")
+_GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "optim": (60, ("optim/*.py", "_gradients.py")),
+    "optim": (60, ("optim/*.py", "core/gradients.py")),
     "amp": (30, ("amp/*.py",)),
-    "data": (80, ("data/*.py",)),
-    "snapshot": (40, ("measure/state.py", "measure/saved.py", "measure/foreign.py", "checkpoint/*.py")),
-    "equivalence": (40, ("measure/equivalence.py", "measure/judge.py", "measure/trial.py", "measure/statistics.py")),
-    "stepper": (50, ("job.py", "micro_batches/*.py", "recovery/*.py", "replay/*.py")),
+    "data": (80, ("data/*.py", "core/batches.py", "core/random_state.py")),
+    "snapshot": (40, ("core/snapshot.py", "core/saved.py", "core/foreign.py", "training/checkpoint/*.py")),
+    "equivalence": (40, ("tuning/equivalence.py", "tuning/trial*.py", "tuning/statistics.py", "training/tolerance.py")),
+    "stepper": (50, tuple(f"training/{name}.py" for name in (*_STEPPER, *_GRAPHS))),
 }
-"""Number of mutants and files of each subject, as these lay in version 0.1."""
+"""Number of mutants and files of each subject."""
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
