@@ -1,4 +1,4 @@
-"""What ``optimize`` has attached to each model, so that ``undo`` works without the ``Run``."""
+"""Registry of the toggles that ``optimize`` has attached to each model, so that ``undo`` works without the ``Run``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _attached: weakref.WeakKeyDictionary[nn.Module, list[Toggle]] = weakref.WeakKeyD
 
 
 def attach(model: nn.Module, toggles: Sequence[Toggle]) -> None:
-    """Turn toggles on in their order, and remember them for ``detach``."""
+    """Turn toggles on in their order, and register them for ``detach``."""
     for toggle in toggles:
         toggle.enable()
     _attached[model] = list(toggles)
 
 
 def detach(model: nn.Module) -> list[Toggle]:
-    """Turn off and forget what is attached to a model; return it in its order, for ``attach``."""
+    """Turn off and forget the toggles that are attached to a model. Return them in their order, for ``attach``."""
     toggles = _attached.pop(model, [])
     for toggle in reversed(toggles):
         toggle.disable()

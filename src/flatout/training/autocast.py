@@ -1,4 +1,4 @@
-"""Mixed precision that lives inside a model and leaves with it: autocast by a class of the model's own."""
+"""Autocast as part of a model: a generated class whose forward computes in mixed precision."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 def autocast_class(base: type[nn.Module], device_type: str, dtype: torch.dtype) -> type[nn.Module]:
-    """A subclass of ``base`` whose forward runs under autocast and returns float32.
+    """Return a subclass of ``base`` whose forward runs under autocast and returns float32.
 
-    An autocast of the user's own around the call wins. Pickles and copies are of class ``base``.
+    The user's own autocast around the call takes precedence. Pickles and copies have class ``base``.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def _under_autocast(
 
 
 def call_as(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call another form of a model's forward under the autocast that flatout has the model compute under, if any."""
+    """Call another form of a model's forward, under the autocast that flatout gave to the model, if any."""
     dtype = autocast_dtype(model)
     if dtype is None:
         return forward(*args, **kwargs)
@@ -48,5 +48,5 @@ def call_as(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype that flatout makes the model compute in; None when it does not."""
+    """Return the dtype that flatout's autocast gives to the model; None without such an autocast."""
     return getattr(type(model), "flatout_autocast_dtype", None)

@@ -1,4 +1,4 @@
-"""What another number of samples per update asks of a training, and may do to it."""
+"""Effects of a new number of samples per update: learning rates, warm-up, and lines for the report."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from flatout.training.learning_rate import ScaledSchedule, lr_factor
 
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = 0.1
-"""Length of the warm-up to a larger learning rate, as Goyal et al. (2017, arXiv:1706.02677) have it; of a training that
-is short, this share at most."""
+"""Length of the warm-up to a larger learning rate (Goyal et al., 2017, arXiv:1706.02677). In a short training the
+warm-up takes at most ``WARMUP_SHARE`` of all updates.
+"""
 
 GENERALISES_BELOW = 1024
-"""Samples of an update from which on the report warns: in Keskar et al. (2017, arXiv:1609.04836) batches of thousands
-generalise worse; Goyal et al. went to 8,192 without a loss, with the rule and the warm-up."""
+"""Samples per update at which the report starts to warn.
+
+Batches of thousands generalize worse in Keskar et al. (2017, arXiv:1609.04836). Goyal et al. trained with 8,192 at no
+loss, with the linear rule and the warm-up.
+"""
 
 
 ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
@@ -26,13 +30,13 @@ ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.
 
 @dataclass(frozen=True)
 class BatchSizeChange:
-    """From one number of samples per update to another.
+    """Change of the number of samples per update.
 
     Attributes:
-        rule: of the learning rate; see ``lr_factor``.
-        samples: of an update, before and now.
-        updates: of an epoch, before and now.
-        training: updates that all of the training takes now.
+        rule: rule of the learning rates; see ``lr_factor``.
+        samples: samples per update, before and after.
+        updates: updates per epoch, before and after.
+        training: updates of the whole training after the change.
     """
 
     rule: str
@@ -42,23 +46,23 @@ class BatchSizeChange:
 
     @property
     def factor(self) -> float:
-        """Of the learning rates."""
+        """Factor of the learning rates."""
         return lr_factor(self.rule, *self.samples)
 
     @property
     def warmup(self) -> int:
-        """Updates until they are there; none where they become smaller."""
+        """Number of updates of the warm-up; 0 if learning rates do not grow."""
         if self.factor <= 1:
             return 0
         return min(WARMUP_EPOCHS * self.updates[1], math.ceil(WARMUP_SHARE * self.training))
 
     def schedule(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> ScaledSchedule:
-        """The user's schedule, or none, for the new updates."""
+        """Return the schedule for the new updates, made from the user's scheduler or from None."""
         per_update = Fraction(*self.updates)
         return ScaledSchedule(optimizer, scheduler, factor=self.factor, warmup=self.warmup, per_update=per_update)
 
     def told(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What changes, for the report; the optimizer's rates are still the old ones."""
+        """Return lines for the report, one per change. Call this while the optimizer has its old learning rates."""
         before, after = self.samples
         told = [f"an update has {after:,} samples instead of {before:,}"]
         rates = dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Buffers that a batch is to update once, while its parts update them once each."""
+"""Buffers that change once per batch, although each part of the batch updates them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flatout.core.saved import SavedTensor, owned
 
 
 class Buffers:
-    """Buffers that are to be updated once, while the parts of a batch update them once each.
+    """Buffers that change once per batch, although each part of the batch updates them.
 
     Args:
         slots: the buffers of each module, by name.
-        moved: modules that have been updated already; None: none.
+        moved: True for each module that the whole batch has updated already; None: no module.
     """
 
     def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
@@ -36,12 +36,12 @@ class Buffers:
                     self._means[position] = torch.zeros_like(bits)
 
     def put_back(self) -> None:
-        """As they were."""
+        """Restore the buffers as they were before the batch."""
         for position in range(len(self._kept)):
             self._write_back(position)
 
     def add(self, share: float) -> None:
-        """A part has updated them, whose share of the samples this is."""
+        """Add the update by one part, weighted with its ``share`` of the samples."""
         with torch.no_grad():
             for position in list(self._means):
                 now, bits = self._now(position), self._kept[position][-1]
@@ -51,7 +51,9 @@ class Buffers:
                     self._means[position].add_(now - bits, alpha=share)
 
     def conclude(self) -> None:
-        """As they are after one update: what parts cannot share, counts say, is left as the last part has it."""
+        """Write the result of one update. Buffers that cannot be averaged, such as counts, keep the value of the last
+        part.
+        """
         with torch.no_grad():
             for position, mean in self._means.items():
                 slots, name, saved, bits = self._kept[position]
@@ -59,10 +61,10 @@ class Buffers:
                 if now is None:
                     continue
                 total = bits + mean
-                total = torch.where(total.isnan(), now, total)  # infinities, of masks, have no difference
+                total = torch.where(total.isnan(), now, total)  # infinities, as in masks, have no difference
                 if slots[name] is saved.tensor:
                     now.copy_(total)
-                else:  # what was put in its place may be part of anything
+                else:  # the new object may be part of anything
                     slots[name] = total
         for position in self._moved:
             self._write_back(position)
@@ -81,5 +83,7 @@ class Buffers:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module, by name, where it looks them up; a ScriptModule's are never replaced."""
+    """Return the buffers of a module, by name, in the mapping that the module reads. A ScriptModule returns a copy,
+    because its buffers are never replaced.
+    """
     return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers

@@ -1,4 +1,4 @@
-"""What a recorded step has as constants, and whether that still holds."""
+"""Guards of a captured step: the constants of its graph, and the checks that they still hold."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flatout.training.stepper import Stepper
 
 
 class CaptureGuards:
-    """What a graph has as constants: every address and every choice that the host made while it was captured.
+    """Constants of a graph: every address and every choice that the host made during the capture.
 
     Attributes:
-        trained: every parameter that may get a gradient.
-        rates: the learning rates, the one number that schedules change, in device memory.
-        hooked: whether somebody listens, whom a replay would not tell.
+        trained: parameters that may get a gradient.
+        rates: the learning rates, in device memory. Schedules change no other number.
+        hooked: True if hooks are registered, because a replay calls no hook.
     """
 
     NUMBERS = "numbers in the optimizer's param_groups"
@@ -35,7 +35,7 @@ class CaptureGuards:
         self._modules = [m for root in stepper.spec.modules for m in root.modules()]
         self._slots: list[Any] = [s for m in self._modules for s in (m._parameters, m._buffers, m._modules)]
         values = [list(group.values()) for group in optimizer.param_groups]
-        self._numbers = list(chain.from_iterable(values))  # held, so that ids stay theirs
+        self._numbers = list(chain.from_iterable(values))  # references, so that ids are not reused
         self._members = self._now(stepper)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         self._tensors = list({id(t): t for t in self._members if _is_plain(t)}.values())
@@ -43,7 +43,7 @@ class CaptureGuards:
         self._leaves = list({id(p): p for p in leaves}.values())
         self.trained = [p for p in self._leaves if p.requires_grad]
         begun = set(map(id, stepped))
-        self._growing = [p for p in self.trained if id(p) not in begun]  # steps add to the gradients that they have
+        self._growing = [p for p in self.trained if id(p) not in begun]  # steps add to these gradients
         self._grown = list(map(_grad, self._growing))
         self._stepped = [p for p in stepped if p.grad is not None]
         self._copies = [entry["copy"] for entry in optimizer.state.values() if "copy" in entry]
@@ -71,30 +71,32 @@ class CaptureGuards:
         self._facts = [(what, read, read(stepper)) for what, read in reads]
 
     def changed(self, stepper: Stepper) -> str:
-        """What is no longer as it was; empty when everything is."""
+        """Return the first constant that has changed; empty if none has."""
         return next((what for what, read, then in self._facts if read(stepper) != then), "")
 
     def written(self) -> bool:
-        """Whether somebody wrote a parameter that has a master weight, which only an eager step has follow."""
+        """Return whether a parameter with a master weight was written to. Only an eager step copies the write to the
+        master.
+        """
         return bool(self._masters) and list(map(_version, self._masters)) != self._versions
 
     def note_writes(self) -> None:
-        """All masters follow what has been written so far."""
+        """Record the versions of all parameters whose masters are up to date."""
         self._versions = list(map(_version, self._masters))
 
     def note_replay(self) -> None:
-        """A replay has written parameters and copies, which shows nowhere."""
+        """Increment the versions of parameters and copies that a replay has written."""
         torch.autograd.graph.increment_version(self._stepped + self._copies)
         self.note_writes()
 
     def show(self, grads: Sequence[Tensor | None]) -> None:
-        """Make these the gradients of ``trained``."""
+        """Set the gradients of ``trained``."""
         if not all(map(is_, map(_grad, self.trained), grads)):
             for p, grad in zip(self.trained, grads, strict=True):
                 p.grad = grad
 
     def _now(self, stepper: Stepper) -> list[Any]:
-        """Every part of the model, every parameter of the optimizer, and everything in its state."""
+        """Return all parts of the model, all parameters of the optimizer, and all entries of its state."""
         assert stepper.spec.optimizer is not None
         of_groups = map(_params, stepper.spec.optimizer.param_groups)
         of_state = map(dict.values, stepper.spec.optimizer.state.values())
@@ -124,18 +126,18 @@ class CaptureGuards:
 class LearningRates:
     """Learning rates in device memory, where a captured update reads them.
 
-    They are written in stream order, as arguments of launches, and only when they have changed: no pinned buffer has
-    to outlive its copy. A rate that is on the device already stays where it is.
+    They are written in stream order, as launch arguments, and only after a change. So no pinned buffer has to outlive
+    its copy. A learning rate that is already on the device stays in its own tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         groups = optimizer.param_groups
-        # float64, as a number in Python is: the update computes the same either way.
+        # float64, as in a Python number: the update computes the same with either.
         self._slots = list(torch.zeros(len(groups), dtype=torch.float64, device=device).unbind())
         self._written: list[float | None] = [None] * len(groups)
 
     def write(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the rates of the moment to the device."""
+        """Write the current learning rates to the device."""
         for i, group in enumerate(optimizer.param_groups):
             rate = group["lr"]
             if _is_on_device(rate):
@@ -147,7 +149,7 @@ class LearningRates:
 
     @contextlib.contextmanager
     def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, the optimizer takes its rates from the device."""
+        """Make the optimizer read its learning rates from the device, inside the block."""
         groups = optimizer.param_groups
         own = [group["lr"] for group in groups]
         try:
@@ -177,7 +179,7 @@ _GLOBAL_HOOKS = (
 
 
 def _numbers(stepper: Stepper) -> list[Any]:
-    """Every option of every group; of the learning rate, which is no constant, only whether it is on the device."""
+    """Return every option of every group. The learning rate is no constant: only its device counts."""
     assert stepper.spec.optimizer is not None
     return [
         (name, id(value)) if isinstance(value, Tensor) and (name != "lr" or _is_on_device(value)) else (name, value)
@@ -207,13 +209,14 @@ def _is_on_device(value: Any) -> bool:
 
 
 class _Unsuited(Exception):
-    """Something in a batch that a graph cannot be fed with."""
+    """Batch with a part that cannot be an input of a graph."""
 
 
 def sign(batch: Any, device: torch.device) -> tuple[Hashable, list[Tensor]] | None:
-    """What a graph has as constants of a batch, and the tensors that it is fed with, in ``map_tensors``'s order.
+    """Return the constants of a batch, and its tensors in the order of ``map_tensors``.
 
-    None where it cannot be fed: no tensors, tensors elsewhere, of subclasses or with gradients, objects of other kinds.
+    None if the batch cannot be copied into a graph: it holds no tensors, tensors on other devices, tensor subclasses,
+    tensors with gradients, or objects of other types.
     """
     tensors: list[Tensor] = []
     try:

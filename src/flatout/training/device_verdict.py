@@ -1,4 +1,4 @@
-"""What a job makes of its device, with a look at the GPU."""
+"""Verdict on the device use of a job, with a sample of the GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flatout.training.step_flops import peak_of
 
 
 def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
-    """The verdict on a job that has just run with that MFU.
+    """Return the verdict on a job that has just run with the given MFU.
 
     Args:
-        job: what runs.
-        mfu: 0..1; None when not known.
+        job: the running job.
+        mfu: 0..1; None if unknown.
         where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
     """
     counts = job.work.counts
@@ -33,7 +33,7 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
 
 
 def _gpu(job: Job) -> GpuSample | None:
-    """The job's GPU as NVML sees it now; None where there is none or it cannot be told which."""
+    """Return an NVML sample of the job's GPU; None if the job has no GPU or NVML does not identify it."""
     if job.spec.device.type != "cuda":
         return None
     nvml = Gpus(interval=1.0)

@@ -1,4 +1,4 @@
-"""A trained model for those who run it: as a program of PyTorch's own, or its weights alone."""
+"""Export of a trained model: as a program for PyTorch, or as weights alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from flatout.core.batches import batch_size_of, map_tensors, split, tensors_of
 
 FORMATS = ("export", "torchscript")
 TARGETS = ("labels", "label", "targets", "target")
-"""Keys of a mapping that tell a model what it is to answer, which who runs it does not know."""
+"""Keys of targets in a mapping. Inference has no targets."""
 
 
 def example_of(batch: Any) -> Any:
-    """Two samples of a batch, on the CPU and in memory of their own; all of one that cannot be taken apart."""
+    """Return two samples of a batch, copied to the CPU; all samples if the batch cannot be split."""
     size = batch_size_of(batch) if tensors_of(batch) else 0
     parts = split(batch, [2, size - 2]) if size > 2 else None
     return map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch if parts is None else parts[0])
 
 
 def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: a tensor, a pair's first, or a mapping's entries but for targets."""
+    """Return the model's arguments: a tensor, the first of a pair, or a mapping's entries without targets."""
     if isinstance(example, Mapping):
         return (), {key: value for key, value in example.items() if key not in TARGETS}
     if isinstance(example, Tensor):
@@ -37,18 +37,20 @@ def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def export(model: nn.Module, path: str | Path, example: Any, form: str) -> None:
-    """Save a copy of a model, in eval mode, on the CPU and without anything of flatout's, for use without Python code.
+    """Save a copy of a model, in eval mode, on the CPU and without flatout's changes, for use without Python code.
 
     Args:
-        model: stays as it is.
-        path: of the file, by custom ``.pt2`` for "export" and ``.pt`` for "torchscript".
-        example: a batch like those trained on. Its size may be another later on, where the model allows that.
-        form: ``"export"``: ``torch.export.load(path).module()``; ``"torchscript"``: ``torch.jit.load(path)``, or
-            ``torch::jit::load`` in C++; scripted, or traced where it cannot be.
+        model: the model, which is not changed.
+        path: the file, by convention ``.pt2`` for "export" and ``.pt`` for "torchscript".
+        example: a batch like those of the training. If the model allows it, the exported program takes other batch
+            sizes.
+        form: ``"export"``, to load with ``torch.export.load(path).module()``; or ``"torchscript"``, to load with
+            ``torch.jit.load(path)`` or in C++ ``torch::jit::load``. TorchScript is scripted, or traced if scripting
+            fails.
 
     Raises:
-        ValueError: there is no such form, or what TorchScript makes of the model would not be the same model.
-        Exception: whatever torch says of a model that it cannot export.
+        ValueError: ``form`` is unknown, or the TorchScript form would compute something else than the model.
+        Exception: torch cannot export the model.
     """
     if form not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {form!r}")
@@ -72,7 +74,7 @@ def _scripted(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         warnings.simplefilter("always")
         try:
             return torch.jit.script(model)
-        except Exception:  # of many types: what TorchScript does not understand, a trace may get around
+        except Exception:  # of many types; a trace may work where scripting fails
             caught.clear()
             traced = torch.jit.trace(model, args or None, example_kwarg_inputs=kwargs or None)
     for warning in caught:
@@ -82,7 +84,8 @@ def _scripted(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def export_weights(model: nn.Module, path: str | Path) -> None:
-    """Save parameters and buffers as safetensors; tied ones once, as ``safetensors.torch.load_model`` takes them.
+    """Save parameters and buffers as safetensors. Tied weights are saved once, as ``safetensors.torch.load_model``
+    expects.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -95,5 +98,5 @@ def export_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """A copy on the CPU without anything of flatout's: copies are of the model's own class and not compiled."""
+    """Return a copy on the CPU without flatout's changes. Copies have the model's own class and are not compiled."""
     return copy.deepcopy(model).cpu().to(memory_format=torch.contiguous_format)

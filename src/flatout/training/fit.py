@@ -1,4 +1,4 @@
-"""``Run.fit``: epochs of steps, kept in checkpoints, and gone on with by the next process."""
+"""Epochs of ``Run.fit``: saved in checkpoints, and resumed by the next process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flatout.training.progress_bar import EpochProgress
 
 @dataclass
 class Fitted:
-    """How far ``fit`` has come.
+    """Progress of ``fit``.
 
     Attributes:
-        history: what it returns of the epochs that are complete.
-        steps: of the epoch under way.
-        loss: the sum of their losses, on the device; None where there are none.
-        is_trained: whether that epoch has had all its steps, and is yet to be evaluated.
+        history: results of the complete epochs.
+        steps: steps of the current epoch.
+        loss: sum of the losses of these steps, on the device; None before the first step.
+        is_trained: True if the current epoch is trained, but not evaluated yet.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
@@ -36,10 +36,10 @@ class Fitted:
 
     @classmethod
     def from_dict(cls, data: Any) -> Fitted:
-        """Make an object from its fields as plain data.
+        """Return an object from its fields as plain data.
 
         Raises:
-            ValueError: a field is of another kind.
+            ValueError: a field has another type.
         """
         check_kinds(data, {"history": [], "steps": 0, "loss": 0.0, "is_trained": False}, "fitted")
         found = cls(**data)
@@ -81,13 +81,13 @@ class Trainable(Protocol):
 
 
 class Keeper:
-    """Keeps a training in a folder: brings it back from there, and saves it when it is time to and when it has to end.
+    """Context manager that resumes a training from a folder, and saves it at intervals and at the end.
 
     Args:
-        run: is trained inside the block.
-        folder: of this training alone.
-        every: steps between checkpoints; None for one behind each epoch.
-        asynchronous: write while training goes on.
+        run: the training, which runs inside the block.
+        folder: the folder of this training alone.
+        every: steps between checkpoints; None: one checkpoint after each epoch.
+        asynchronous: write while training continues.
 
     Raises:
         RuntimeError: several processes train together.
@@ -129,8 +129,8 @@ class Keeper:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: Any) -> None:
         try:
-            # Who ends a job signals its loaders' workers, too. What fails then is no step: the one before the batch
-            # that did not come is complete, and so is an epoch that is being evaluated.
+            # A signal may also reach the loader's workers. A failed worker ends no step: the step before its batch is
+            # complete, and so is an epoch that is being evaluated.
             is_evaluated = self._run.fitted.is_trained and isinstance(error, Exception)
             if error is None or (self._termination.asked and (is_evaluated or isinstance(error, WorkerError))):
                 self._save()
@@ -139,18 +139,18 @@ class Keeper:
             self._termination.__exit__(kind, error, at)
 
     def step_done(self) -> None:
-        """Save where it is time to."""
+        """Save if a checkpoint is due after this step."""
         if self._every is not None and self._run.steps % self._every == 0:
             self._save()
 
     def epoch_done(self) -> None:
-        """Save where that is done behind each epoch."""
+        """Save if checkpoints are written after each epoch."""
         if self._every is None:
             self._save()
 
     @property
     def has_to_end(self) -> bool:
-        """Whether a signal to end has come."""
+        """True after a signal to terminate."""
         return self._termination.asked
 
     @property
@@ -168,7 +168,7 @@ class Keeper:
 def fit(
     run: Trainable, epochs: int, evaluate: Callable[[], dict[str, float]], bar: EpochProgress, keeper: Keeper | None
 ) -> None:
-    """Train until ``run.fitted`` has so many epochs, or the process has to end.
+    """Train until ``run.fitted`` has ``epochs`` epochs, or the process has to terminate.
 
     Raises:
         ValueError: the loader yielded no batch in an epoch.
@@ -195,7 +195,7 @@ def fit(
         if keeper is not None and keeper.has_to_end:
             return
         row = {"loss": float(fitted.loss) / fitted.steps}
-        run.flush_logs()  # they are here by now
+        run.flush_logs()  # the step's values have arrived
         row |= evaluate()
         bar.end(row)
         fitted.history.append(row)

@@ -1,4 +1,4 @@
-"""Full garbage collections within an epoch of training, which look at everything but once."""
+"""Shorter garbage collections within an epoch: long-lived objects are visited once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 import time
 
 WORTH_SECONDS = 0.01
-"""Full collections that take less are left as they are."""
+"""Full collections that take less time are left alone."""
 
 
 class LongLived:
-    """Within ``with LongLived() as objects``, what a long full collection has left alive is looked at no more.
+    """Context manager that hides long-lived objects from Python's garbage collector after a long full collection.
 
-    Python's collector visits every object of the process in a full collection: with torch and a tokenizer loaded, half
-    a second, in which nothing is queued on the GPU. When one has just ended, everything that is left is in use, so that
-    ``between_steps`` can set it aside (``gc.freeze``, which takes no time) without keeping garbage. Collections go on
-    as Python or the user wants them, and see what has been made since. At the end of the block all is as before.
+    A full collection visits every object of the process. With torch and a tokenizer loaded it takes half a second, in
+    which the host queues no GPU work. Right after a full collection every remaining object is in use. ``between_steps``
+    then excludes these objects with ``gc.freeze``, which takes no time and keeps no garbage. Later collections run as
+    before and visit newer objects. The end of the block reverts the exclusion.
 
-    Does nothing where somebody else has frozen objects already, and leaves what they freeze later.
+    Does nothing if other code has already frozen objects. Objects that other code freezes later stay frozen.
     """
 
     def __init__(self) -> None:
@@ -33,15 +33,15 @@ class LongLived:
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._heard)
         if self._made_since is not None and any(each is self._made_since for each in gc.get_objects()):
-            gc.unfreeze()  # nobody has frozen more, else what was made since would not be in sight
+            gc.unfreeze()  # no other code has frozen objects since, because newer objects are still listed
 
     def between_steps(self) -> None:
-        """Set aside what is alive, if a full collection since the last call took long."""
+        """Freeze all live objects if a full collection since the last call took long."""
         if self._seconds < WORTH_SECONDS:
             return
         self._seconds = 0.0
         if self._made_since is None and not self._others_froze:
-            self._others_froze = gc.get_freeze_count() > 0  # counting takes as long as there is something to count
+            self._others_froze = gc.get_freeze_count() > 0  # counting takes time in proportion to the count
             if not self._others_froze:
                 gc.freeze()
                 self._made_since = []

@@ -1,4 +1,4 @@
-"""What records the work of a device, to be done again: CUDA graphs."""
+"""Recorders of device work for replay: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """Records what a step does to the device, to be done again."""
+    """Recorder of a step's device work, for replay."""
 
     def aside(self, work: Callable[[], Result]) -> Result:
-        """Do the work where recordings are made, in order with what is queued before and behind it."""
+        """Run the work on the recording stream, in order with work that is queued before and after it."""
 
     def strictly(self, work: Callable[[], Result]) -> Result:
-        """The same, and raise where a recording of it could not be made or would do something else."""
+        """Run ``aside``, and raise if a recording of the work would fail or compute something else."""
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Record the work without doing it.
+        """Record the work without running it.
 
         Returns:
-            What does it, as often as wanted, and what the work returned: tensors that each time are written anew.
+            A function that replays the work, and the work's result: tensors that each replay overwrites.
         """
 
     def wait(self) -> None:
-        """Called before all recordings are let go of: none is under way any more."""
+        """Wait until no recording is running, before all recordings are freed."""
 
     def give_back(self) -> None:
-        """Called after that, when none is to follow soon: give memory back to the device."""
+        """Return the memory of freed recordings to the device, if no new recording follows soon."""
 
 
 _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
 class CudaRecorder:
-    """Records CUDA graphs, on a side stream that all of a device share.
+    """Recorder of CUDA graphs, on one side stream per device.
 
-    Warm-up and capture run on one and the same stream: the autograd nodes that accumulate gradients then belong to it.
+    Warm-up and capture run on the same stream, because the autograd nodes that accumulate gradients stay on their first
+    stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +53,9 @@ class CudaRecorder:
         self._pool: Any = None
 
     def aside(self, work: Callable[[], Result]) -> Result:
-        """On the side stream. What is allocated there is safe to free anywhere: only fenced work allocates there."""
+        """Run the work on the side stream. Memory allocated there is safe to free on any stream, because both streams
+        wait for each other.
+        """
         current, side = torch.cuda.current_stream(self._device), self._stream()
         side.wait_stream(current)
         try:
@@ -62,10 +65,10 @@ class CudaRecorder:
             current.wait_stream(side)
 
     def strictly(self, work: Callable[[], Result]) -> Result:
-        """Refuses work that waits for the device, and work that draws random numbers on the host.
+        """Reject work that waits for the device, and work that draws random numbers on the host.
 
-        torch leaves a capture that failed half undone (its memory stays reserved: pytorch #190308), so what is known
-        to fail is found out without one.
+        torch does not clean up after a failed capture: its memory stays reserved (pytorch #190308). So known causes of
+        failure are detected without a capture.
         """
         generators = RandomState.capture()
         mode = torch.cuda.get_sync_debug_mode()
@@ -79,12 +82,14 @@ class CudaRecorder:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         drawn = generators.moved()
-        if drawn not in (None, "a CUDA generator"):  # torch moves that one along with the replays
+        if drawn not in (None, "a CUDA generator"):  # torch advances that generator with each replay
             raise Unsuitable(f"a step draws random numbers from {drawn}, which a replay would repeat")
         return result
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """A CUDA graph. All of this recorder's share memory: nothing in one is wanted once another has run."""
+        """Record a CUDA graph. All graphs of a recorder share memory, because no graph's results are needed after the
+        next replay.
+        """
         failures: list[BaseException] = []
         results: list[Result] = []
         fresh = self._pool is None
@@ -92,13 +97,13 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph, side = torch.cuda.CUDAGraph(), self._stream()
         collecting = gc.isenabled()
-        gc.disable()  # a finalizer that frees pinned memory, say, would break the capture
-        # A graph gets workspaces of its own, in its own memory, and they are forgotten with it: torch keeps them per
-        # stream, frees them when somebody clears them, and would hand a graph's to others.
+        gc.disable()  # a finalizer that frees pinned memory, for example, would break the capture
+        # A graph gets its own workspaces, in its own memory. torch caches workspaces per stream, and would share a
+        # graph's with other work.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            # "thread_local": what a loader's threads do meanwhile is allowed. The outer stream context restores the
-            # stream when torch's own exit fails half way.
+            # "thread_local" allows CUDA calls of a loader's threads. The outer stream context restores the stream if
+            # torch's own exit fails.
             with (
                 torch.cuda.stream(side),
                 torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
@@ -122,14 +127,14 @@ class CudaRecorder:
         return graph.replay, results[0]
 
     def _mend(self) -> None:
-        """Undo what torch leaves behind of a capture that failed.
+        """Clean up after a failed capture.
 
-        Its allocator goes on as if the capture were under way, and its random generator refuses to draw ("Offset
-        increment outside graph capture"), until a capture with it has ended well.
+        Without this, torch's allocator still routes allocations to the capture. Its random generator raises "Offset
+        increment outside graph capture" until another capture succeeds.
         """
         index = self._stream().device.index
         with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)  # raises where torch has done so itself
+            torch._C._cuda_endAllocateToPool(index, self._pool)  # raises if torch has ended it already
             torch._C._cuda_releasePool(index, self._pool)
         with contextlib.suppress(RuntimeError):
             nothing = torch.zeros((), device=self._device)
@@ -140,12 +145,12 @@ class CudaRecorder:
                 nothing.add_(1)
 
     def wait(self) -> None:
-        """Waits for replays under way. What shares their memory has to be recorded before they are gone."""
+        """Wait for replays. Graphs that share their memory must be captured before they are freed."""
         torch.cuda.synchronize(self._device)
-        self._pool = None  # one that no graph uses any more cannot be used again
+        self._pool = None  # a pool that no graph uses cannot be used again
 
     def give_back(self) -> None:
-        """The allocator would keep the graphs' memory, and give none of it to anybody else."""
+        """Return the graphs' memory to the device, because the allocator would keep it for graphs."""
         torch.cuda.empty_cache()
 
     def _stream(self) -> torch.cuda.Stream:

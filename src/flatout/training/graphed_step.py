@@ -1,4 +1,4 @@
-"""``GraphedStep``: which batches are stepped eagerly, which are captured, and which replayed."""
+"""``GraphedStep``: chooses for each batch between an eager step, a capture and a replay."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from flatout.training.micro_batches import Part
 from flatout.training.stepper import PhaseOf, Stepper
 
 WARM_UP = 3
-"""Eager steps of a signature before it is captured, as torch's own ``make_graphed_callables`` takes: libraries are
-loaded, algorithms searched for and code compiled in the first two, all of which a capture forbids."""
+"""Eager steps of a signature before its capture, as in torch's ``make_graphed_callables``. The first two load
+libraries, search for algorithms and compile code, which a capture forbids.
+"""
 
 MOST_GRAPHS = 4
-"""Signatures that are captured; a graph keeps gradients and inputs of its own."""
+"""Limit of captured signatures: each graph has its own gradients and inputs."""
 
 MOST_SIGNATURES = 256
-"""Signatures whose eager steps are counted: of unpadded text there are more than ever come again."""
+"""Limit of signatures whose eager steps are counted. Unpadded text has more signatures than ever repeat."""
 
 PAYS_AFTER = 50
 """Replays that pay for a capture."""
 
 MOST_CHANGES = 8
-"""Changes of an optimizer's constants that came before their capture had paid, after which nothing is captured."""
+"""Limit of changes of an optimizer's constants before their captures had paid. At this limit captures end."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recorded step.
+    """Recorded step.
 
     Attributes:
-        replay: does it again.
-        inputs: the tensors that it reads its batch from.
-        loss: where it leaves the loss.
-        grads: where it leaves the gradients, in the order of ``CaptureGuards.trained``. They are kept also while
-            ``p.grad`` is another tensor or None: replays write there.
-        skipped: where it leaves whether the loss scaler skipped the update.
+        replay: repeats the step.
+        inputs: tensors from which the step reads its batch.
+        loss: tensor to which the step writes the loss.
+        grads: the gradients, in the order of ``CaptureGuards.trained``. They are kept even if ``p.grad`` is another
+            tensor or None, because replays write to them.
+        skipped: tensor that tells whether the loss scaler skipped the update.
     """
 
     replay: Callable[[], None]
@@ -59,30 +60,29 @@ class _Graph:
 
 
 class GraphedStep:
-    """Stands in the place of a job's step: replays the batches' signatures that it has captured, steps others eagerly.
+    """Runner of training steps: replays signatures of batches that are captured, runs other steps eagerly.
 
-    A signature is everything about a batch but the numbers in its tensors. ``WARM_UP`` real steps of one come before
-    its capture, which runs nothing, so the replay of the same batch follows at once. While ``learning`` all that
-    happens in one call, and what it raises is raised to the caller; later an error means eager steps for good.
+    A signature is everything about a batch except the numbers in its tensors. ``WARM_UP`` eager steps of a signature
+    precede its capture. A capture runs nothing, so the replay of the same batch follows at once. While ``learning``,
+    one call does all of this, and errors reach the caller. Later, an error ends all captures and replays.
 
-    What a graph has as constants is compared before every replay, at C speed: 10 us for a few layers, 0.1 ms for 600
-    tensors of parameters and state, while the device is busy with the replay before, which takes longer the more
-    there are. Where something has changed, all graphs are dropped, and the next step, an eager one, shows what holds
-    from then on.
+    The constants of a graph are compared before every replay. This takes 10 us for a few layers and 0.1 ms for 600
+    tensors of parameters and state, while the device runs the previous replay. A change drops all graphs. The next step
+    is eager and records the new constants.
 
-    ``p.grad`` shows the gradients of the latest step, whichever way it went. Eager steps begin with gradients of None,
-    so that they write over no graph's; a graph's own are put back after its replay.
+    ``p.grad`` holds the gradients of the latest step, eager or replayed. Eager steps start with gradients of None, so
+    they overwrite no graph's gradients. A replay sets the gradients of its graph.
 
-    Batches come from the prefetcher on the device already, in memory that torch's allocator hands out anew. They are
-    copied into the graph's inputs from there: a launch per dtype, and microseconds for megabytes, where a GPU copies
-    hundreds of gigabytes a second and more. A graph for each place that a batch may lie in would save that copy, and
-    take a capture and gradients for each; nor are those places a few where a caller holds on to batches.
+    Batches arrive on the device from the prefetcher, in newly allocated memory, and are copied into the graph's inputs.
+    The copy takes a launch per dtype, and microseconds per megabyte. One graph per batch address would avoid the copy,
+    but needs a capture and gradients for each address. The number of addresses is not bounded if a caller keeps
+    batches.
 
     Attributes:
-        learning: whether every signature is captured when it comes.
-        failure: why all steps are eager for good; empty while they need not be.
-        replays: steps replayed so far.
-        eager_steps: steps that were not.
+        learning: True to capture every signature at its first batch.
+        failure: reason why all later steps are eager; empty without a failure.
+        replays: number of replayed steps.
+        eager_steps: number of eager steps.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -98,7 +98,7 @@ class GraphedStep:
         self._changes = 0
 
     def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
-        """One step, in the way that serves; with the arguments and the result of ``Stepper.step``."""
+        """Run one step by replay, capture or eagerly. Arguments and result are those of ``Stepper.step``."""
         signed = None if self.failure or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
             self.eager_steps += 1
@@ -116,7 +116,7 @@ class GraphedStep:
         )
 
     def release(self) -> None:
-        """Free the memory of all graphs; gradients that lie in it are copied out."""
+        """Free the memory of all graphs. Gradients in this memory are copied out."""
         if not self._graphs:
             return
         if self._constants is not None:
@@ -128,7 +128,7 @@ class GraphedStep:
         self._recorder.give_back()
 
     def _compare(self, stepper: Stepper) -> None:
-        """Drop the graphs whose constants are no longer true."""
+        """Drop the graphs if their constants have changed."""
         changed = "" if self._constants is None else self._constants.changed(stepper)
         if not changed:
             return
@@ -146,7 +146,7 @@ class GraphedStep:
         self._constants = None
 
     def _is_ready(self, key: Hashable) -> bool:
-        """Whether a signature may be captured: warm, and the step before has shown what its constants are."""
+        """Return whether a signature may be captured: it is warm, and an eager step has recorded the constants."""
         return (
             not self.failure
             and self._seen[key] >= WARM_UP
@@ -156,7 +156,7 @@ class GraphedStep:
         )
 
     def _eager(self, stepper: Stepper, key: Hashable, batch: Any, phase: PhaseOf) -> Tensor:
-        """A real step, which warms up its signature."""
+        """Run an eager step, which warms up its signature."""
         if key in self._seen or len(self._seen) < MOST_SIGNATURES:
             self._seen[key] += 1
         self.eager_steps += 1
@@ -170,7 +170,8 @@ class GraphedStep:
         self._constants.note_writes()
 
     def _learn(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
-        """Warm up and capture at once. Training state moves by several steps: only trials learn, and they put it back.
+        """Warm up and capture at once. This takes several steps, so only trials call it, which restore the training
+        state.
 
         Raises:
             Unsuitable: the step cannot be replayed.
@@ -184,7 +185,7 @@ class GraphedStep:
         return self._graphed(stepper, key, batch, tensors, phase) if self._is_ready(key) else loss
 
     def _graphed(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
-        """Replay, after a capture where there is none; an eager step where either fails."""
+        """Replay, after a capture if needed. If either fails, run an eager step."""
         try:
             graph = self._graphs.get(key) or self._capture(stepper, key, batch)
             return self._replayed(stepper, graph, tensors)
@@ -192,7 +193,7 @@ class GraphedStep:
             if self.learning:
                 raise
             reason = formatting.first_line(error)
-        loss = self._eager(stepper, key, batch, phase)  # what is wrong with the step itself raises here as well
+        loss = self._eager(stepper, key, batch, phase)  # an error of the step itself is raised here again
         self._give_up(reason)
         return loss
 
@@ -205,7 +206,7 @@ class GraphedStep:
         signed = sign(inputs, stepper.spec.device)
         assert signed is not None
         constants.rates.write(optimizer)
-        stepper.zero_grad()  # the memory of the last gradients is the graph's to take
+        stepper.zero_grad()  # the graph takes the memory of the last gradients
 
         def work() -> tuple[Tensor, list[Tensor | None], Tensor | None]:
             with constants.rates.lent(optimizer):
@@ -215,7 +216,7 @@ class GraphedStep:
         state = {p: (entry, dict(entry)) for p, entry in optimizer.state.items()}
         try:
             replay, (loss, grads, skipped) = self._recorder.record(work)
-            if constants.changed(stepper):  # state that nothing has begun: each replay would begin it again
+            if constants.changed(stepper):  # the step created optimizer state, which each replay would create again
                 raise Unsuitable(f"{constants.changed(stepper)} within a step")
         except BaseException:
             stepper.abandon()
@@ -235,7 +236,8 @@ class GraphedStep:
         assert constants is not None
         assert stepper.spec.optimizer is not None
         with nvtx_range("flatout.replay"), torch.no_grad():
-            loss = torch.empty_like(graph.loss)  # before the replay: what fails behind it would be done twice
+            # allocated before the replay, because a failure after it would repeat the step
+            loss = torch.empty_like(graph.loss)
             torch._foreach_copy_(graph.inputs, tensors)
             constants.rates.write(stepper.spec.optimizer)
             graph.replay()
@@ -248,18 +250,20 @@ class GraphedStep:
         return loss
 
     def _give_up(self, reason: str) -> None:
-        """Step eagerly from here on, and say so once."""
+        """Run all later steps eagerly, and warn once."""
         self._drop()
         self.failure = reason
         warnings.warn(f"whole-step CUDA graphs are off from here on: {reason}", RuntimeWarning, stacklevel=5)
 
 
 def _is_under_a_mode(device: torch.device) -> bool:
-    """No backward can follow; or the user's own autocast may hold weights that were cast before a capture."""
+    """Return whether a mode forbids replays: no gradients, or the user's own autocast, which may have cast weights
+    before a capture.
+    """
     return not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
 
 
 @contextlib.contextmanager
 def _unheard(phase: str) -> Iterator[None]:
-    """A capture is no step: whoever times phases would record events into it."""
+    """Hide the phases of a captured step, because a phase timer would record events into the graph."""
     yield

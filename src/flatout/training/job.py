@@ -19,9 +19,9 @@ class JobData:
     """Data of a training, and the batches of its trials.
 
     Attributes:
-        loader: the user's loader, or one made from it with another batch size.
-        source: what training iterates: ``loader``, or a faster one with the same batches.
-        expected_steps: batches of ``loader`` that the training is going to take.
+        loader: the user's loader, or a copy with another batch size.
+        source: the iterable that training iterates: ``loader``, or a faster one with the same batches.
+        expected_steps: number of batches of ``loader`` that the training will take.
         batches: batches for trials, on the device; empty after the trials.
     """
 
@@ -38,10 +38,10 @@ class JobData:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A training: techniques change its parts, trials and ``Run`` step it.
+    """Training job: techniques change its parts, trials and ``Run`` step it.
 
     Attributes:
-        spec: what the user gave; never changes.
+        spec: the user's arguments; never changes.
         data: loader and batches.
         objective: forward and loss.
         stepper: gradients and updates.

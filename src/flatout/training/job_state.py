@@ -27,10 +27,10 @@ def state_dict(stepper: Stepper) -> dict[str, Any]:
 
 
 def load_state_dict(stepper: Stepper, state: dict[str, Any]) -> None:
-    """Load a state that ``state_dict`` returned. The training may take over its tensors.
+    """Load a state from ``state_dict``. The training may keep its tensors without a copy.
 
     Raises:
-        Exception: of many kinds: the state does not fit. Part of it may be loaded by then.
+        Exception: of many types: the state does not fit. A part of it may be loaded.
     """
     spec = stepper.spec
     elsewhere, parameters = _parameters_elsewhere(spec), _parameters(spec)
@@ -69,6 +69,6 @@ def _parameters_inside(spec: Spec) -> dict[int, nn.Parameter]:
 
 
 def _parameters_elsewhere(spec: Spec) -> list[Tensor]:
-    """Return what the optimizer trains outside of all modules, such as a temperature that ``compute_loss`` uses."""
+    """Return the optimizer's parameters outside of all modules, such as a temperature that ``compute_loss`` uses."""
     inside, held = _parameters_inside(spec), [] if spec.optimizer is None else parameters_of(spec.optimizer)
     return list({id(p): p for p in held if id(p) not in inside}.values())

@@ -1,4 +1,4 @@
-"""Learning rates for another number of samples per update: scaled, warmed up, and on the user's own schedule."""
+"""Learning rates for another number of samples per update: scaled, warmed up, and on the user's schedule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatout.core.toggle import Toggle
 
 
 def lr_factor(rule: str, before: int, after: int) -> float:
-    """What learning rates are multiplied by where an update averages over more samples, or over fewer.
+    """Return the factor of the learning rates for another number of samples per update.
 
     Args:
-        rule: ``"linear"``: after / before (Goyal et al., 2017, arXiv:1706.02677). ``"sqrt"``: its square root
-            (Krizhevsky, 2014, arXiv:1404.5997; for adaptive optimizers Malladi et al., 2022, arXiv:2205.10287, who
-            change betas and eps as well). ``"none"``: 1.
-        before: samples per update that the rates were chosen for.
+        rule: ``"linear"``: after / before (Goyal et al., 2017, arXiv:1706.02677). ``"sqrt"``: the square root of that
+            (Krizhevsky, 2014, arXiv:1404.5997; for adaptive optimizers Malladi et al., 2022, arXiv:2205.10287, who also
+            change betas and eps). ``"none"``: 1.
+        before: samples per update that the learning rates were chosen for.
         after: samples per update now.
 
     Raises:
@@ -39,31 +39,31 @@ def lr_factor(rule: str, before: int, after: int) -> float:
 
 
 class ScaledSchedule(Toggle):
-    """The user's learning rates times a factor, on a schedule that goes on counting in the user's own updates.
+    """The user's learning rates times a factor, on a schedule that counts the user's own updates.
 
-    Behind update u each group has ``raw * w(u)``. ``raw`` is what the user's schedule says for the group behind
-    ``floor(u * per_update)`` steps: exactly as far at each epoch's end as in the user's own loop, and never further.
-    ``w`` is ``factor``; where that is above 1 it grows to it, by the same amount at each update, from 1 (Goyal et al.,
-    2017, arXiv:1706.02677, section 2.2, "gradual warmup"): ``w(u) = 1 + (factor - 1) * min(1, u / warmup)``. The
-    schedule does not wait for the warm-up.
+    After update u each group has ``raw * w(u)``. ``raw`` is the user's schedule for the group after
+    ``floor(u * per_update)`` steps. So at each epoch's end it is exactly as far as in the user's own loop, and never
+    further. ``w`` is ``factor``. A factor above 1 is reached from 1 in equal steps (Goyal et al., 2017,
+    arXiv:1706.02677, section 2.2, "gradual warmup"): ``w(u) = 1 + (factor - 1) * min(1, u / warmup)``. The schedule
+    does not wait for the warm-up.
 
-    ``raw`` is kept, so that nothing drifts. Where somebody else has changed a group's rate since it was written (by
-    hand, or ``ReduceLROnPlateau``, which users step with a metric), the change is taken for one of the scaled rate:
-    ``raw`` is then that rate / w. A group that was added since comes with its ``raw``. Rates that are tensors stay the
-    same tensors, and nothing waits for their device. What schedulers do with momentum and betas is left alone.
+    ``raw`` is stored, so rounding errors do not add up. Other code may change a group's learning rate, as users and
+    ``ReduceLROnPlateau`` do. The new value counts as scaled: ``raw`` becomes that value / w. A group that was added
+    later starts with its own rate as ``raw``. Learning rates that are tensors stay the same tensors, without waiting
+    for their device. Momentum and betas are not scaled.
 
-    While it is off, ``step`` is the step that the scheduler gets in the user's own loop.
+    While the schedule is off, ``step`` is one step of the user's scheduler.
 
     Args:
-        optimizer: whose groups' rates are scaled.
-        scheduler: the user's, stepped here and nowhere else; None: rates stay what they are but for the warm-up.
-        factor: of the learning rates, > 0; see ``lr_factor``.
-        warmup: updates that it takes to get there; 0: ``factor`` at once.
-        per_update: steps that the user's own loop would have given the scheduler for each update taken now, > 0:
-            updates in an epoch before / updates in an epoch now.
+        optimizer: the optimizer whose learning rates are scaled.
+        scheduler: the user's scheduler, stepped only here; None: learning rates are constant after the warm-up.
+        factor: factor of the learning rates, > 0; see ``lr_factor``.
+        warmup: number of updates to reach the factor; 0: ``factor`` at once.
+        per_update: scheduler steps of the user's own loop per update taken now, > 0: updates per epoch before / updates
+            per epoch now.
 
     Raises:
-        ValueError: one of the three is out of its range.
+        ValueError: ``factor``, ``warmup`` or ``per_update`` is out of its range.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ScaledSchedule(Toggle):
         self._factor = factor
         self._warmup = warmup
         self._per_update = per_update
-        self._updates = 0  # taken while it was on
+        self._updates = 0  # while it was on
         self._raw: list[float | Tensor] = []  # of each group; empty while it is off
-        self._written: list[float | Tensor] = []  # what the groups were left with
+        self._written: list[float | Tensor] = []  # last values in the groups
 
     def step(self) -> None:
-        """Set the rates of the next update; to be called once behind each.
+        """Set the learning rates of the next update. Call this once after each update.
 
         Raises:
-            Exception: the scheduler's own. The groups have scaled rates then, too.
+            Exception: the scheduler failed. The groups still get scaled learning rates.
         """
         if not self._is_on:
             if self._scheduler is not None:
@@ -102,7 +102,7 @@ class ScaledSchedule(Toggle):
         self._updates += 1
         try:
             if self._scheduler is not None and due:
-                self._put(self._raw)  # schedulers go on from the rates that they find
+                self._put(self._raw)  # schedulers compute new rates from the present ones
                 for _ in range(due):
                     self._scheduler.step()
                 self._raw = self._rates()
@@ -110,11 +110,11 @@ class ScaledSchedule(Toggle):
             self._write()
 
     def get_last_lr(self) -> list[float]:
-        """The groups' rates as the next update uses them. It waits for the device where they are tensors on one."""
+        """Return the groups' learning rates for the next update. Waits for the device if they are tensors on one."""
         return [float(rate) for rate in self._rates()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on, beside the optimizer's state: numbers, lists of them, and the scheduler's state."""
+        """Return the state beside the optimizer's: numbers, lists of numbers, and the scheduler's state."""
         if self._is_on:
             self._look()
         return {
@@ -129,10 +129,10 @@ class ScaledSchedule(Toggle):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was made, before or after the optimizer's state is loaded; on if it was on then.
+        """Resume from ``state``, before or after the optimizer's state is loaded. The schedule is on if it was on then.
 
         Raises:
-            ValueError: it is of another schedule. Nothing has changed then.
+            ValueError: the state is of another schedule. Nothing has changed.
         """
         saved = (
             ("factor", state["factor"], self._factor),
@@ -152,7 +152,7 @@ class ScaledSchedule(Toggle):
                 f"{groups}"
             )
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))  # CyclicLR takes an entry out of it
+            self._scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))  # CyclicLR removes an entry
         self._is_on, self._updates = is_on, updates
         self._put(rates)
         self._raw, self._written = list(raw), self._rates()
@@ -167,13 +167,13 @@ class ScaledSchedule(Toggle):
         self._raw = []
 
     def _weight(self) -> float:
-        """``w`` of the updates taken so far."""
+        """Return ``w`` for the updates taken so far."""
         if self._factor <= 1 or self._updates >= self._warmup:
             return self._factor
         return 1 + (self._factor - 1) * (self._updates / self._warmup)
 
     def _look(self) -> None:
-        """Take in what others have done to the rates since they were written. Looking twice is looking once."""
+        """Note changes by other code since the last write. Idempotent."""
         found, known, weight = self._rates(), len(self._raw), self._weight()
         self._raw = [
             _unscaled(rate, self._raw[i], self._written[i], weight) if i < known else rate
@@ -187,7 +187,7 @@ class ScaledSchedule(Toggle):
         self._written = self._rates()
 
     def _put(self, rates: list[float | Tensor]) -> None:
-        """Write one rate to each group, and to what the scheduler tells of them."""
+        """Write one rate to each group, and to the values that the scheduler reports."""
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate.reshape(()) if isinstance(rate, Tensor) else rate)
@@ -197,13 +197,13 @@ class ScaledSchedule(Toggle):
             self._scheduler._last_lr = self._rates()
 
     def _rates(self) -> list[float | Tensor]:
-        """Of each group, as it is now; copies of tensors."""
+        """Return the current rate of each group, with tensors copied."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 def _unscaled(found: float | Tensor, raw: float | Tensor, written: float | Tensor, weight: float) -> float | Tensor:
-    """``raw`` while a rate is what was written; else it follows from what was found."""
+    """Return ``raw`` if a rate is the one that was written, else the rate that was found / ``weight``."""
     if isinstance(found, Tensor) and isinstance(written, Tensor):
         return torch.where(found == written, raw, found / weight)  # nothing waits for the device
     is_unchanged = not isinstance(found, Tensor) and not isinstance(written, Tensor) and found == written

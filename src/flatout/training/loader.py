@@ -39,7 +39,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        """The prefetcher over the job's current source, which ``undo`` replaces by the user's loader."""
+        """Return the prefetcher over the job's current source, which ``undo`` replaces by the user's loader."""
         if self._source is not self._job.data.source:
             self._source = self._job.data.source
             self._made = Prefetcher(self._source, self._job.spec.device, copying=self._counter.copying)
@@ -61,10 +61,10 @@ class TrainingLoader(CopiedAsWrapped):
 
         Args:
             opened: yields the batches.
-            seconds: time that it took to open the epoch.
+            seconds: time that opening the epoch took.
         """
         if not self._goes_on:
-            self._end_of_epoch()  # ends an earlier epoch that was left by a break
+            self._end_of_epoch()  # ends an epoch that a break left early
         is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batches left
         batches = self._counter.batches(opened)
         with LongLived() as objects:
@@ -104,7 +104,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _made_from_it(self) -> list[Any]:
-        """The loaders that were made from the user's, first the one that yields the batches."""
+        """Loaders made from the user's loader, the one that yields the batches first."""
         loaders = [self._job.data.source, self._job.data.loader, self._wrapped]
         made = [loader for loader in loaders if isinstance(loader, (DataLoader, InMemoryLoader))]
         return [loader for loader in made if loader is not original_of(self._job.data.loader)]

@@ -1,4 +1,4 @@
-"""Values of training, logged without waiting for the device: the inside of ``Run.log``."""
+"""Values logged without waiting for the device: the implementation of ``Run.log``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 KEEP = 10_000
-"""Values that ``Logs`` remembers; a listener hears of all."""
+"""Number of values that ``Logs`` remembers. Listeners get all values."""
 
-_BLOCK = 64  # slots that one allocation makes: allocating pinned memory may wait for the device
+_BLOCK = 64  # slots per allocation, because allocating pinned memory may wait for the device
 
 
 class Logged(NamedTuple):
-    """One value.
+    """Logged value.
 
     Attributes:
-        step: when it was logged.
-        name: what it is.
-        value: a Python number, exactly what the tensor held.
+        step: the step that logged it.
+        name: its name.
+        value: a Python number, exactly the tensor's element.
     """
 
     step: int
@@ -32,18 +32,18 @@ class Logged(NamedTuple):
 
 
 Listener = Callable[[int, str, Any], object]
-"""``(step, name, value)``, called for every value once it is there."""
+"""Called as ``(step, name, value)`` for every value when it arrives."""
 
 
 class _Slot:
-    """A pinned number, and when it has arrived there."""
+    """Pinned number, with an event for its arrival."""
 
     def __init__(self, host: Tensor) -> None:
         self._host = host
         self._arrived = torch.cuda.Event()
 
     def send(self, tensor: Tensor) -> None:
-        """Queue the copy behind whatever computes the tensor, and before whatever changes it later."""
+        """Queue a copy of the tensor, in stream order."""
         self._host.copy_(tensor, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(tensor.device))
 
@@ -56,7 +56,7 @@ class _Slot:
 
 
 class _Sent(NamedTuple):
-    """A value on its way: in a slot that goes back to its pool afterwards, or there already."""
+    """Value on its way to the host. Its slot returns to the pool; None for a value that is already there."""
 
     step: int
     name: str
@@ -66,21 +66,20 @@ class _Sent(NamedTuple):
 
 
 class Logs:
-    """Numbers that training logs. Logging never waits: what a GPU has yet to compute is copied to pinned memory behind
-    the work that is queued, and read when a later call finds it there.
+    """Numbers that training logs. Logging never waits: values on a GPU are copied to pinned memory in stream order, and
+    read by a later call.
 
-    Values come out in the order in which they went in. Listeners run in the thread that logs or flushes, so that
-    nothing runs beside the training that it has not started; one that is slow is the training's own time.
-    Iterating waits for what is on its way, then gives the last ``keep`` values. Any thread may call anything.
-
-    What is on its way is bounded by CUDA, whose queue takes about a thousand operations and then makes any call wait.
+    Values arrive in the order of ``log``. Listeners run in the thread that logs or flushes, so they never run beside
+    the training. A slow listener slows the training down. Iterating waits for values on their way, then yields the last
+    ``keep`` values. All methods are thread-safe. CUDA bounds the number of values on their way: its queue holds about a
+    thousand operations, and then every call waits.
 
     Args:
-        keep: values to remember.
+        keep: number of values to remember.
     """
 
     def __init__(self, keep: int = KEEP) -> None:
-        self._lock = threading.Lock()  # held for moments: never while something is waited for or somebody listens
+        self._lock = threading.Lock()  # held briefly: never during a wait or a listener
         self._on_their_way: deque[_Sent] = deque()
         self._arrived: deque[Logged] = deque(maxlen=keep)
         self._pools: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
@@ -91,25 +90,25 @@ class Logs:
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener(step, name, value)`` for every value that arrives from now on.
 
-        An exception of the listener comes out of the call that delivered: a ``log`` or a ``flush``.
+        The ``log`` or ``flush`` that delivers a value raises the listener's exceptions.
 
         Returns:
-            Call it to end that.
+            A function that removes the listener.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def log(self, name: str, value: Tensor | Real, step: int) -> None:
-        """Log a number. A tensor may be changed or freed at once.
+        """Log a number. A tensor may be changed or freed right after the call.
 
         Args:
-            name: what it is.
+            name: name of the value.
             value: a number, or a tensor of one element, on any device.
-            step: when it is logged.
+            step: step of the value.
 
         Raises:
             TypeError: ``value`` is neither a tensor nor a real number.
-            ValueError: a tensor of more or less than one element.
+            ValueError: ``value`` is a tensor of more or less than one element.
         """
         if not isinstance(value, (Tensor, Real)):
             raise TypeError(f"log takes a number or a tensor of one element, got {type(value).__name__} for {name!r}")
@@ -121,7 +120,7 @@ class Logs:
         self._deliver(wait=False)
 
     def flush(self) -> None:
-        """Wait until everything logged so far is there, and hand it to the listeners."""
+        """Wait until all logged values have arrived, and pass them to the listeners."""
         self._deliver(wait=True)
 
     def poll(self) -> bool:
@@ -134,13 +133,13 @@ class Logs:
         return bool(self._on_their_way)
 
     def latest(self, name: str) -> Any:
-        """The last value of that name that is there already, without waiting; None when there is none."""
+        """Return the latest value of a name that has arrived, without waiting; None if there is none."""
         self._deliver(wait=False)
         with self._lock:
             return next((each.value for each in reversed(self._arrived) if each.name == name), None)
 
     def __iter__(self) -> Iterator[Logged]:
-        """The last values, those on their way included."""
+        """Iterate over the last values, after waiting for those on their way."""
         self.flush()
         with self._lock:
             return iter(tuple(self._arrived))
@@ -163,7 +162,7 @@ class Logs:
 
     def _deliver(self, *, wait: bool) -> None:
         this_thread = threading.get_ident()
-        if self._deliverer == this_thread:  # a listener logs: the delivery that it is part of comes to that, too
+        if self._deliverer == this_thread:  # a listener logs: the delivery that called it also delivers this value
             return
         if not self._delivery.acquire(blocking=wait):
             return
@@ -177,7 +176,7 @@ class Logs:
             self._delivery.release()
 
     def _next(self, wait: bool) -> Logged | None:
-        """The first value on its way, if it has arrived; only the one who delivers may ask."""
+        """Return the first value on its way, if it has arrived. Only the delivering thread may call this."""
         with self._lock:
             sent = self._on_their_way[0] if self._on_their_way else None
         if sent is None or (sent.slot is not None and not wait and not sent.slot.ready()):
@@ -192,6 +191,6 @@ class Logs:
 
 
 def _slots(dtype: torch.dtype) -> list[_Slot]:
-    with torch.inference_mode(False):  # they are written to from outside, too
+    with torch.inference_mode(False):  # normal tensors, because code outside of inference mode writes to them
         block = torch.empty(_BLOCK, dtype=dtype, pin_memory=True)
         return [_Slot(block[i]) for i in range(_BLOCK)]

@@ -1,4 +1,4 @@
-"""The gradients of a batch, as the sum of what its parts have of them."""
+"""Gradients of a batch as the sum of the gradients of its parts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from flatout.training.spec import Spec
 
 
 def part_sizes(samples: int, most: int) -> list[int]:
-    """Sizes of the fewest parts of at most ``most`` samples, as even as can be; in eights where the batch is.
+    """Return the sizes of the fewest parts of at most ``most`` samples, as even as possible. If the batch size is a
+    multiple of 8, so are the sizes.
 
     Args:
-        samples: of the batch, >= 1.
-        most: of a part, >= 1.
+        samples: samples of the batch, >= 1.
+        most: limit of samples per part, >= 1.
     """
     unit = 8 if samples % 8 == 0 and most >= 8 else 1
     units, parts = samples // unit, -(-samples // (most // unit * unit))
@@ -44,14 +45,15 @@ class Part:
 
 
 class MicroBatches:
-    """How a job's batches are taken apart.
+    """Split of a job's batches into parts.
 
-    The loss of each part enters with its share, so the gradients are those of the whole batch, to rounding, where the
-    loss is the mean over samples (or what ``Spec.loss_weight`` says) and samples do not see each other, as they do in
-    BatchNorm. Buffers become the mean of what the parts make of them, weighed by samples: updated once.
+    The loss of each part is multiplied by its share. The gradients equal those of the whole batch, up to rounding,
+    under two conditions. The loss is the mean over samples, or ``Spec.loss_weight`` gives the weights. Samples do not
+    depend on each other, as they do in BatchNorm. Buffers are updated once, by the mean over the parts weighted by
+    samples.
 
     Attributes:
-        size: samples that are computed at once; None: any number.
+        size: limit of samples per part; None: no limit.
     """
 
     def __init__(self, spec: Spec, objective: Objective) -> None:
@@ -61,25 +63,25 @@ class MicroBatches:
 
     @cached_property
     def slots(self) -> list[dict[str, Tensor | None]]:
-        """The buffers of each module that has any, by name."""
+        """Buffers of each module that has any, by name."""
         return [buffers_of(m) for root in self._spec.modules for m in root.modules() if len(m._buffers)]
 
     @property
     def weighs_right(self) -> bool:
-        """Whether parts are known to be weighed as the loss does it, without trying."""
+        """True if the weights of parts are known to be those of the loss."""
         return self._spec.loss_weight is not None or _is_mean_over_samples(self._spec.loss_fn)
 
     @property
     def sees_parts(self) -> bool:
-        """Whether a BatchNorm normalises what is computed at once."""
+        """True if a BatchNorm normalizes each part by itself."""
         modules = (m for root in self._spec.modules for m in root.modules())
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
 
     def result(self, *differences: str) -> str:
-        """In words, what parts come to beside the whole.
+        """Return words on how the result of parts compares with that of the whole batch.
 
         Args:
-            differences: that were seen, beside those that are known.
+            differences: observed differences, in addition to known ones.
         """
         known = ["BatchNorm normalises each part by itself"] if self.sees_parts else []
         result = "with the same result"
@@ -109,12 +111,12 @@ class MicroBatches:
     def add_gradients(
         self, parts: Sequence[Part], add: Callable[[Part], Tensor], moved: Sequence[bool] | None = None
     ) -> Tensor:
-        """Gradients of a batch, part by part.
+        """Add the gradients of a batch, part by part.
 
         Args:
-            parts: of the batch.
-            add: adds the gradients of one, and returns its loss times its share, detached.
-            moved: whether each module with buffers has updated them for the whole batch already; None: none has.
+            parts: the parts of the batch.
+            add: adds the gradients of one part, and returns its loss times its share, detached.
+            moved: True for each module with buffers that the whole batch has updated already; None: no module.
 
         Returns:
             The loss of the batch.
@@ -136,14 +138,14 @@ class MicroBatches:
         return torch.stack(losses).sum()
 
     def _shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
-        """What the losses of parts are to be multiplied with, to add up to that of their batch."""
+        """Return the factor of each part's loss, so that the losses add up to that of the batch."""
         if getattr(self._spec.loss_fn, "reduction", None) == "sum":
             return [1.0] * len(batches)
         weights: list[Any] = list(sizes)
         if self._spec.loss_weight is not None:
             found = [w.double() if isinstance(w, Tensor) else w for w in map(self._weight, batches)]
             total = sum(found)
-            # Where a batch weighs nothing, no part of it does: then each has the loss that the batch has.
+            # If a batch has weight 0, so has each part. Then each part keeps its own loss, weighted by samples.
             if isinstance(total, Tensor):
                 weights = [torch.where(total == 0, n, w) for n, w in zip(sizes, found, strict=True)]
             elif total:
@@ -157,6 +159,8 @@ class MicroBatches:
 
 
 def _is_mean_over_samples(loss_fn: Any) -> bool:
-    """Whether a loss module is known to be weighed right without being told; those that leave targets out are not."""
+    """Return whether a loss module is known to be a mean over samples or a sum. Losses that ignore some targets are
+    neither.
+    """
     leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
     return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)

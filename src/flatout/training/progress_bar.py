@@ -14,11 +14,11 @@ from flatout.mfu import MfuCounter
 from flatout.training.logged_metrics import Logs
 
 LOSS_EVERY = 20
-"""Steps between two looks at the loss."""
+"""Steps between two reads of the loss."""
 
 
 class EpochProgress:
-    """One bar for each epoch."""
+    """Progress bar with one line per epoch."""
 
     def __init__(self, epochs: int, loader: Iterable[Any], counter: MfuCounter, *, visible: bool) -> None:
         self._epochs = epochs
@@ -43,7 +43,7 @@ class EpochProgress:
         self._bar.stop()
 
     def begin(self, epoch: int, steps: int = 0) -> None:
-        """Start the bar of an epoch (counted from 0), some of whose steps are done already."""
+        """Start the line of an epoch, counted from 0, of which ``steps`` are already done."""
         try:
             total = len(self._loader)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):  # an IterableDataset has no length
@@ -60,7 +60,7 @@ class EpochProgress:
         self._bar.advance(self._task)
 
     def end(self, values: dict[str, float]) -> None:
-        """Leave the epoch's results beside its bar."""
+        """Show the epoch's results beside its line."""
         shown = "  ".join(f"{visible(name)} {value:.4g}" for name, value in values.items())
         self._bar.update(self._task, status=f"{shown}  {self._rates()}")
 

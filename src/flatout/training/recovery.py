@@ -1,4 +1,4 @@
-"""What ``Run.step`` does when a step runs out of memory: the same samples again, in smaller parts."""
+"""Recovery of ``Run.step`` from out of memory: the same samples again, in smaller parts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from flatout.training.stepper import PhaseOf, Stepper, as_range
 
 
 class Recovery:
-    """Steps a job, and goes on where a step runs out of memory.
+    """Step a job, and recover from steps that run out of memory.
 
-    *Forward and backward* are repeated in halves, which are halved again as often as it takes: as ``MicroBatches`` adds
-    up gradients. Parts that are done, and batches accumulated before, keep what they have contributed. The first part
-    draws the random numbers that the batch began with. A module that had run when memory ended keeps in its buffers
-    what it made of the whole batch. From there on batches are taken apart at once.
+    *Forward and backward* are repeated on halves of the batch, which are halved again if needed, with the gradients
+    added as in ``MicroBatches``. Gradients of complete parts and of earlier batches are kept. The first part draws the
+    batch's first random numbers. A module that ran before memory ended keeps the buffers of the whole batch. Later
+    batches are split from the start.
 
-    *The update* is tried again as a whole: it takes its memory before it changes anything.
+    *The update* is repeated as a whole, because it allocates before it changes anything.
 
-    Before a step only what is cheap to read is kept: where the generators are, and the versions of buffers, and of
-    gradients while they accumulate. Copies of buffers are made when a step has failed.
+    Before a step only cheap facts are recorded: the positions of the generators, the versions of buffers, and those of
+    gradients while they accumulate. Buffers are copied only after a failed step.
 
-    Not recovered from, with the error that tells why: what cannot be taken apart (see ``flatout.data.split``), and
-    gradients that hooks use while the backward runs. Not noticed: a weight in several ``torch.utils.checkpoint`` calls
-    with ``use_reentrant=True`` may have half of a batch's gradient, beside gradients accumulated before.
+    Batches that cannot be split (see ``flatout.data.split``), and gradients that hooks use during the backward, raise
+    an error with the reason. One case goes undetected: a weight in several ``torch.utils.checkpoint`` calls with
+    ``use_reentrant=True`` may have half of a batch's gradient, beside gradients accumulated before.
 
     Args:
         stepper: runs the steps, with an optimizer.
@@ -52,20 +52,20 @@ class Recovery:
         self._told_of_update = False
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
-        """Run ``Stepper.step`` of a training.
+        """Run ``Stepper.step`` with recovery.
 
         Args:
             batch: on the device.
-            phase: entered for the forward and the backward (of each part), and the update.
+            phase: entered for the forward and the backward of each part, and for the update.
 
         Returns:
-            The loss of the whole batch, 0-dim, detached, on the device, not synchronised.
+            The loss of the whole batch, 0-dim, detached, on the device, not synchronized.
 
         Raises:
-            torch.OutOfMemoryError: nothing helped. Gradients, random generators and batches that wait for an update
-                are as before the step. Where that cannot be, because part of the batch is in the gradients of batches
-                before it, the error says that those are lost.
-            flatout.optim.PartialUpdateError: somebody else's optimizer failed in the middle of its step.
+            torch.OutOfMemoryError: recovery failed. Gradients, random generators and pending batches are as before the
+                step. If gradients of earlier batches already hold a part of this batch, they are dropped, and the error
+                says so.
+            flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
         """
         stepper, begun, failure = self._stepper, self._begin(), ""
         try:
@@ -80,7 +80,7 @@ class Recovery:
                 if not ran_out_of_memory(error):
                     raise
                 failure = formatting.first_line(error)
-            # Only here is the error gone, and with it the frames that hold the graph.
+            # Here the error is freed, and with it the frames that hold the graph.
             if stepper.pending > begun.pending:
                 loss = stepper.last_loss
                 assert loss is not None
@@ -93,11 +93,11 @@ class Recovery:
         return loss
 
     def flush(self, phase: PhaseOf = as_range) -> bool:
-        """``Stepper.flush``; an update that runs out of memory is tried again when what is cached was freed.
+        """Run ``Stepper.flush``. If the update runs out of memory, free cached memory and try again.
 
         Raises:
-            torch.OutOfMemoryError: again in vain. The update is left out.
-            flatout.optim.PartialUpdateError: as of ``step``.
+            torch.OutOfMemoryError: the second try failed. The update is skipped.
+            flatout.optim.PartialUpdateError: as in ``step``.
         """
         try:
             return self._stepper.flush(phase)
@@ -169,7 +169,7 @@ class Recovery:
     def _in_smaller_parts(
         self, part: Part, begun: StepCheckpoint, phase: PhaseOf, failure: str, height: int | None
     ) -> Tensor:
-        """The same as ``_in_parts``, of what has failed in one."""
+        """Run ``_in_parts`` on a part that has failed as a whole."""
         size = part.samples
         whole = begun.undo()
         self._free_memory()
@@ -216,29 +216,29 @@ class Recovery:
         return self._in_smaller_parts(part, begun, phase, failure, height)
 
     def _begin(self, *, in_parts: bool = False) -> StepCheckpoint:
-        """Note what a step, or a part of one, begins with."""
+        """Record the state before a step, or before a part of a step."""
         adds = in_parts or self._stepper.pending > 0
-        # At the beginning of an update there are no gradients but the others'.
+        # At the start of an update only parameters outside the optimizer have gradients.
         return StepCheckpoint(self._stepper, self._micro.slots, self._trained() if adds else self._others, adds=adds)
 
     def _trained(self) -> list[Tensor]:
-        """Every parameter that gets gradients: those that the optimizer holds now, and the others."""
+        """Return all parameters that get gradients: of the optimizer as it is now, and the others."""
         assert self._stepper.spec.optimizer is not None
         return [*parameters_of(self._stepper.spec.optimizer), *self._others]
 
     def _free_memory(self) -> None:
-        """Give back all that nobody holds any more."""
+        """Free all memory that is not in use."""
         self._stepper.runner.release()
         free_memory(self._stepper.spec.device)
 
     def _height(self) -> int | None:
-        """Bytes that steps took at their height on top of what stays; None where nobody counts."""
+        """Return the peak memory of steps above the resident memory, in bytes; None without a counter."""
         device = self._stepper.spec.device
         if device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
-    # -- what is said ----------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------------
 
     def _tell(self, size: int, begun: StepCheckpoint) -> None:
         seen = []
@@ -262,7 +262,7 @@ class Recovery:
         return f"a step ran out of memory, and {why}{found}.{took} {self._ladder()}"
 
     def _ladder(self) -> str:
-        """What would help, with the figures that are known."""
+        """Return the advice against out of memory, with the known figures."""
         spec = self._stepper.spec
         parameters = list({id(p): p for p in self._trained()}.values())
         weights = sum(p.nbytes for p in parameters)

@@ -1,4 +1,4 @@
-"""Specification of a training: what the user gave to ``optimize``."""
+"""Specification of a training: the user's arguments of ``optimize``."""
 
 from __future__ import annotations
 

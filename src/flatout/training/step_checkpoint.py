@@ -1,4 +1,4 @@
-"""What a step begins with, as far as it is cheap to keep, and how it is brought back when the step fails."""
+"""Checkpoint of a step, as far as it is cheap, and the rollback after a failed step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _values = methodcaller("values")
 
 
 class Random:
-    """Where the generators are that torch's operations on a device draw from.
+    """Positions of the generators of torch's operations on a device.
 
-    A CUDA generator is told by two numbers; the CPU's has no position that could be told, and is copied (5 KB).
+    A CUDA generator has two numbers as its position. The CPU generator has no such position, so its state is copied (5
+    KB).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,20 +40,20 @@ class Random:
             self._generator.set_offset(offset)
 
     def moved(self) -> bool:
-        """Whether anybody has drawn since."""
+        """Return whether a generator has drawn since."""
         if not torch.equal(torch.default_generator.get_state(), self._state):
             return True
         return self._generator is not None and self._generator.get_offset() != self._place[1]
 
 
 class StepCheckpoint:
-    """What a step, or a part of one, begins with: as much of it as is cheap to keep.
+    """State before a step, or before a part of one, as far as it is cheap to record.
 
     Args:
         stepper: runs the step.
         slots: the buffers of each module, by name.
-        parameters: whose gradients may be there already.
-        adds: whether gradients of the update under way are.
+        parameters: parameters that may have gradients already.
+        adds: True if gradients of the current update are among these.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class StepCheckpoint:
         self._versions = versions(self._grads)
 
     def undo(self) -> list[Tensor]:
-        """Drop the gradients that were begun since.
+        """Drop the gradients since the checkpoint.
 
         Returns:
-            Parameters whose gradients were there before, and have had the whole batch added: a backward adds to the
-            gradient of a parameter once, when all of it is known.
+            Parameters that had gradients before and now hold those of the whole batch. A backward adds to the gradient
+                of a parameter once, when all of it is known.
         """
         if not self._adds:
             self._stepper.zero_grad()
@@ -87,9 +88,9 @@ class StepCheckpoint:
         return whole
 
     def buffers_that_moved(self) -> list[bool]:
-        """For each module with buffers, whether they have been updated since.
+        """Return for each module with buffers whether they have been updated since.
 
-        Some kernels write running statistics without a trace, so any buffer of a module tells for all of them.
+        Some kernels write running statistics without a version change, so one changed buffer marks all of its module.
         """
         now = list(chain.from_iterable(map(_values, self._slots)))
         if len(now) != len(self._buffers):
@@ -103,7 +104,7 @@ class StepCheckpoint:
 
     @contextlib.contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """What an error ends has not been begun."""
+        """Roll back to the checkpoint if an error leaves the block."""
         try:
             yield
         except BaseException as error:
@@ -121,7 +122,7 @@ class StepCheckpoint:
 
 @contextlib.contextmanager
 def aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, these parameters get no gradients; those that they have come back."""
+    """Give these parameters no gradients inside the block, and restore their own gradients afterwards."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None

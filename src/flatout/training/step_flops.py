@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and the peak that MFU is relative to."""
+"""FLOPs of a training step, and the peak that MFU refers to."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from flatout.training.spec import Spec
 
 
 def counted_work(objective: Objective) -> CountedWork:
-    """Return the count of samples, tokens and FLOPs by batch: ``work(batch)``. FLOPs are those of forward, loss and
-    backward."""
+    """Return the count of samples, tokens and FLOPs by batch: ``work(batch)``.
+
+    FLOPs are those of forward, loss and backward.
+    """
     return CountedWork(lambda batch: _count(objective, batch))
 
 
@@ -40,11 +42,11 @@ def share_of_flops(work: CountedWork, module: str) -> float | None:
 
 
 def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
-    """Return the peak in FLOP/s that MFU is relative to, in the precision that the model computes in, and its source.
+    """Return the peak in FLOP/s that MFU refers to, in the precision that the model computes in, and its source.
 
     Args:
         spec: model and device.
-        measure: True if it may be measured now (one or two seconds) if no data sheet has it.
+        measure: True to allow a measurement of one or two seconds if no data sheet has the peak.
     """
     real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
     dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # complex products are made of these
@@ -57,7 +59,7 @@ def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
 
 
 def _count(objective: Objective, batch: Any) -> FlopCount:
-    """Count FLOPs with the user's model and loss, even during training, and restore what these change."""
+    """Count FLOPs with the user's model and loss, even during training, and restore what the count changes."""
     spec = objective.spec
     state = Snapshot.capture([], code=[f for f in spec.code if f is not spec.model])
     with RandomState.capture(spec.model).restored(), state.guarded(), state.extended():

@@ -48,7 +48,7 @@ class _Eager:
         return stepper.eager_step([Part(batch)], phase)
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 EAGER: StepRunner = _Eager()
@@ -125,7 +125,7 @@ class Stepper:
         """Run forward and backward of a batch, or of a part of one.
 
         Args:
-            part: on the device; if its share is 0, its loss may be any value.
+            part: on the device. If its share is 0, its loss may be any value.
             phase: entered for the forward and the backward.
 
         Returns:
@@ -187,11 +187,12 @@ class Stepper:
     def _update(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
         max_norm = self.spec.max_grad_norm
         if self.scaler is not None:
-            if batches < self.accumulate and not self._averaged:  # an epoch's leftover shares the whole weight
+            # at an epoch's end the remaining batches share the whole weight
+            if batches < self.accumulate and not self._averaged:
                 grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self.accumulate / batches)
                 self._averaged = True
-            # The lazy form, also without clipping, moves 4 bytes per parameter less.
+            # The lazy form moves 4 bytes per parameter less, even without clipping.
             self.scaler.step(optimizer, max_grad_norm=math.inf if max_norm is None else max_norm)
             self.scaler.update()
         else:
@@ -231,7 +232,7 @@ class Stepper:
         self._scaler = None
 
     def abandon(self) -> None:
-        """Forget pending batches and a step that an error ended half way. The loss scale stays."""
+        """Forget pending batches and an unfinished step. The loss scale stays."""
         self.pending = 0
         self._averaged = False
         if self._scaler is not None:

@@ -1,4 +1,4 @@
-"""Tolerance of numerics: the relative difference of two results, and how much each dtype allows."""
+"""Tolerance of numerics: the relative difference of two results, and the limit for each dtype."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from flatout.mfu.peaks import multiplies_in_tf32
 from flatout.training.autocast import autocast_dtype
 
 FLOOR = 0.1
-"""Share of its part in the whole below which a tensor's own size is no measure for its error.
+"""Share of a tensor's part in the whole below which its own norm is no measure of its error.
 
-A bias in front of a BatchNorm, say, has a gradient that is all rounding.
+For example, the gradient of a bias before a BatchNorm is pure rounding.
 """
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Largest relative differences that are accepted.
+    """Largest accepted relative differences.
 
     Attributes:
-        outputs: of the model's outputs, by tensor.
-        gradients: of the gradients, by parameter.
-        losses: of the loss trajectory, in the mean.
+        outputs: limit for the model's outputs, by tensor.
+        gradients: limit for the gradients, by parameter.
+        losses: limit for the mean of the loss trajectory.
     """
 
     outputs: float
@@ -42,21 +42,20 @@ ALLOWED: Mapping[torch.dtype | str, Allowed] = {
     torch.float16: Allowed(1e-2, 5e-2, 2e-2),
     torch.bfloat16: Allowed(5e-2, 2e-1, 2e-2),
 }
-"""By the dtype that products are computed in, from the finest to the coarsest.
+"""Limits by the dtype of products, from the finest to the coarsest.
 
 Rounding differs by a unit in the last place (1e-7, 1e-3 or 8e-3 of a value) from operator to operator, and grows with
-depth; a wrong mask, a stale weight or a branch not taken changes results by their own size. A model that multiplies
-rounding errors by more (gradients of residual networks with BatchNorm, fresh from their initialisation: 16 to 50 % in
-bfloat16) is allowed ``tuning.equivalence.LEEWAY`` times what nudging its weights by half a unit in the last place
-changes.
+depth. A wrong mask, a stale weight or a wrong branch changes results by their own size. Some models amplify rounding
+errors more: gradients of freshly initialized residual networks with BatchNorm differ by 16 to 50 % in bfloat16. Their
+limit is ``tuning.equivalence.LEEWAY`` times the effect of a change of the weights by half a unit in the last place.
 """
 
 
 def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
+    """Return the largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
 
-    A tensor that is small beside the others is measured against ``FLOOR`` of what would be its part in the whole.
-    Infinite for a NaN, for other shapes, and for a tensor that only one side has.
+    A tensor that is small beside the others is compared with ``FLOOR`` of its even part in the whole. Infinite for a
+    NaN, for other shapes, and for a tensor that only one side has.
     """
     if not baseline and not candidate:
         return 0.0, ""
@@ -77,7 +76,7 @@ def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tu
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | str:
-    """The dtype that a model's products are computed in: a torch dtype, or ``"tf32"``."""
+    """Return the dtype of the model's products: a torch dtype, or ``"tf32"``."""
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     coarsest = max((p.dtype for p in tensors if p.dtype in ALLOWED), key=list(ALLOWED).index, default=torch.float32)
     dtype = autocast_dtype(model) or coarsest
@@ -86,5 +85,5 @@ def compute_dtype(model: nn.Module) -> torch.dtype | str:
 
 
 def floats_of(output: Any) -> list[Tensor]:
-    """Every tensor of real or complex numbers in an output."""
+    """Return all real or complex floating-point tensors of an output."""
     return [t for t in tensors_of(output) if t.is_floating_point() or t.is_complex()]

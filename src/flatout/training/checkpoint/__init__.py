@@ -1,4 +1,4 @@
-"""Training that comes back after a crash: states written whole, read safely, and gone on from bit for bit."""
+"""Checkpoints: written atomically, verified when read, resumed bit-exactly."""
 
 from flatout.training.checkpoint.file import CorruptCheckpointError, read, write
 from flatout.training.checkpoint.folder import Folder, newest_in

@@ -1,4 +1,4 @@
-"""A state as it is now, in memory of its own, while training changes the tensors that it was made of."""
+"""Copies of a state in host memory, which training does not change."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)
 
 
 def mapped(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """The same state with other tensors, in containers of its own.
+    """Return a copy of a state with other tensors and new containers.
 
     Args:
-        state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        tensor: called once for each tensor, however often that occurs: tied weights stay one.
+        state: tensors, numbers, strings, and lists, tuples and dicts of these.
+        tensor: maps each tensor, once per tensor: tied weights stay tied.
 
     Raises:
-        TypeError: something else is in it, which ``torch.load`` would refuse to read, or a part of a tensor that is
-            spread over processes; the message says where.
+        TypeError: the state holds an object that ``torch.load`` refuses, or a distributed tensor. The message names its
+            place.
     """
     known: dict[Any, Tensor] = {}
 
@@ -40,7 +40,7 @@ def mapped(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
                 known[key] = tensor(value)
             return known[key]
         if type(value) in _DICTS:
-            changed = copy.copy(value)  # with what a module's state_dict carries as an attribute
+            changed = copy.copy(value)  # keeps attributes, such as the metadata of a module's state_dict
             changed.clear()
             for name, each in value.items():
                 changed[visit(name, f"the key {name!r} of {where}")] = visit(each, f"{where}[{name!r}]")
@@ -59,17 +59,19 @@ def mapped(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """The same for two tensors over the same elements: a ``state_dict`` makes one for each name of a weight."""
+    """Return one key for all tensors over the same elements. A ``state_dict`` makes one tensor for each name of a tied
+    weight.
+    """
     if tensor.layout is not torch.strided or tensor.data_ptr() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class HostCopies:
-    """Copies of states in host memory, which one copy after the other reuses.
+    """Copies of states in host memory. Each copy reuses the buffers of the one before.
 
-    Tensors on a GPU are copied by the stream that trains, behind the work that is queued and before the work that is
-    yet to be: the host does not wait, and no later step can be in the copy.
+    The training stream copies tensors on a GPU, in order with its other work. So the host does not wait, and the copy
+    holds no write of a later step.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class HostCopies:
         self._events: list[torch.cuda.Event] = []
 
     def copy(self, state: Any) -> Any:
-        """The state as it is now. It is whole after ``wait``, and lasts until the next ``copy``.
+        """Return a copy of a state. The copy is complete after ``wait`` and valid until the next ``copy``.
 
         Raises:
             TypeError: as in ``mapped``.
@@ -103,7 +105,7 @@ class HostCopies:
         return found
 
     def wait(self) -> None:
-        """Wait until the copy is whole."""
+        """Wait until the copy is complete."""
         for event in self._events:
             event.synchronize()
 

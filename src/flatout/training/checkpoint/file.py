@@ -1,4 +1,4 @@
-"""One state in one file: written whole or not at all, and read only if it is what was written."""
+"""One state in one file: written atomically, and verified when read."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ class CorruptCheckpointError(ValueError):
 
 
 def write(path: str | Path, state: Any) -> None:
-    """Write ``state`` to ``path``. Whoever reads that, even after a power cut, finds the old file or the new one.
+    """Write ``state`` to ``path``. Readers find the old file or the new one, even after a power cut.
 
-    The file is ``torch.save``'s, with a trailer behind it: what it is (7 bytes), the version of that (1), how long it
-    is (8), and the CRC-32 of all that comes before that (4), little endian. ``torch.load`` reads it as if there
-    were none.
+    The file is that of ``torch.save`` with a trailer, little endian: name (7 bytes), version (1), size of the file
+    before the trailer (8), and CRC-32 of all bytes before it (4). ``torch.load`` ignores the trailer.
 
     Args:
-        path: of a file in a folder that exists; one that is there already is replaced.
-        state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        path: the file, in an existing folder. An existing file is replaced.
+        state: tensors, numbers, strings, and lists, tuples and dicts of these.
     """
     path = Path(path)
     temporary = temporary_of(path)
@@ -47,7 +46,7 @@ def write(path: str | Path, state: Any) -> None:
             summed = _Summed(file)
             try:
                 torch.save(state, summed)  # type: ignore[arg-type]  # it needs no more than to write
-            except RuntimeError:  # of a zip file that was not closed, where the disk was full before
+            except RuntimeError:  # torch could not close the zip file, for example because the disk was full
                 raise summed.failed or RuntimeError(f"{path} was not written") from None
             summed.write(_HEAD.pack(_NAME, _VERSION, summed.size))
             file.write(_CHECKSUM.pack(summed.crc))
@@ -83,7 +82,7 @@ def read(path: str | Path) -> Any:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a file is written before it is there: the next that is written takes the place of one left by a crash."""
+    """Return the path of the temporary file for ``path``. The next write replaces one that a crash left."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -109,7 +108,7 @@ def _check(path: Path) -> None:
 
 
 class _Summed:
-    """A file that knows the size and the CRC-32 of what was written to it."""
+    """File that counts the size and the CRC-32 of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -131,8 +130,8 @@ class _Summed:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
-    if os.name == "nt":  # where folders cannot be opened
+    """Sync a folder, so that a rename in it is on disk."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

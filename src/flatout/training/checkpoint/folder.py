@@ -1,4 +1,4 @@
-"""The checkpoints of one training, by step: the newest that can be read, and no more than are wanted."""
+"""Folder with the latest checkpoints of one training, named by step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _KEEP_DAMAGED = 2
 
 
 class Folder:
-    """A folder of checkpoints that one training at a time writes to.
+    """Folder of checkpoints. One training at a time may write to it.
 
     Args:
-        path: is made where it is missing; what a crash left half written in it is removed.
-        keep: checkpoints to keep, >= 1.
+        path: the folder, made if it is missing. Partial files of a crash are removed.
+        keep: number of checkpoints to keep, >= 1.
 
     Raises:
         ValueError: ``keep`` < 1.
@@ -35,16 +35,16 @@ class Folder:
             left.unlink(missing_ok=True)
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint behind a step lies."""
+        """Return the path of the checkpoint after ``step`` steps."""
         return self._path / f"step-{step:010d}.pt"
 
     def newest(self) -> Any:
-        """The newest state that can be read; None where there has been no checkpoint yet.
+        """Return the newest state that is readable; None if there is no checkpoint yet.
 
-        Damaged files that are newer are told of by a warning, and set aside under the name ``*.damaged``.
+        Newer files that are damaged give a warning and are renamed to ``*.damaged``.
 
         Raises:
-            CorruptCheckpointError: every file is damaged. They stay as they are.
+            CorruptCheckpointError: every file is damaged. The files are not changed.
         """
         path, state, damaged = _newest_that_is_whole(self._path)
         for each, error in damaged.items():
@@ -53,18 +53,18 @@ class Folder:
         return state
 
     def prune(self) -> None:
-        """Remove all but the newest, and all but the newest two of those that were set aside to be looked into."""
+        """Remove all but the newest ``keep`` checkpoints and the newest two damaged files."""
         for path in newest_first(self._path)[self._keep :] + newest_first(self._path, _DAMAGED)[_KEEP_DAMAGED:]:
             path.unlink(missing_ok=True)
 
 
 def newest_in(folder: str | Path) -> Any:
-    """As ``Folder.newest``, for who only reads: nothing is changed, and the folder need not be there."""
+    """Return ``Folder.newest`` without changing any file. The folder may be missing."""
     return _newest_that_is_whole(Path(folder))[1]
 
 
 def _newest_that_is_whole(folder: Path) -> tuple[Path | None, Any, dict[Path, Exception]]:
-    """The file, what it holds, and what is wrong with those that are newer."""
+    """Return the newest intact file, its state, and the errors of newer files."""
     damaged: dict[Path, Exception] = {}
     for path in newest_first(folder):
         try:
@@ -78,7 +78,7 @@ def _newest_that_is_whole(folder: Path) -> tuple[Path | None, Any, dict[Path, Ex
 
 
 def newest_first(folder: Path, name: re.Pattern[str] = _NAME) -> list[Path]:
-    """The checkpoints in a folder, that need not be there, from the last step to the first."""
+    """Return the checkpoints in a folder, the latest step first. The folder may be missing."""
     there = folder.iterdir() if folder.is_dir() else ()
     found = [(int(match[1]), path) for path in there if (match := name.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]

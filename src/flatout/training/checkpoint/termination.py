@@ -1,4 +1,4 @@
-"""SIGTERM, as clusters' schedulers send it before they kill, and Ctrl-C: noted, and obeyed when training is saved."""
+"""Delayed termination: SIGTERM, which cluster schedulers send before SIGKILL, and Ctrl-C take effect after a save."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Inside the block SIGTERM and SIGINT set ``asked``; behind it they do what they would have done.
+    """Context manager that delays SIGTERM and SIGINT: inside the block they set ``asked``; after the block they take
+    effect.
 
-    A second SIGINT does that at once. Outside the main thread, where Python lets nobody handle signals, nothing is
-    changed, and neither is a signal that is ignored.
+    A second SIGINT takes effect at once. Ignored signals stay ignored. Outside the main thread nothing changes, because
+    Python handles signals only there.
 
     Attributes:
-        asked: whether a signal has come.
+        asked: True after a signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class Termination:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number in list(self._before):
             self._put_back(number)
-        if error is not None and signal.SIGTERM in self._to_obey:  # nobody else is going to tell it
+        # the signal ends the process before Python prints the error
+        if error is not None and signal.SIGTERM in self._to_obey:
             traceback.print_exception(error)
         for number in _SIGNALS:
             if number in self._to_obey:
@@ -50,7 +52,7 @@ class Termination:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_child = os.getpid() != self._process  # made inside the block: it has nothing to save
+        is_child = os.getpid() != self._process  # forked inside the block: it has nothing to save
         if is_child and number == signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -59,9 +61,9 @@ class Termination:
             self._put_back(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         else:
-            # A terminal sends SIGINT to children, too: workers go on until the step has had its batch.
+            # A terminal also sends SIGINT to child processes: workers continue until the step has its batch.
             self.asked = True
             self._to_obey.add(number)
             if number == signal.SIGINT and not is_child:
-                with contextlib.suppress(Exception):  # in the middle of a step, where nothing may go wrong
+                with contextlib.suppress(Exception):  # a failed print must not interrupt the step
                     print("flatout: saving behind this step; interrupt again to stop at once", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Writes states to files, beside the training where that is asked for."""
+"""Writer of states to files, in the background if requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.training.checkpoint.copies import HostCopies, mapped
 
 
 class Writer:
-    """Writes one state at a time. A process that ends finishes what it writes."""
+    """Writer of one state at a time. A process finishes its write before it exits."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
@@ -23,17 +23,17 @@ class Writer:
     def write(
         self, path: str | Path, state: Any, *, asynchronous: bool = False, then: Callable[[], object] | None = None
     ) -> None:
-        """Write a state as it is now; waits for the one before.
+        """Write the current state, after the previous write is complete.
 
         Args:
-            path: of the file.
+            path: the file.
             state: see :func:`flatout.training.checkpoint.file.write`.
-            asynchronous: copy the state into host memory, and write it while training goes on.
-            then: called when it is on disk, by the thread that wrote it.
+            asynchronous: copy the state into host memory, and write the copy while training continues.
+            then: called by the writing thread when the state is on disk.
 
         Raises:
-            TypeError: the state holds what cannot be written.
-            OSError: this write failed or, where it goes on beside the training, the one before: this one is on its way.
+            TypeError: the state holds an object that cannot be written.
+            OSError: this write failed. If ``asynchronous``: the previous write failed, and this one has started.
         """
         failed = self._failure()
         if not asynchronous:
@@ -46,13 +46,13 @@ class Writer:
             raise failed
 
     def wait(self) -> None:
-        """Wait until what was written last is on disk; raises what went wrong with it."""
+        """Wait until the last state is on disk, and raise the error of its write."""
         failed = self._failure()
         if failed is not None:
             raise failed
 
     def _failure(self) -> BaseException | None:
-        """Wait; what went wrong. An interrupted wait leaves the write under way, whose memory nobody may take."""
+        """Wait for the write and return its error. After an interrupted wait the write keeps its memory."""
         if self._under_way is None:
             return None
         failed = self._under_way.exception()
@@ -63,7 +63,7 @@ class Writer:
         try:
             self._copies.wait()
             _write(path, copy, then)
-        except Exception as error:  # raised by the next call, if there is one
+        except Exception as error:  # the next call raises the error, if there is one
             warnings.warn(f"the checkpoint {path} was not written: {error}", RuntimeWarning, stacklevel=1)
             raise
 
