@@ -60,44 +60,44 @@ def optimize(
 
     Args:
         model: any ``nn.Module``; stays the same object.
-        loader: any iterable of batches: ``(x, y)`` pairs, mappings, or what ``compute_loss`` understands.
-        optimizer: updates the model; leave it out to keep a loop of your own:
+        loader: any iterable of batches: ``(x, y)`` pairs, mappings, or any batch that ``compute_loss`` takes.
+        optimizer: updates the model; leave it out to keep your own loop:
             ``model, loader = flatout.optimize(model, loader)``.
-        loss_fn: ``(model(x), y) -> scalar``; not needed where the model's output carries ``.loss``.
+        loss_fn: ``(model(x), y) -> scalar``; not needed if the model's output has ``.loss``.
         compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
             entries from its batch and write to the tensors, because it receives a copy.
         loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor. Needed if the loss is not a mean over samples,
             but for example over tokens: ``lambda batch: (batch["labels"] != -100).sum()``. Called when a batch is
             computed in parts.
         scheduler: a learning-rate scheduler, stepped once per update.
-        device: where to train; default: cuda if there is one, else cpu.
+        device: where to train; default: cuda if available, else cpu.
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
-        batch_size: samples per update: ``"keep"`` leaves them as they are; ``"auto"`` is the fastest that memory holds;
-            a number is that many. The last two make the loader anew with another batch size (its sampler stays), and
-            scale the learning rate by ``lr_rule``. What is faster in parts, or too large for memory, is computed in
-            parts in any case: ``run.micro_batch``. What ``"auto"`` has found is in the plan: a training that is to go
-            on from its checkpoints takes ``plan=Plan.from_checkpoints(folder)``.
-        lr_rule: ``"linear"`` (with the samples of an update; SGD), ``"sqrt"`` (with their square root; Adam and its
-            kin) or ``"none"``, for every group. A larger rate is warmed up over five epochs, or a tenth of the
-            training where that is less. The scheduler counts on in its own steps: those of as many samples.
-        memory_limit: bytes that parameters, gradients, optimizer state and a step at its height may take; default: what
-            the device has, less a tenth.
+        batch_size: samples per update: ``"keep"``, ``"auto"`` for the fastest that fits in memory, or a number.
+            ``"auto"`` and a number rebuild the loader with another batch size and the same sampler, and scale the
+            learning rate by ``lr_rule``. A batch that is faster in parts, or too large for memory, is computed in
+            parts: ``run.micro_batch``. The plan holds the result of ``"auto"``. To resume such a training, pass
+            ``plan=Plan.from_checkpoints(folder)``.
+        lr_rule: scaling of every group's learning rate: ``"linear"`` in the samples per update (for SGD), ``"sqrt"`` of
+            these (for Adam and similar optimizers) or ``"none"``. A larger rate is warmed up over five epochs, or a
+            tenth of the training if this is shorter. The scheduler still steps once per original number of samples.
+        memory_limit: limit in bytes of parameters, gradients, optimizer state and the peak memory of a step; default:
+            nine tenths of the device's memory.
         accumulate: batches per update.
         max_grad_norm: clip the global gradient norm to this.
         deterministic: whether training is bit-reproducible, as with :func:`flatout.reproducible`. If True, only
             bit-identical techniques are chosen by timing, and the report shows the cost in speed. While
             ``flatout.reproducible`` is in force, techniques are chosen as with True.
-        seed: seed python, numpy and torch with this when everything is set up; with ``deterministic`` also each
-            sample of random augmentation (:func:`flatout.data.seed_samples`).
+        seed: seed of python, numpy and torch, set after tuning. With ``deterministic`` it also seeds the random
+            augmentation of each sample (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids a technique, ``{"workers": 4}`` forces one. A forced technique is
             applied, or an error says why this is impossible.
-        expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of
-            a warm-up; default: 10 epochs.
-        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes a
-            twentieth of it on top at most.
+        expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of a
+            warm-up; default: 10 epochs.
+        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes
+            at most a twentieth of the budget on top.
         plan: a ``Plan`` or the path of a saved one, which is applied without measuring. Decisions that do not apply
-            here are left out, and their rows say so. ``techniques`` and ``precision`` may be given, too, if they agree
-            with the plan's decisions.
+            here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan's
+            decisions.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -175,7 +175,9 @@ def assemble(session: Session, outcome: Outcome) -> Run:
 
 
 def _notes(session: Session) -> tuple[str, ...]:
-    """Return what was tuned, if it is not the training of ``run.step``, and what the figures leave out."""
+    """Return notes for the report: what was tuned, unless it is the training of ``run.step``, and what the figures
+    leave out.
+    """
     spec, size = session.job.spec, size_of(session.job)
     notes = [session.apart] if session.apart else []
     if spec.inference:
@@ -194,6 +196,8 @@ def _notes(session: Session) -> tuple[str, ...]:
 
 
 def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the checklist by number, then its neighbours. Techniques that are not built yet have a row, too."""
+    """Return the checklist by number, followed by rows without a number. Techniques that are not built yet are
+    included.
+    """
     planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
     return tuple(sorted([*rows, *planned], key=lambda row: row.number or 1000))

@@ -1,4 +1,4 @@
-"""The decisions of ``optimize``, as data that can be saved and applied again without measuring."""
+"""Decisions of ``optimize`` as data, to save and to apply again without measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What to turn on, and the circumstances in which that was found to pay.
+    """Decisions of ``optimize``, and the setup that they were made for.
 
     Attributes:
         decisions: value for each kept technique, as ``optimize(techniques=...)`` takes it.
@@ -61,11 +61,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Make a plan from its fields as plain data, as ``dataclasses.asdict`` returns them.
+        """Return a plan from its fields as plain data, as ``dataclasses.asdict`` returns them.
 
         Raises:
             KeyError: a field is missing.
-            ValueError: a field is not that of a plan.
+            ValueError: a field is invalid.
         """
         decisions, fingerprint = data["decisions"], data["fingerprint"]
         for name, field in (("decisions", decisions), ("fingerprint", fingerprint)):
@@ -79,15 +79,15 @@ class Plan:
 
     @classmethod
     def from_checkpoints(cls, folder: str | Path) -> Plan | None:
-        """The plan of the newest checkpoint in a folder of ``Run.fit``; None where there is none yet.
+        """Return the plan of the newest checkpoint in a folder of ``Run.fit``; None without a checkpoint.
 
-        A script that starts with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and goes
-        on with the same decisions each time that it is started again. ``techniques=`` and ``precision=`` may be in it,
-        too: those that the plan was made with agree with it.
+        A script with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and uses the same
+        decisions after each restart. ``techniques=`` and ``precision=`` may stay in the script, because they agree with
+        the plan.
 
         Raises:
             ValueError: the newest checkpoint holds no plan.
-            flatout.CorruptCheckpointError: there are checkpoints, and none can be read.
+            flatout.CorruptCheckpointError: checkpoints exist, but none is readable.
         """
         state = newest_in(folder)
         if state is None:
@@ -98,10 +98,10 @@ class Plan:
             raise ValueError(f"the newest checkpoint in {folder} holds no plan: {first_line(error)}") from error
 
     def check_decisions(self) -> None:
-        """Refuse unknown techniques, and values that a technique never has.
+        """Reject unknown techniques, and values that a technique never has.
 
         Raises:
-            ValueError: a decision is refused. The message names the first such technique.
+            ValueError: a decision is rejected. The message names the first such technique.
         """
         known = {technique.name: technique for technique in REGISTRY}
         for name, value in self.decisions.items():
@@ -114,14 +114,14 @@ class Plan:
                 raise ValueError(f"this plan decides {name} = {value!r}, a value that the technique never has")
 
     def check_choice(self, technique: str, value: Any) -> None:
-        """Refuse to be given together with a choice that comes to something else.
+        """Reject a choice of the user that differs from the plan.
 
         Args:
-            technique: its name.
-            value: what ``techniques=`` or ``precision=`` comes to, as in ``decisions``; False: to do without.
+            technique: the name of the technique.
+            value: value of ``techniques=`` or ``precision=``, as in ``decisions``; False: forbidden.
 
         Raises:
-            ValueError: names the technique, and both values.
+            ValueError: the choice differs. The message names the technique and both values.
         """
         decided = self.decisions.get(technique, False)
         if value != decided:
@@ -131,10 +131,10 @@ class Plan:
             )
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Refuse to be applied in other circumstances.
+        """Reject a setup that the plan was not made for.
 
         Raises:
-            ValueError: names the first field that differs, and both values.
+            ValueError: a field differs. The message names the first such field and both values.
         """
         for field, here in fingerprint.items():
             there = self.fingerprint.get(field, "nothing")
@@ -145,13 +145,13 @@ class Plan:
 def fingerprint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, batch: Any = None
 ) -> dict[str, str]:
-    """What decisions depend on: device, torch, the model's make, the optimizer's class, a batch's shapes and dtypes.
+    """Return the setup that decisions depend on: device, torch, modules, optimizer class, shapes and dtypes of a batch.
 
     Args:
         model: its modules' classes, parameters and buffers, not their values.
-        optimizer: None for a loop of the user's own, and for inference.
-        device: where it runs.
-        batch: left out where there is none yet.
+        optimizer: None for the user's own loop, and for inference.
+        device: where the training runs.
+        batch: left out of the fingerprint if None.
     """
     made = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
     made += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""State of a run: saved in checkpoints, and resumed bit for bit."""
+"""State of a run: saved in checkpoints, and resumed bit-exactly."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flatout.training.loader import TrainingLoader
 from flatout.training.non_finite import NonFiniteMonitor
 
 STATE_VERSION = 1
-"""Version of what ``Run.state_dict`` returns; raised whenever an entry changes its meaning or goes away."""
+"""Version of the result of ``Run.state_dict``, raised when an entry changes its meaning or is removed."""
 
 
 class Resumable:
-    """Training whose whole state can be saved, and resumed bit for bit: the part of ``Run`` that checkpoints need.
+    """Training whose whole state can be saved and resumed bit-exactly: the checkpoint methods of ``Run``.
 
     Args:
         job: the training.
@@ -39,7 +39,7 @@ class Resumable:
 
     Attributes:
         loader: yields the batches of the training; the user's own after ``undo``.
-        steps: steps so far, including those before a loaded checkpoint.
+        steps: number of steps, including those before a loaded checkpoint.
         fitted: progress of ``fit``.
         plan: the decisions.
     """
@@ -58,47 +58,48 @@ class Resumable:
 
     @property
     def micro_batch(self) -> int | None:
-        """Samples that ``step`` computes at once; None: whole batches."""
+        """Number of samples that ``step`` computes at once; None: whole batches."""
         return self._job.stepper.micro_batches.size
 
     def save(self, path: str | Path, *, asynchronous: bool = False, then: Callable[[], object] | None = None) -> None:
-        """Write all that it takes to go on with this training: :meth:`state_dict`, in one file.
+        """Write the whole state of this training, :meth:`state_dict`, to one file.
 
-        The file is there as a whole or not at all, and carries a checksum. ``torch.load(path)`` reads it, too.
+        The file is written atomically and has a checksum. ``torch.load(path)`` also reads it.
 
         Args:
-            path: in a folder that exists; a file that is there is replaced.
-            asynchronous: copy the state now, into host memory, and write it while training goes on. The file is there
-                when the next save begins, after :meth:`flush_saves`, or when the process has ended.
-            then: called when the file is there; asynchronously, by the thread that wrote it.
+            path: the file, in an existing folder. An existing file is replaced.
+            asynchronous: copy the state into host memory now, and write the copy while training continues. The file is
+                complete when the next save starts, after :meth:`flush_saves`, or when the process has ended.
+            then: called when the file is complete. With ``asynchronous``, the writing thread calls it.
 
         Raises:
-            TypeError: model, optimizer or scheduler have in their state what a checkpoint cannot hold.
-            OSError: it could not be written; asynchronously, the one before could not.
+            TypeError: the state of model, optimizer or scheduler holds an object that a checkpoint cannot hold.
+            OSError: the write failed. With ``asynchronous``: the previous write failed.
         """
         self._writer.write(path, self.state_dict(), asynchronous=asynchronous, then=then)
 
     def flush_saves(self) -> None:
-        """Wait for an asynchronous save; raises what went wrong with it."""
+        """Wait for an asynchronous save, and raise its error."""
         self._writer.wait()
 
     def load(self, path: str | Path) -> None:
-        """Go on where :meth:`save` wrote ``path``. Nothing in the file is run.
+        """Resume from the file that :meth:`save` wrote. Loading executes no code from the file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            flatout.CorruptCheckpointError: a ``ValueError``: it is not ``save``'s, or not any more what that wrote.
-            ValueError: it is of another training. Nothing has changed then.
+            FileNotFoundError: the file does not exist.
+            flatout.CorruptCheckpointError: a ``ValueError``: the file is corrupt or was not written by ``save``.
+            ValueError: the file is of another training. Nothing has changed.
         """
         self._adopt(checkpoint.read(path), f"{path} is")
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: of tensors, numbers, strings and containers of them. Tensors are the live ones.
+        """Return the whole state of the training, made of tensors, numbers, strings and containers. Tensors are the
+        live ones.
 
-        That is model, loss module, optimizer with its averages, loss scaler and scheduler; gradients that wait for an
-        update; the loader's position and generators, torch's, NumPy's and Python's global ones; the plan, and how far
-        training has come. The position in an epoch is left out where the loader cannot tell it
-        (:meth:`flatout.data.Prefetcher.state_dict`): going on begins that epoch again.
+        The state holds the model, the loss module, the optimizer with its averages, the loss scaler and the scheduler.
+        It also holds pending gradients, the loader's position and generators, the global generators of torch, NumPy and
+        Python, the plan, and the progress of training. A loader may not know its position in an epoch
+        (:meth:`flatout.data.Prefetcher.state_dict`). Then the resumed training repeats that epoch.
         """
         position = self._position()[0]
         fitted = self.fitted if position is not None else Fitted(self.fitted.history)
@@ -115,10 +116,10 @@ class Resumable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was made. A loop over ``run.loader`` that is under way is not changed; begin another.
+        """Resume from ``state``. A running loop over ``run.loader`` is not changed; start a new one.
 
         Raises:
-            ValueError: it is of another training. Nothing has changed then.
+            ValueError: the state is of another training. Nothing has changed.
         """
         self._adopt(state, "the state is", torch.clone)
 
@@ -188,7 +189,7 @@ class Resumable:
         """Return plan, progress of ``fit``, steps and micro-batch of a state.
 
         Raises:
-            ValueError: a field is invalid, or the batch size is another.
+            ValueError: a field is invalid, or the batch size differs.
         """
         plan, fitted = Plan.from_dict(state["plan"]), Fitted.from_dict(state["fitted"])
         steps, micro_batch = check_number(state["steps"], "steps"), state["micro_batch"]
@@ -211,11 +212,11 @@ class Resumable:
 
     @property
     def why_not_in_mid_epoch(self) -> str:
-        """What keeps the loader from telling where in an epoch it is; empty when nothing does."""
+        """Reason why the loader does not know its position in an epoch; empty if it does."""
         return self._position()[1]
 
     def _position(self) -> tuple[dict[str, Any] | None, str]:
-        """The loader's ``state_dict``; None where it has none, and why."""
+        """Return the loader's ``state_dict``, or None and the reason why there is none."""
         if not isinstance(self.loader, TrainingLoader):
             return None, "undo() has given the loader back"
         try:
@@ -224,7 +225,7 @@ class Resumable:
             return None, str(error)
 
     def _random_state(self) -> RandomState:
-        """The global generators, and those that dataset, model and loss keep; the loader's are in its own state."""
+        """Return the global generators, and those of dataset, model and loss. The loader's state holds its own."""
         if self._generators is None:
             dataset = getattr(self._job.data.loader, "dataset", None)
             self._generators = generators_in([dataset, *self._job.spec.code])
@@ -232,5 +233,5 @@ class Resumable:
 
 
 def _batch_size_in(decisions: Mapping[str, Any]) -> Any:
-    """Samples of a batch as a plan has decided them."""
+    """Return the samples per batch that a plan has decided."""
     return (decisions.get("batch_size") or {}).get("samples") or "the loader's own"

@@ -33,25 +33,26 @@ from flatout.training.recovery import Recovery
 
 
 def undo(model: nn.Module) -> None:
-    """Take everything back that ``optimize`` attached to a model and its optimizer.
+    """Revert everything that ``optimize`` attached to a model and its optimizer.
 
-    Works without the ``Run``, which may be gone; does nothing for a model that flatout does not know.
+    Works without the ``Run``. Does nothing for a model that flatout has not tuned.
     """
     detach(model)
 
 
 class Run(Resumable):
-    """What ``flatout.optimize`` returns.
+    """Tuned training job that ``flatout.optimize`` returns.
 
     Attributes:
         model: the user's module, the same object.
-        loader: iterate it for batches that are on the device already.
+        loader: yields batches that are already on the device.
         optimizer: the user's optimizer, the same object; None in the two-value form.
         plan: the decisions, to save and apply again.
-        report: every row of the checklist, with its number and its why.
-        logs: what :meth:`log` was given: iterate it for ``(step, name, value)``, or have ``logs.listen`` call you.
-        steps: calls of :meth:`step` so far, those before a checkpoint that was loaded included.
-        fitted: how far :meth:`fit` has come.
+        report: every row of the checklist, with its number and its reason.
+        logs: values of :meth:`log`. Iterate it for ``(step, name, value)``, or register a callback with
+            ``logs.listen``.
+        steps: number of calls of :meth:`step`, including those before a loaded checkpoint.
+        fitted: progress of :meth:`fit`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Run(Resumable):
         attach(job.spec.model, self._switches)
 
     def __iter__(self) -> Iterator[Any]:
-        """``model, loader = flatout.optimize(model, loader)``."""
+        """Unpack as ``model, loader = flatout.optimize(model, loader)``."""
         yield self.model
         yield self.loader
 
@@ -91,7 +92,7 @@ class Run(Resumable):
     def stats(self) -> MfuCounter:
         """Counts of steps, samples and tokens; rolling step and phase times, rates, MFU and HFU, loader stall.
 
-        The steps are those of :meth:`step`. For a loop of your own: ``run.stats.wrap(run.model)``.
+        The steps are those of :meth:`step`. For your own loop: ``run.stats.wrap(run.model)``.
         """
         return self._counter
 
@@ -100,7 +101,7 @@ class Run(Resumable):
         """Number of bad steps in a row after which :meth:`step` raises: infinite, NaN or skipped by the loss scaler.
 
         On a CPU every step is read. On a GPU every fiftieth step is read until a bad one, and then every step. The
-        count begins with the first bad step that is read, and follows with the delay of the GPU behind the host.
+        count begins with the first bad step that is read. Values arrive with the delay of the GPU.
         """
         return self._finite.stop_after
 
@@ -112,24 +113,24 @@ class Run(Resumable):
 
     @property
     def verdict(self) -> Verdict:
-        """What the last steps made of the device: MFU beside NVML's utilisation, what is usual, what limits it.
+        """Verdict on the device use of the last steps: MFU beside NVML's utilization, the usual MFU, and the limit.
 
-        It takes a look at the GPU, some milliseconds: not for every step.
+        Samples the GPU, which takes some milliseconds: too slow for every step.
         """
         reading = self._counter.window
         return judged(self._job, reading.mfu, stall_fraction=reading.stall_fraction, phases=reading.phases)
 
     def step(self, batch: Any) -> Tensor:
-        """Forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
+        """Run forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
 
-        With the fused optimizer the update is the lazy form: gradients are scaled, averaged and clipped on their way
-        through registers, ``p.grad`` stays as backward left it, and nothing waits for the device. Any other optimizer
-        gets its gradients rewritten first, as torch's own utilities do it.
+        The fused optimizer scales, averages and clips gradients in registers. ``p.grad`` keeps the result of backward,
+        and nothing waits for the device. For any other optimizer gradients are rewritten before the update, as torch's
+        own utilities do.
 
-        A step that runs out of memory is computed in smaller parts, and so are all that follow: ``micro_batch``.
+        A step that runs out of memory is computed in smaller parts, and so are all later steps: ``micro_batch``.
 
         Args:
-            batch: as ``run.loader`` or the user's loader yields it.
+            batch: a batch of ``run.loader`` or of the user's loader.
 
         Returns:
             The loss, 0-dim, detached, on the device.
@@ -138,8 +139,9 @@ class Run(Resumable):
             RuntimeError: ``optimize`` was not given an optimizer.
             FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN. The message says where
                 infinities or NaNs begin. Before that, the first bad loss that is read gives a warning.
-            torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be taken apart; it says what would
-                help. The step has not been taken, and what was accumulated before it is lost only where it says so.
+            torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be split. The message says what
+                would help. The step is not taken. Gradients accumulated before are kept, unless the message says that
+                they are lost.
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's ran out of memory in the middle of a
                 step.
         """
@@ -159,31 +161,31 @@ class Run(Resumable):
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Log a number without waiting for the device: ``run.log("loss", run.step(batch))``.
 
-        Where ``loss.item()`` would wait until the GPU has computed the loss, this queues a copy of it and goes on;
-        listeners get the number in a later call, or in :meth:`flush_logs`::
+        ``loss.item()`` waits until the GPU has computed the loss. This method queues a copy of the loss instead.
+        Listeners get the number in a later call, or in :meth:`flush_logs`::
 
             run.logs.listen(lambda step, name, value: writer.add_scalar(name, value, step))
 
         Args:
-            name: what it is.
+            name: name of the value.
             value: a number, or a tensor of one element.
-            step: when; default: the number of :meth:`step` calls so far.
+            step: step of the value; default: the number of :meth:`step` calls so far.
 
         Raises:
             TypeError: ``value`` is neither a number nor a tensor.
-            ValueError: a tensor of more or less than one element, or there is neither ``step`` nor an optimizer: only
-                :meth:`step` counts steps.
+            ValueError: ``value`` is a tensor of more or less than one element. Or ``step`` is missing in a run without
+                an optimizer, because only :meth:`step` counts steps.
         """
         if step is None and self.optimizer is None:
             raise ValueError("run.log needs step= in a loop of your own: only run.step counts steps")
         self.logs.log(name, value, self.steps if step is None else step)
 
     def flush_logs(self) -> None:
-        """Wait for what was logged and is on its way, and hand it to the listeners: at the end of training, say."""
+        """Wait for logged values on their way, and pass them to the listeners, for example at the end of training."""
         self.logs.flush()
 
     def _flush(self) -> None:
-        """Update with what accumulated since the last update, at an epoch's end."""
+        """Update with the remaining accumulated gradients at an epoch's end."""
         if self._recovery is not None and self._recovery.flush():
             self._step_scheduler()
 
@@ -205,27 +207,27 @@ class Run(Resumable):
     ) -> list[dict[str, float]]:
         """Train for a number of epochs. With ``checkpoint_dir``, resume where an earlier process was stopped or killed.
 
-        Training resumes from the newest readable checkpoint in ``checkpoint_dir``, so the same script can be started
-        again and again. SIGTERM and Ctrl-C finish the step, save, and then terminate as usual (Ctrl-C raises
+        Training resumes from the newest readable checkpoint in ``checkpoint_dir``, so a restart of the same script
+        resumes it. SIGTERM and Ctrl-C finish the step, save, and then terminate as usual (Ctrl-C raises
         ``KeyboardInterrupt``). A second Ctrl-C terminates at once, without saving. If the user has installed a signal
         handler, it is called after the save, and ``fit`` returns the epochs so far.
 
         The result is bit-exact to an uninterrupted training on two conditions. Steps repeat their results (on a GPU:
         ``deterministic=True``), and decisions are the same (``optimize(plan=Plan.from_checkpoints(folder))``). Random
-        numbers differ in worker processes, and where a GPU's batches are loaded ahead of the step. With
-        :func:`flatout.data.seed_samples` these are the same, too.
+        numbers differ in worker processes, and if a GPU's batches are loaded ahead of the step.
+        :func:`flatout.data.seed_samples` makes them the same.
 
         Args:
-            epochs: passes over ``run.loader``; with ``checkpoint_dir`` counted from the beginning of training, over
-                all processes.
+            epochs: passes over ``run.loader``. With ``checkpoint_dir`` they count from the start of training, including
+                those of earlier processes.
             eval_loader: evaluated after each epoch.
             metrics: as in ``evaluate``.
             progress: show a bar with loss, samples/s and loader stall.
-            checkpoint_dir: a folder for the checkpoints of this training alone; made where it is missing.
-            checkpoint_every: steps from one checkpoint to the next; default: one behind each epoch.
-            keep: checkpoints to keep.
-            asynchronous: write them while training goes on. It takes the memory of model and optimizer once more, on
-                the host.
+            checkpoint_dir: folder for the checkpoints of this training alone; made if it is missing.
+            checkpoint_every: steps between checkpoints; default: one checkpoint after each epoch.
+            keep: number of checkpoints to keep.
+            asynchronous: write checkpoints while training continues. This takes host memory for one copy of model and
+                optimizer.
 
         Returns:
             One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
@@ -235,8 +237,8 @@ class Run(Resumable):
             ValueError: the loader yielded no batch in an epoch, ``checkpoint_every`` or ``keep`` is below 1, or the
                 checkpoint is of another training.
             OSError: a checkpoint could not be written.
-            RuntimeError: ``checkpoint_dir`` where several processes train together.
-            flatout.CorruptCheckpointError: there are checkpoints, and none can be read.
+            RuntimeError: ``checkpoint_dir`` is given, but several processes train together.
+            flatout.CorruptCheckpointError: checkpoints exist, but none is readable.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be >= 1, got {checkpoint_every}")
@@ -262,18 +264,18 @@ class Run(Resumable):
         return list(self.fitted.history)
 
     def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:
-        """Save the model for deployment: a copy in eval mode, on the CPU, that needs no flatout.
+        """Save the model for deployment: a copy in eval mode, on the CPU, that works without flatout.
 
         Args:
-            path: of the file.
+            path: the file.
             format: ``"export"`` for ``torch.export.load(path).module()``; ``"torchscript"`` for
                 ``torch.jit.load(path)``, and for ``torch::jit::load`` in C++.
-            example: what the model is called with: a tensor, a tuple whose first is that, or a mapping of keyword
-                arguments. Default: the first samples trained on, without labels.
+            example: input of the model: a tensor, a tuple that starts with the tensor, or a mapping of keyword
+                arguments. Default: the first samples of the training, without labels.
 
         Raises:
-            ValueError: there is no such format.
-            Exception: whatever torch says of a model that it cannot export.
+            ValueError: ``format`` is unknown.
+            Exception: torch cannot export the model.
         """
         export(self.model, path, self._example if example is None else example, format)
 
@@ -286,11 +288,11 @@ class Run(Resumable):
         export_weights(self.model, path)
 
     def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
-        """Return the mean loss and metrics over a loader, without gradients, in eval mode; modes are restored.
+        """Return the mean loss and metrics over a loader, without gradients, in eval mode. Modes are restored.
 
         Args:
-            loader: yields batches like those trained on.
-            metrics: name to ``(outputs, batch) -> mean over the batch``; outputs are those of the model.
+            loader: yields batches like those of the training.
+            metrics: name to ``(outputs, batch) -> mean over the batch``, with the model's outputs.
 
         Returns:
             ``loss`` and every metric, weighted by samples.
@@ -302,29 +304,30 @@ class Run(Resumable):
         return evaluate(self._job.objective, loader, {} if metrics is None else metrics)
 
     def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
-        """Where the time of a step goes, and what to do about it: ``print(run.profile())``.
+        """Profile the time of a step, with advice: ``print(run.profile())``.
 
-        These are **real training steps**: weights, optimizer and scheduler move on as in any loop over ``run.loader``
-        that is left by a break, which is also how the loader is left. Besides ``steps`` and ``warmup`` two steps look
-        for sync points, and some use up what loader workers have in store. A loader with fewer batches begins a new
-        epoch; one that cannot is profiled as far as it goes.
+        These are **real training steps**: weights, optimizer and scheduler advance as in any loop over ``run.loader``.
+        The loader is left as by a ``break``. Beside ``steps`` and ``warmup``, two steps search for sync points, and
+        some consume batches that loader workers have prefetched. If the loader ends too early, a new epoch starts. A
+        loader that cannot restart is profiled to its end.
 
         Args:
-            steps: to time, under ``torch.profiler``.
-            warmup: steps before.
+            steps: number of steps to time, under ``torch.profiler``.
+            warmup: number of steps before these.
 
         Raises:
-            ValueError: ``steps`` < 1, ``warmup`` < 0, or the loader ended before a step could be timed.
+            ValueError: ``steps`` < 1, ``warmup`` < 0, or the loader ended before a step was timed.
             RuntimeError: ``optimize`` was not given an optimizer.
         """
         return profile_run(self.loader, self.step, steps, warmup, verdict=lambda: str(self.verdict))
 
     def undo(self) -> None:
-        """Give the user's objects back: model, optimizer, device and backend flags work as before ``optimize``.
+        """Revert ``optimize``: model, optimizer, device and backend flags work as before.
 
-        What training has changed since (weights, optimizer state) stays. ``run.loader`` is the user's own again.
+        Weights and optimizer state keep the values that training has given them. ``run.loader`` is the user's own
+        loader again.
         """
-        if is_attached(self.model, self._switches):  # else undone before, or replaced by a later optimize
+        if is_attached(self.model, self._switches):  # else reverted already, or replaced by a later optimize
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original

@@ -1,1 +1,1 @@
-"""Small parts that several rooms share: snapshots, random state, batches, torch's flags, formatting."""
+"""Parts that several rooms share: snapshots, random state, batches, torch's flags, formatting."""

@@ -245,7 +245,7 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
 def batch_size_of(batch: Any) -> int:
     """Return the number of samples in ``batch``: the leading dimension of its first tensor, 1 for a 0-dim tensor.
 
-    Empty tensors, such as the boxes of an image without objects, are skipped where another tensor has samples.
+    Empty tensors, such as the boxes of an image without objects, are skipped if another tensor has samples.
 
     If ``batch`` holds no tensor, its first object with a ``to`` method counts. The number is the object's
     ``num_graphs`` or ``batch_size``, else its ``len``, else the samples of the tensors in its attributes, else 1. The
@@ -306,7 +306,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
         sizes: samples of each part; their sum is ``batch_size_of(batch)``.
 
     Returns:
-        The parts, with the types of ``batch``. None where the batch cannot be split, because it holds a
+        The parts, with the types of ``batch``. None if the batch cannot be split, because it holds a
         ``PackedSequence``, a sparse or nested tensor, or an object with a ``to`` method.
     """
     ends = list(itertools.accumulate(sizes))
@@ -324,7 +324,7 @@ def resized(batch: Any, samples: int) -> Any:
         samples: number of samples, >= 1.
 
     Returns:
-        The new batch. None where ``batch`` cannot be split.
+        The new batch. None if ``batch`` cannot be split.
     """
     count = batch_size_of(batch)
     try:

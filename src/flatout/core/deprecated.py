@@ -8,7 +8,7 @@ from typing import Any
 
 
 def old_names(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module that still knows the old names of its objects.
+    """Return a ``__getattr__`` for a module that still accepts the old names of its objects.
 
     Args:
         module: name of the module.

@@ -1,6 +1,6 @@
-"""DTensors (FSDP2, tensor parallel): what of one lies in this process, and what all ranks say made one.
+"""DTensors (FSDP2, tensor parallel): the local part, and agreement of all ranks on results.
 
-Nothing here needs ``torch.distributed.tensor`` before there is a DTensor.
+``torch.distributed.tensor`` is imported only when a DTensor exists.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Tensor types the native operators take; any other has its own idea of what its memory is."""
+"""Tensor types that the native operators take. Other types may define their own memory."""
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """True for a DTensor."""
+    """Return True for a DTensor."""
     return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor in this process's memory behind a DTensor; any other tensor itself."""
-    # Not to_local(): it makes a view, or a node for autograd, with each call.
+    """Return the local tensor of a DTensor. Other tensors are returned unchanged."""
+    # Not to_local(): each call makes a view, or a node for autograd.
     return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def is_settled(tensor: Tensor) -> bool:
-    """False for a DTensor whose numbers are still to be summed over ranks (Partial)."""
+    """Return False for a DTensor with a sum over ranks still pending (Partial)."""
     return not is_distributed(tensor) or not any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """True for a DTensor on a mesh that this process is not part of: nothing of it lies here."""
+    """Return True for a DTensor on a mesh without this process, so that no part of it is local."""
     return is_distributed(tensor) and tensor.device_mesh.get_coordinate() is None  # type: ignore[attr-defined]
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """True when both lie over the same ranks in the same way, as two plain tensors do."""
+    """Return True if both tensors have the same mesh and placements, as two plain tensors do."""
     mesh = getattr(a, "device_mesh", None)
     return mesh == getattr(b, "device_mesh", None) and (mesh is None or a.placements == b.placements)  # type: ignore[attr-defined]
 
 
 def placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` laid over the ranks as its parameter is, where it is on the same ranks; else as it is.
+    """Return ``tensor`` with the placements of its parameter, or unchanged if it is not on the parameter's mesh.
 
-    Sequence parallelism leaves gradients of replicated parameters as sums still to be taken (Partial); state may have
-    been saved under other placements.
+    Sequence parallelism leaves gradients of replicated parameters as pending sums (Partial). State may have been saved
+    with other placements.
     """
     if not is_distributed(parameter) or not is_settled(parameter) or alike(tensor, parameter):
         return tensor
@@ -62,10 +62,10 @@ def placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def spread_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """State of a parameter laid over the ranks as it is; a plain tensor is taken for the whole, the same on all ranks.
+    """Return state with the placements of its parameter. A plain tensor is the whole state, the same on all ranks.
 
     Raises:
-        ValueError: it is a DTensor of other ranks.
+        ValueError: the state is a DTensor on another mesh.
     """
     tensor = placed_like(tensor, parameter)
     if alike(tensor, parameter):
@@ -80,30 +80,30 @@ def spread_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that hold the parts of DTensors, each part once: their replicas are held by others."""
+    """Ranks that together hold DTensors, each part once. Replicas are on other ranks."""
 
     mesh: DeviceMesh
     dims: tuple[int, ...]
-    """Dimensions of the mesh that the tensors are sharded over; they are replicated over any others."""
+    """Mesh dimensions that shard the tensors. The tensors are replicated over all others."""
 
     @property
     def part(self) -> int:
-        """Which part this process holds; replicas have the same number."""
+        """Number of the part on this process. Replicas have the same number."""
         number = 0
         for dim in self.dims:
             number = number * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
         return number
 
     def agree(self, found_inf: Tensor, norm: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
-        """``(found_inf, grad_norm)`` over all parts from those of each: one all-reduce of two numbers per dimension.
+        """Return ``(found_inf, grad_norm)`` over all parts, by one all-reduce of two numbers per dimension.
 
         Args:
-            found_inf: of the parts in this process, 0-dim.
-            norm: of the parts in this process, 0-dim.
+            found_inf: found in the local parts, 0-dim.
+            norm: norm of the local parts, 0-dim.
             norm_type: 1, 2 or inf.
         """
         order = 1.0 if norm_type == math.inf else norm_type
-        # In float64, where the square of no float32 number overflows. A maximum over ranks loses NaN: 2 tells of it.
+        # In float64 the square of a float32 number cannot overflow. A maximum over ranks loses NaN, so 2 marks NaN.
         found = torch.where(norm.isnan(), 2.0, found_inf.double())
         numbers = torch.stack([found, norm.double() ** order])
         for dim in self.dims:
@@ -116,7 +116,7 @@ class Ranks:
 
 
 def ranks_of(tensor: Tensor) -> Ranks | None:
-    """The ranks that have to agree on what is found in ``tensor``; None where this process holds all of it."""
+    """Return the ranks that must agree on results for ``tensor``; None if this process holds all of it."""
     if not is_distributed(tensor) or is_elsewhere(tensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -125,12 +125,12 @@ def ranks_of(tensor: Tensor) -> Ranks | None:
 
 
 def whole(scalar: Any) -> Tensor:
-    """A DTensor's number as one over all ranks, in a plain tensor."""
+    """Return a DTensor's scalar as a plain tensor with the result over all ranks."""
     return scalar.full_tensor() if is_distributed(scalar) else scalar
 
 
 def replicated(scalar: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """A number about ``tensors`` that all ranks know, as torch has it: a DTensor where all are DTensors of one mesh."""
+    """Return a scalar about ``tensors`` in torch's form: a DTensor if all are DTensors of one mesh."""
     meshes = {getattr(tensor, "device_mesh", None) for tensor in tensors} if is_distributed(tensors[0]) else set()
     if len(meshes) != 1:
         return scalar

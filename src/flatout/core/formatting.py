@@ -1,4 +1,4 @@
-"""How flatout puts numbers and errors wherever it shows them: in reports, profiles, progress bars and the monitor."""
+"""Formatting of numbers and errors in reports, profiles, progress bars and the monitor."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def _shown(character: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The error in one line; one that only announces another says what that is."""
+    """Return an error as one line. A first line that ends in a colon is joined with the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    if any(line.startswith("Original Traceback") for line in lines):  # of a worker process: its last line says it
+    if any(line.startswith("Original Traceback") for line in lines):  # of a worker process: the last line has the error
         return lines[-1]
     shown = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {shown}"
 
 
 def capital(text: str) -> str:
-    """With a capital letter."""
+    """Return ``text`` with an uppercase first letter."""
     return text[:1].upper() + text[1:]
 
 
 def percent(ratio: float, digits: int | None = None) -> str:
-    """A change: 1.25 becomes ``+25 %``; below ten per cent one decimal is kept.
+    """Format a change: 1.25 becomes ``+25 %``. Changes below ten per cent get one decimal.
 
     Args:
         ratio: new speed / old speed.
-        digits: decimals; None chooses by size.
+        digits: number of decimals; None chooses by size.
     """
     change = (ratio - 1) * 100
     if not math.isfinite(change):
@@ -61,22 +61,22 @@ def percent(ratio: float, digits: int | None = None) -> str:
 
 
 def share(part: float | None, digits: int | None = None) -> str:
-    """A part of a whole: 0.41 becomes ``41 %``; below ten per cent one decimal is kept. Nothing where it is not known.
+    """Format a part of a whole: 0.41 becomes ``41 %``. Parts below ten per cent get one decimal. Empty for None.
 
     Args:
         part: 0..1.
-        digits: decimals; None chooses by size.
+        digits: number of decimals; None chooses by size.
     """
     return "" if part is None else f"{100 * part:.{decimals(part) if digits is None else digits}f} %"
 
 
 def decimals(part: float) -> int:
-    """Decimals of a percentage whose size chooses them."""
+    """Return the number of decimals for a percentage, by its size."""
     return 1 if abs(part) < 0.0995 else 0
 
 
 def milliseconds(value: float) -> str:
-    """Three significant digits: ``0.412 ms``, ``6.23 ms``, ``184 ms``."""
+    """Format a time with three significant digits: ``0.412 ms``, ``6.23 ms``, ``184 ms``."""
     if not math.isfinite(value):
         return "?"
     magnitude = math.floor(math.log10(abs(value))) if value else 0
@@ -84,7 +84,7 @@ def milliseconds(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: ``8.4 s``, ``75 s``, ``4 min 10 s``."""
+    """Format a duration: ``8.4 s``, ``75 s``, ``4 min 10 s``."""
     if not math.isfinite(value):
         return "?"
     if value < 100:
@@ -94,14 +94,14 @@ def seconds(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A rate or a number of steps: ``12,340``; decimals only below ten."""
+    """Format a rate or a number of steps: ``12,340``. Only values below ten get decimals."""
     if not math.isfinite(value):
         return "?"
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:,.2g}"
 
 
 def size_of(value: float) -> str:
-    """Bytes, three digits in powers of 1024: ``0 B``, ``1.21 GiB``, ``310 MiB``."""
+    """Format bytes with three digits, in powers of 1024: ``0 B``, ``1.21 GiB``, ``310 MiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 999.5 and len(units) > 1:
         value /= 1024

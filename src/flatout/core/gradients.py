@@ -1,7 +1,7 @@
-"""Gradients of any mix of devices and dtypes: checked, measured and scaled, natively where possible.
+"""Gradients of any devices and dtypes: checked, measured and scaled, natively if possible.
 
-Elsewhere (a device without kernels, sparse or complex gradients, tensor subclasses), torch's own operations do the
-same, so callers need not care. Of a DTensor the part in this process is looked at, and then all ranks agree.
+Devices without kernels, sparse or complex gradients, and tensor subclasses use torch's operations with the same
+results. For a DTensor the local part is checked, and then all ranks agree.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _PLAIN: tuple[tuple[Callable[[Tensor], Any], frozenset[Any]], ...] = (
     (type, PLAIN),
     (operator.attrgetter("dtype"), _DTYPES),
     (operator.attrgetter("layout"), frozenset((torch.strided,))),
-    (Tensor.is_neg, frozenset((False,))),  # else memory holds the negative
+    (Tensor.is_neg, frozenset((False,))),  # else the memory holds the negated values
 )
 
 
 @dataclass(frozen=True)
 class GradCheck:
-    """One look at all gradients; 0-dim tensors on the first gradient's device, nothing synchronised."""
+    """Result of one check of all gradients: 0-dim tensors on the first gradient's device, not synchronized."""
 
     found_inf: Tensor
-    """float32: 1 when a gradient is inf or NaN, else 0."""
+    """1 if a gradient is inf or NaN, else 0; float32."""
     grad_norm: Tensor
-    """Norm of the unscaled gradients; float32, or float64 where all gradients are."""
+    """Norm of the unscaled gradients; float64 if all gradients are float64, else float32."""
     grad_factor: Tensor
-    """``inv_scale`` x clip coefficient: what each gradient is to be multiplied with."""
+    """``inv_scale`` x clip coefficient: the factor for each gradient."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True when the native operators run on ``device``."""
+    """Return True if the native operators run on ``device``."""
     return device.type == "cpu" or (device.type == "cuda" and native.has_cuda_kernels(device.index))
 
 
 def is_native(tensor: Tensor) -> bool:
-    """True when the native operators take ``tensor``: device, dtype, a plain strided tensor."""
+    """Return True if the native operators take ``tensor``: by device, dtype, type and layout."""
     return _all_plain((tensor,)) and has_kernels(tensor.device)
 
 
@@ -57,7 +57,7 @@ def _all_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True when the elements fill a block of memory in some order, as the flat kernels need."""
+    """Return True if the elements fill a block of memory in some order, as the flat kernels need."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -69,7 +69,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there, as dense storage: of a sparse one, its values (coalesced first)."""
+    """Return the existing gradients as dense storage: of a sparse gradient its values, coalesced first."""
     found = []
     for parameter in parameters:
         grad = parameter.grad
@@ -83,12 +83,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """:func:`gradients_of` all its parameters."""
+    """Return :func:`gradients_of` all parameters of an optimizer."""
     return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A plain complex tensor as the real numbers that lie in its memory; any other tensor itself."""
+    """Return a view of a plain complex tensor as real numbers. Other tensors are returned unchanged."""
     if not tensor.is_complex() or type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_conj():
         return tensor
     return torch.view_as_real(tensor)
@@ -97,11 +97,10 @@ def as_real(tensor: Tensor) -> Tensor:
 def _by_place(
     grads: Sequence[Tensor], norm_type: float = 2.0
 ) -> dict[tuple[torch.device, Ranks | None], tuple[list[Tensor], list[Tensor]]]:
-    """Per device, and the ranks to agree with, the gradients that native operators take and the others.
+    """Group gradients by device and ranks, each group split into gradients for native operators and others.
 
-    A strided complex gradient is native as the real numbers that it lies in memory as, except for the norms that
-    those have not in common with it. A DTensor is the part of it that lies here, except where its parts do not add
-    up to its norm.
+    A strided complex gradient counts as its real view, except for norms that differ between the two. A DTensor counts
+    as its local part, except if the norms of its parts do not add up to its norm.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
@@ -129,12 +128,12 @@ def _split(grads: list[Tensor], device: torch.device, norm_type: float) -> tuple
 
 
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``tensor.to(device, dtype)`` that waits only where it must: a CPU copy is read without asking the stream."""
+    """Return ``tensor.to(device, dtype)`` without waiting, except for copies to the CPU."""
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
 def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """``value`` as a 0-dim tensor on ``device``; float32 unless it is a float64 tensor already."""
+    """Return ``value`` as a 0-dim tensor on ``device``. float64 tensors stay float64; all else becomes float32."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -160,10 +159,10 @@ def _look_natively(
 
 
 def _is_about_memory(error: RuntimeError) -> bool:
-    """True when a native operator refused the places of tensors in memory, before it changed anything.
+    """Return True if a native operator rejected the memory layout of tensors, before it changed anything.
 
-    Operators look at them anyway, and almost all are right: so callers try, and look themselves only when one was
-    refused. Asking first costs more than a step over small tensors.
+    Operators check the layout in any case, and almost all layouts are valid. So callers try the operator first, and
+    check the layout only after a rejection. A check in advance costs more than a step over small tensors.
     """
     return "must be dense" in str(error) or "share memory" in str(error)
 
@@ -184,24 +183,24 @@ def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _wide(grad: Tensor) -> torch.dtype:
-    """The dtype that torch is to take a norm in: never one of 16 bits."""
+    """Return the dtype for torch's norm: float32 or wider."""
     return torch.promote_types(grad.dtype, torch.float32)
 
 
 def together(looks: Sequence[tuple[Tensor, Tensor]], norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-    """``(found_inf, grad_norm)`` over all such pairs, on the first one's device."""
+    """Combine pairs of ``(found_inf, grad_norm)`` into one pair, on the first one's device."""
     if len(looks) == 1:
         return looks[0]
     device = looks[0][0].device
     dtype = _norm_dtype([norm for _, norm in looks])
     found_inf = torch.stack([move(found, device) for found, _ in looks]).amax()
     norms = torch.stack([move(norm, device, dtype) for _, norm in looks])
-    # In float64, where the square of no float32 norm overflows.
+    # In float64 the square of a float32 norm cannot overflow.
     return found_inf, torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(dtype)
 
 
 def agreed(look: tuple[Tensor, Tensor], ranks: Ranks | None, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-    """``(found_inf, grad_norm)`` over all ``ranks``, each of which gives its own."""
+    """Return ``(found_inf, grad_norm)`` over all ``ranks``, from the local pair."""
     return look if ranks is None else ranks.agree(*look, norm_type)
 
 
@@ -213,13 +212,13 @@ def check(
     max_norm: float | None = None,
     norm_type: float = 2.0,
 ) -> GradCheck:
-    """Reads all gradients once; rewrites none.
+    """Read all gradients once, without changing them.
 
     Args:
-        grads: at least one gradient; any devices and dtypes.
-        inv_scale: what the gradients are to be multiplied with before anything else (a float, or 0-dim).
-        max_norm: clip the norm over *all* gradients to this.
-        norm_type: order of the norm. 1, 2 and inf are native; any other is torch's.
+        grads: at least one gradient, of any devices and dtypes.
+        inv_scale: first factor of the gradients (a float, or 0-dim).
+        max_norm: limit of the norm over *all* gradients, for clipping.
+        norm_type: order of the norm. 1, 2 and inf are native; torch computes any other.
 
     Raises:
         ValueError: ``max_norm`` is negative or NaN.
@@ -243,7 +242,7 @@ def check(
 
 
 def check_max_norm(max_norm: float | None) -> None:
-    """Refuses a negative norm and NaN."""
+    """Reject a negative norm and NaN."""
     if max_norm is not None and not max_norm >= 0:
         raise ValueError(f"max_grad_norm must be >= 0, got {max_norm}")
 
@@ -254,7 +253,7 @@ def conclude(
     max_norm: float | None,
     norm_type: float = 2.0,
 ) -> GradCheck:
-    """Looks at parts of the gradients, as ``(found_inf, grad_norm)``, as one look at all, on the first one's device."""
+    """Combine checks of parts of the gradients, as ``(found_inf, grad_norm)``, into one on the first one's device."""
     found_inf, norm = together(looks, norm_type)
     inverse = on_device(inv_scale, norm.device)
     factor = torch.ones_like(norm) if inverse is None else inverse.to(norm.dtype)
@@ -266,14 +265,14 @@ def conclude(
 @torch.compiler.disable
 @torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[tuple[Tensor, Tensor]]:
-    """Multiplies all gradients with ``inv_scale`` in place.
+    """Multiply all gradients with ``inv_scale`` in place.
 
     Returns:
-        ``(found_inf, grad_norm)`` from the same pass, over all ranks, as often as there are devices or more: see
-        :func:`together`.
+        Pairs of ``(found_inf, grad_norm)`` over all ranks from the same pass, one or more per device: see
+            :func:`together`.
 
     Raises:
-        RuntimeError: a gradient is expanded; nothing has been changed.
+        RuntimeError: a gradient is expanded. Nothing has changed.
     """
 
     def by_torch(others: list[Tensor], inverse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -288,10 +287,10 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[
 @torch.compiler.disable
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all gradients with ``factor`` in place; where the factor is 1 no memory is touched.
+    """Multiply all gradients with ``factor`` in place. A factor of 1 touches no memory.
 
     Raises:
-        RuntimeError: a gradient is expanded; nothing has been changed.
+        RuntimeError: a gradient is expanded. Nothing has changed.
     """
     _rewrite(grads, factor, _ops.scale_, _multiply)
 
@@ -302,14 +301,14 @@ def _rewrite(
     native_op: Callable[[list[Tensor], Any], Any],
     by_torch: Callable[[list[Tensor], Any], Any],
 ) -> list[tuple[Ranks | None, Any]]:
-    """Both do the same, in place: ``native_op`` where it can, ``by_torch`` elsewhere.
+    """Rewrite gradients in place, with ``native_op`` if possible and with the equivalent ``by_torch`` elsewhere.
 
     Returns:
-        What they returned, and the ranks that have to agree on it.
+        The results of both, each with the ranks that must agree on it.
     """
     places = _by_place(grads)
     if len(places) > 1 or any(others for _, others in places.values()):
-        _refuse_expanded(grads)  # native operators see only their own before they write
+        _refuse_expanded(grads)  # native operators check only their own gradients before they write
     results: list[tuple[Ranks | None, Any]] = []
     for (device, ranks), (ours, others) in places.items():
         here = on_device(factor, device)
@@ -334,6 +333,6 @@ def _refuse_expanded(grads: Sequence[Tensor]) -> None:
 
 
 def _multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """One after the other: what shares memory is multiplied as often as it is listed, as in torch."""
+    """Multiply tensors one after the other. As in torch, shared memory is multiplied once per tensor in the list."""
     for grad in grads:
         grad.mul_(factor)

@@ -1,8 +1,8 @@
-"""A class for one instance: how a module's methods change, and change back, without anybody else noticing.
+"""A subclass for one instance: changes a module's methods reversibly and without visible traces.
 
-Replacing a method on the instance would make copies run the original's weights, and paired hooks break under
-``torch.compile``. A subclass made for the one instance has neither fault: isinstance, hooks, ``state_dict`` and
-compilation see the same module. A copy or pickle of it is a plain object of the user's own class, byte for byte.
+If a method were replaced on the instance, copies would run the original's weights, and paired hooks would break under
+``torch.compile``. A subclass for the one instance avoids both: isinstance, hooks, ``state_dict`` and compilation see
+the same module. A copy or pickle is a plain object of the user's own class, byte for byte.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 _MADE = "flatout_instance_class"
-"""Attribute of the classes made here."""
+"""Attribute that marks classes made here."""
 
 
 class _Unannounced(nn.Module):
-    """Keeps ``__init_subclass__`` of a user's class (a registry, say) from hearing of classes made for an instance."""
+    """Base that hides classes made here from ``__init_subclass__`` of a user's class, which may be a registry."""
 
     __slots__ = ()
 
@@ -68,10 +68,10 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
-    """A subclass of ``base`` with ``members`` in it, whose pickles and copies are of class ``base``."""
+    """Return a subclass of ``base`` with ``members``, whose pickles and copies have class ``base``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made, own = type(self), users_class(type(self))  # others may have made classes below and above this one
+        made, own = type(self), users_class(type(self))  # other code may have made classes below and above this one
         registered = copyreg.dispatch_table.get(own)
         reduced: Any = own.__reduce_ex__(self, protocol) if registered is None else registered(self)
         if isinstance(reduced, str):  # pickled as a global of this name
@@ -93,12 +93,12 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
 
 
 def users_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class without those made for a module here."""
+    """Return the class without subclasses made here."""
     return next(each for each in cls.__mro__ if _MADE not in vars(each) and each is not _Unannounced)
 
 
 def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module the class back that it had before ``cls``, or ``cls`` out of the middle where others followed."""
+    """Remove ``cls`` from a module's class: restore its base, or unlink it if other subclasses followed."""
     if type(model) is cls:
         model.__class__ = cls.__bases__[-1]
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_kinds(state: Any, own: Any, where: str) -> None:
-    """Refuse values whose kind, or tensors whose shape, differs from the same entry of ``own``.
+    """Reject values whose kind, or tensors whose shape, differs from the same entry of ``own``.
 
     None fits everything. A number fits a tensor of one element, because optimizers and schedulers convert between the
     two. Entries that only one of the two states has are not checked.

@@ -17,7 +17,7 @@ _ERROR = 2
 
 @contextlib.contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Wherever a profiler starts first: the library reads the level then, once in a process."""
+    """Silence torch's profiler library, which reads its log level once per process, when a profiler first starts."""
     if _LEVEL in os.environ or torch.cuda.is_available():
         yield
         return
@@ -48,7 +48,7 @@ def quiet_allocator() -> Iterator[None]:
 
 
 def _log_level() -> ctypes.c_int | None:
-    """Return the level of torch's C++ logger; None where this build does not export the level."""
+    """Return the level of torch's C++ logger; None if this build does not export the level."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, a container's limits included."""
+"""Cores and memory that this process may use, with the limits of a container."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may keep busy: its affinity, and the CPU quota of its container, respected."""
+    """Return the number of physical cores that the process may use, by its affinity and its container's quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
 def _siblings(cpu: int) -> str:
-    """What two hardware threads of one core have in common."""
+    """Return a text that the hardware threads of one core share."""
     return text_of(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def quota_of(group: Path) -> float:
-    """Cores' worth of time that a control group may use, of either version of control groups."""
+    """Return the number of cores that a control group may use, for both versions of control groups."""
     quota, _, period = text_of(group / "cpu.max").partition(" ")
     quota = quota or text_of(group / "cpu.cfs_quota_us")
     period = period or text_of(group / "cpu.cfs_period_us")
@@ -35,7 +35,7 @@ def quota_of(group: Path) -> float:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Directories of the control group of this process and of all that contain it: each of them may set a limit."""
+    """Yield the directories of this process's control group and of its parents, each of which may set a limit."""
     root = _CGROUP / controller if (_CGROUP / controller).is_dir() else _CGROUP
     paths: dict[str, str] = {}
     for line in text_of(_PROC / "self/cgroup").splitlines():
@@ -46,20 +46,20 @@ def control_groups(controller: str) -> Iterator[Path]:
 
 
 def wanted_core_seconds() -> float:
-    """Seconds for which this thread has had a core or waited for one that others had: all but sleep and waits."""
+    """Return the seconds in which this thread ran or waited for a core. Sleep and other waits do not count."""
     ran_and_waited = text_of(_PROC / "thread-self/schedstat").split()[:2]
     return sum(map(int, ran_and_waited)) / 1e9 if ran_and_waited else time.thread_time()
 
 
 def used_seconds(group: Path) -> float:
-    """CPU seconds that a control group of ``control_groups("cpu")`` has used.
+    """Return the CPU seconds that a control group of ``control_groups("cpu")`` has used.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system does not report them.
     """
     if micro := field_of(group / "cpu.stat", "usage_usec"):
         return micro / 1e6
-    # Version 1 may keep the accounts in a tree of their own, of the same shape.
+    # Version 1 may keep the accounts in a separate tree of the same shape.
     accounts = dict(zip(control_groups("cpu"), control_groups("cpuacct"), strict=False))
     for folder in (group, accounts.get(group, group)):
         nano = text_of(folder / "cpuacct.usage")
@@ -69,18 +69,18 @@ def used_seconds(group: Path) -> float:
 
 
 def available_memory() -> int:
-    """Bytes that a process can still take without swapping, a container's limit included."""
+    """Return the bytes that a process can still allocate without swapping, within the container's limit."""
     return min([_meminfo_available(), *(limit - used for limit, used in _memory_limits())])
 
 
 def total_memory() -> int:
-    """Bytes that the machine has, or the container's limit where that is less."""
+    """Return the bytes of the machine's memory, or the container's limit if that is smaller."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _memory_limits())])
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit of each control group that has one, and bytes used of it; files that were read give way, and are not."""
+    """Yield the limit of each control group that has one, and its used bytes without reclaimable file cache."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -99,19 +99,19 @@ def _meminfo_available() -> int:
 
 
 def swap() -> tuple[int, int]:
-    """Bytes of the machine's swap in use, and in all."""
+    """Return the used and the total bytes of the machine's swap."""
     total, free = (1024 * field_of(_PROC / "meminfo", name) for name in ("SwapTotal:", "SwapFree:"))
     return total - free, total
 
 
 def private_memory(pid: int) -> int:
-    """Bytes that a process shares with no other; 0 where that cannot be known."""
+    """Return the bytes that a process does not share with others; 0 if unknown."""
     smaps = _PROC / f"{pid}/smaps_rollup"
     return 1024 * (field_of(smaps, "Private_Clean:") + field_of(smaps, "Private_Dirty:"))
 
 
 def free_shared_memory() -> float:
-    """Bytes left in /dev/shm, through which worker processes send tensors; infinite where there is none."""
+    """Return the free bytes of /dev/shm, through which worker processes send tensors; infinite without /dev/shm."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -120,7 +120,7 @@ def free_shared_memory() -> float:
 
 
 def field_of(file: Path, name: str) -> int:
-    """The number behind a name in a file of one such pair a line; 0 without it."""
+    """Return the number after a name in a file with one such pair per line; 0 without it."""
     for line in text_of(file).splitlines():
         words = line.split()
         if words[:1] == [name]:
@@ -129,7 +129,7 @@ def field_of(file: Path, name: str) -> int:
 
 
 def text_of(file: Path) -> str:
-    """What a small file says; nothing where it is not to be had."""
+    """Return the text of a small file; empty if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

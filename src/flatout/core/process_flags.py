@@ -1,6 +1,6 @@
 """Process-wide flags that every snapshot saves.
 
-Whoever changes a flag declares in its own file how the flag is read and written::
+Code that changes a flag declares in its own file how the flag is read and written::
 
     @process_flag
     class Threads:
@@ -51,6 +51,6 @@ class TorchModes:
         self._dtype = torch.get_default_dtype()
 
     def restore(self) -> None:
-        """Restore both."""
+        """Restore both modes."""
         torch.set_grad_enabled(self._grad_enabled)
         torch.set_default_dtype(self._dtype)

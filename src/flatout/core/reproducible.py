@@ -1,4 +1,4 @@
-"""Training that repeats bit for bit: seeds, deterministic algorithms and library settings."""
+"""Bit-reproducible training: seeds, deterministic algorithms and library settings."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def cublas_started_without() -> bool:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a value that torch does not accept as a seed.
+    """Reject a value that torch does not accept as a seed.
 
     Raises:
         TypeError: ``seed`` is not an int.
@@ -184,7 +184,7 @@ def is_reproducible() -> bool:
 
 
 def reproducible(seed: int, *, warn_only: bool = False) -> Reproducible:
-    """Make everything after this call repeat bit for bit, on the same machine with the same software.
+    """Make everything after this call bit-reproducible, on the same machine with the same software.
 
     Call ``flatout.reproducible(0)`` at the top of a script, before the model is made. Or use it for a part only::
 

@@ -58,7 +58,7 @@ class SavedTensor:
             self.bits = bits.clone() if self._on is None else bits.to(self._on, copy=True)
 
     def has_changed(self) -> bool:
-        """Return whether ``restore`` would change the tensor. True also where the tensor cannot be compared."""
+        """Return whether ``restore`` would change the tensor. True also if the tensor cannot be compared."""
         if self.bits is None or self._layout is None or _layout(self.tensor) != self._layout:
             return True
         return not torch.equal(owned(self.tensor), self.bits)
@@ -89,7 +89,7 @@ class SavedTensor:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return storage, sizes, strides and dtype of a tensor; None where it has no storage (sparse, wrapper, lazy)."""
+    """Return storage, sizes, strides and dtype of a tensor; None if it has no storage (sparse, wrapper, lazy)."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     try:

@@ -21,7 +21,7 @@ from flatout.core.saved import Saved
 
 
 class Snapshot:
-    """A snapshot of a training job: ``Snapshot.capture(...)`` now, ``restore()`` as often as wanted.
+    """A snapshot of a training job: ``Snapshot.capture(...)`` now, ``restore()`` any number of times.
 
     Restoring is bit-exact and in place. Parameters, buffers and optimizer state keep their objects and their memory, so
     views, tied weights and other references stay valid. A snapshot takes the memory of one copy of the model, its

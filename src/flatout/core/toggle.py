@@ -36,4 +36,4 @@ class Toggle(ABC):
     def _turn_off(self) -> None: ...
 
     def release(self) -> None:
-        """Free what is only kept for turning the change on again."""
+        """Free memory that only a later ``enable`` would use."""
