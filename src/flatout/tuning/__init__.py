@@ -1,1 +1,1 @@
-"""Search for what pays: trials without a trace, statistics, numerics, and one ledger of decisions."""
+"""Search for techniques that pay: trials without a trace, statistics, numerics, and one ledger of decisions."""

@@ -1,4 +1,4 @@
-"""What trials show: whether a candidate is kept, which of several, and what its row says."""
+"""Acceptance of trials: which candidate is kept, and the text of its row."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, sav
 
 
 def earns(trial: Trial) -> bool:
-    """Whether it is surely faster."""
+    """Return True if the candidate is faster with certainty."""
     return not trial.failure and trial.gain is not None and pays(trial.gain, trial.pairs)
 
 
 def spares(trial: Trial) -> bool:
-    """Whether it keeps pace, taking less of the machine."""
+    """Return True if the candidate is as fast and uses less of the machine."""
     return not trial.failure and trial.gain is not None and keeps_pace(trial.gain, trial.pairs)
 
 
 def ratio(trial: Trial) -> float:
-    """Its gain; 0 where it has none."""
+    """Return the gain of a trial; 0 without a gain."""
     return 0.0 if trial.gain is None else trial.gain.ratio
 
 
 def serves(trial: Trial) -> bool:
-    """Whether it is to be kept: for its speed, or for its memory."""
+    """Return True if the candidate is kept, for its speed or for its memory."""
     return earns(trial) or saves_memory(trial)
 
 
 def rank(trial: Trial) -> tuple[bool, float]:
-    """Speed before memory."""
+    """Return a sort key that ranks speed before memory."""
     return (True, ratio(trial)) if earns(trial) else (False, -(trial.memory or 0.0))
 
 
 def verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
-    """The row for what the trials showed."""
+    """Return the row for the results of the trials."""
     if best is not None:
         row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
         if saves_memory(best) and not earns(best):

@@ -1,4 +1,4 @@
-"""Stage of the batch size: decided before all techniques, because all others depend on it."""
+"""Stage of the batch size: decided before all other techniques, because all others depend on it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from flatout.tuning.tuner import Tuner
 def apply_batch_size(
     tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
 ) -> None:
-    """Apply the batch size that was asked for, and split batches that memory does not hold.
+    """Apply the requested batch size, and split batches that do not fit in memory.
 
     Args:
-        tuner: of ``bench``.
+        tuner: tuner on ``bench``.
         bench: the training.
         choices: techniques that are forbidden or forced.
         batch_size: argument of ``optimize``, in samples per update if it is a number.
-        checks_memory: True if steps are to show whether memory holds whole batches.
+        checks_memory: True to test with steps whether whole batches fit in memory.
 
     Raises:
         ValueError: the batch size cannot be applied.
-        torch.OutOfMemoryError: memory holds no single sample, or batches cannot be split.
+        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be split.
     """
     job = bench.job
     memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
@@ -60,7 +60,7 @@ def apply_batch_size(
 
 
 def _impose_parts(tuner: Tuner, bench: Bench) -> None:
-    """Split batches that memory does not hold."""
+    """Split batches that do not fit in memory."""
     try:
         parts = parts_that_fit(bench.job)
     finally:
@@ -72,7 +72,7 @@ def _impose_parts(tuner: Tuner, bench: Bench) -> None:
 
 
 def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
-    """Return True if memory holds batches, or parts of them, with a technique. Then the technique is kept."""
+    """Return True if batches, or parts of them, fit in memory with a technique. Then the technique is kept."""
     try:
         technique.check(bench.job)
         candidate = technique.candidates(bench.job)[0]
@@ -95,11 +95,11 @@ def scaled_schedule(
     """Return the schedule of learning rates for another batch size; None if the size is the user's own.
 
     Args:
-        bench: the training, whose ledger receives what changes.
-        scheduler: the user's; None without one.
+        bench: the training, whose ledger records the changes.
+        scheduler: the user's scheduler; None without one.
         rule: ``lr_rule`` of ``optimize``.
-        own_size: samples of a batch of the user's loader.
-        epochs: batches of an epoch of the user's loader, and of the present loader.
+        own_size: samples per batch of the user's loader.
+        epochs: batches per epoch, of the user's loader and of the present loader.
     """
     job = bench.job
     optimizer, accumulate, size = job.spec.optimizer, job.spec.accumulate, size_of(job)

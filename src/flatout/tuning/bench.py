@@ -1,4 +1,4 @@
-"""The bench that trials run on: a job, its starting state, and the candidates that are on."""
+"""Bench for trials: a job, its starting state, and the candidates that are on."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from flatout.tuning.step_memory import step_memory
 from flatout.tuning.trial import interleave, seconds, synchronize
 
 TRIAL_SECONDS = 4.0
-"""Longest that the pairs of one trial take; setting up comes on top."""
+"""Time limit for the pairs of one trial, in seconds. Set-up is extra."""
 
 PHASE_UPDATES = 8
 PHASE_SECONDS = 1.0
-"""Updates over which the phases of a step are measured, and seconds after which no more of them begin."""
+"""Limits of the phase measurement: a number of updates, and seconds after which no further update starts."""
 
 FEWEST_UPDATES = 4
-"""Two for the memory of a step, two for its phases."""
+"""Two updates for the memory of a step, and two for its phases."""
 
 COSTS_SHARE = 0.05
-"""Share of the budget that these, and the race of the whole, may take whatever trials have left."""
+"""Share of the budget that is reserved for these measurements and the race, whatever trials have left."""
 
 STRETCH_SECONDS = 0.05
-"""Length of the stretches of training that loaders take turns in."""
+"""Duration of a stretch of training from one loader, in trials that alternate two loaders."""
 
 TURN_SECONDS = 0.02
-"""Length of the turns that ways of stepping take, where updates are shorter."""
+"""Duration of a turn with one candidate, if updates are shorter."""
 
 WARMED_UP_BELOW = 0.5
-"""Seconds of an update of which one comes before each turn, untimed."""
+"""Duration of an update, in seconds, below which an untimed update precedes each turn."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Bench:
     """Training that trials step. ``rewind`` restores its starting state before each trial.
 
     Attributes:
-        job: the training; ``job.data.source`` changes when a loader is kept.
+        job: the training. ``job.data.source`` changes when a loader is kept.
         state: the state that every trial begins with.
         budget: seconds for all trials.
         rewindable: True if a trial may iterate the loader without losing samples.
@@ -70,8 +70,8 @@ class Bench:
         """Restore the training state, with exactly the kept candidates on.
 
         Args:
-            to_train: put a model that an optimizer trains into train mode. A model from a checkpoint often comes in
-                eval mode, which training would leave.
+            to_train: set a model with an optimizer to train mode. A model from a checkpoint often arrives in eval mode,
+                and training needs train mode.
         """
         for candidate in reversed(self.ledger.candidates):
             candidate.disable()
@@ -96,21 +96,21 @@ class Bench:
         self._pace = self._memory = None
 
     def use(self, source: Iterable[Any]) -> None:
-        """Train from another loader."""
+        """Use another loader as the source of the training."""
         self.job.data.source = source
         self._pace = None
 
     def update(self, i: int, *phase: PhaseOf) -> None:
-        """The steps of one update, on the batches of turn ``i``; ``phase`` as in ``Job.step``."""
+        """Run the steps of one update on the batches of turn ``i``, with ``phase`` as in ``Stepper.step``."""
         job = self.job
         for k in range(job.spec.accumulate):
             job.stepper.step(job.data.batches[(i * job.spec.accumulate + k) % len(job.data.batches)], *phase)
 
     def turns(self) -> Callable[[int], float]:
-        """What takes turn ``i`` and returns the seconds of an update in it.
+        """Return a function that runs turn ``i`` and returns the seconds per update.
 
-        An update comes first: turning a switch moves weights, clears what was prepared, and leaves memory as another
-        way of stepping had it. Only where updates are so long that this hardly shows is that time saved.
+        An untimed update precedes each turn, because toggling a candidate moves weights, clears caches and changes the
+        state of the allocator. This update is omitted if updates are so long that its effect is negligible.
         """
         update_seconds = self.job.spec.accumulate * self.pace.step_ms / 1e3
         count = max(1, round(TURN_SECONDS / update_seconds))
@@ -128,7 +128,7 @@ class Bench:
 
     @property
     def pace(self) -> Pace:
-        """How fast the job runs with what is kept so far."""
+        """Pace of the job with the kept candidates."""
         if self._pace is None:
             self._pace = self._measure_pace()
         return self._pace
@@ -140,7 +140,7 @@ class Bench:
             job.stepper.step(batch)
         if self.rewindable:
             track = LoaderTimer(job, job.data.source)
-            track.stretch(2 * len(batches), settle=1)  # workers start with the first
+            track.stretch(2 * len(batches), settle=1)  # the first stretch starts the workers
             track.close()
             pace = track.pace
         else:
@@ -151,7 +151,7 @@ class Bench:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that an update allocates at its height with what is kept so far; None where it cannot be told."""
+        """Peak memory of an update above the resident memory, in bytes, with the kept candidates; None if unknown."""
         if self._memory is None:
             self._memory = self.memory_with()
         return self._memory
@@ -166,22 +166,22 @@ class Bench:
                 stack.enter_context(candidate)
             try:
                 return step_memory(lambda: self.update(0), self.job.spec.device)
-            except RuntimeError:  # of the profiler: what runs here has run before
+            except RuntimeError:  # an error of the profiler, because the step itself has run before
                 return None
             finally:
                 self.rewind()
 
     def costs(self) -> dict[str, Any]:
-        """What else a ``Pace`` tells of the loop with what is kept so far; without what would take too long.
+        """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
 
-        That is ``step_bytes``, ``phases`` and, where the loader can be rewound, ``loader_per_second``.
+        The fields are ``step_bytes``, ``phases`` and, if the loader can be rewound, ``loader_per_second``.
         """
         told: dict[str, Any] = {}
         if self._affords(FEWEST_UPDATES * self.job.spec.accumulate * self.pace.step_ms):
             told |= {"step_bytes": self.memory, "phases": self.phases()}
         if self.rewindable:
             self.rewind()
-            # A loader that fails here fails in training too, or has failed in its trial: not known is all it is now.
+            # A loader that fails here fails in training too, or has failed in its trial. Here its rate is only unknown.
             with closing(LoaderTimer(self.job, self.job.data.source)) as track, suppress(Exception):
                 if self._affords(track.fewest_alone * self.pace.total_ms):
                     told["loader_per_second"] = track.alone()
@@ -192,7 +192,7 @@ class Bench:
         return ms / 1e3 <= max(self.budget.left, COSTS_SHARE * self.budget.seconds)
 
     def phases(self) -> dict[str, float]:
-        """Share of an update's time that each of its phases takes with what is kept so far."""
+        """Return the share of each phase in an update's time, with the kept candidates."""
         counter = MfuCounter(device=self.job.spec.device, phases_every=1)
         self.rewind()
         self.update(0)  # warms up
@@ -205,14 +205,14 @@ class Bench:
         synchronize(self.job.spec.device)
         phases = counter.total.phases
         self.rewind()
-        if phases is None:  # on a GPU that this build has no code for
+        if phases is None:  # no phases on a GPU that this build has no code for
             return {}
         named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
         whole = phases.total
         return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
 
     def stretch_steps(self) -> int:
-        """Batches of a stretch: long enough to time, and whole updates."""
+        """Return the number of batches per stretch: long enough to time, and whole updates."""
         step_seconds = self.pace.total_ms / 1e3
         return self._whole_updates(min(50, max(4, math.ceil(STRETCH_SECONDS / step_seconds))))
 
@@ -220,21 +220,21 @@ class Bench:
         return self.job.spec.accumulate * math.ceil(steps / self.job.spec.accumulate)
 
     def interleave(self, old: Callable[[int], float], new: Callable[[int], float]) -> tuple[list[float], list[float]]:
-        """Measure pairs for as long as a trial may take."""
+        """Measure pairs within the time limit of a trial."""
         return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
 
     def alternate(
         self, old: LoaderTimer, new: LoaderTimer, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
     ) -> tuple[list[float], list[float]]:
-        """Train from two loaders in turns, and return the seconds of each stretch.
+        """Train from two loaders alternately, and return the seconds of each stretch.
 
         Each loader first drains its queue, and continues until the other's workers have filled theirs.
 
         Args:
             old: the baseline.
             new: the candidate.
-            on_for_new: candidates that are on exactly while ``new`` runs.
-            scale: samples of a batch of ``new``, relative to one of ``old``. Times of ``old`` are multiplied by it.
+            on_for_new: candidates that are on only while ``new`` runs.
+            scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
         steps = self.stretch_steps()
 
@@ -257,7 +257,7 @@ class Bench:
 
 @contextmanager
 def off(*candidates: Candidate) -> Iterator[None]:
-    """Turn candidates off inside the block; they were turned on in this order."""
+    """Turn candidates off inside the block, in reverse order."""
     try:
         for candidate in reversed(candidates):
             candidate.disable()

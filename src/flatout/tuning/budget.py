@@ -1,4 +1,4 @@
-"""Seconds that may be spent on measuring, looked at before every trial."""
+"""Time budget for measurements, checked before every trial."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 
 class Budget:
-    """A deadline that a trial is fitted into before it begins.
+    """Deadline for measurements. A trial starts only if it is expected to fit.
 
     Args:
-        seconds: how long measuring may take in all; 0 allows no trial.
+        seconds: total seconds for measurements; 0 allows no trial.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -19,23 +19,23 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds since measuring began."""
+        """Seconds since measurements began."""
         return time.perf_counter() - self._started
 
     @property
     def left(self) -> float:
-        """Seconds still to spend; never negative."""
+        """Remaining seconds; never negative."""
         return max(0.0, self.seconds + self._extra - self.spent)
 
     def allow(self, share: float) -> None:
-        """Let what is measured last have at least so large a share of the whole, whatever trials have left."""
+        """Reserve a share of the total for the last measurements, even if trials have used more."""
         self._extra = max(0.0, self.spent - (1 - share) * self.seconds)
 
     def fits(self, estimate: float) -> bool:
-        """Whether a trial that takes about ``estimate`` seconds may begin."""
+        """Return True if a trial that takes about ``estimate`` seconds may start."""
         return self.left > 0 and estimate <= self.left
 
     def deadlines(self, at_most: float) -> tuple[float, float]:
-        """When a trial of about so many seconds ends, and when it has to: ``time.perf_counter()`` values."""
+        """Return the soft and the hard end of a trial of ``at_most`` seconds, as ``time.perf_counter()`` values."""
         now = time.perf_counter()
         return now + min(at_most, self.left), now + self.left

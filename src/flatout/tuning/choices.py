@@ -22,7 +22,7 @@ from flatout.techniques import (
 from flatout.training.job import Job
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
-"""The technique that is decided first if possible, because all others depend on it."""
+"""Technique that is decided first if possible, because all others depend on it."""
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 
@@ -49,11 +49,11 @@ class Choices:
         return "techniques=" if self.plan is None else "the plan"
 
     def of(self, technique: Technique) -> Any:
-        """Return the technique's value; None if a trial is to decide."""
+        """Return the technique's value; None if a trial decides."""
         return self.values.get(technique.name)
 
     def refuse(self, technique: Measured, job: Job, reason: str) -> None:
-        """Raise if a technique that is not kept was forced, unless the job already is as the technique would make it.
+        """Raise if a rejected technique was forced, unless the job already has the technique's effect.
 
         Args:
             technique: a technique that is not kept.
@@ -67,7 +67,7 @@ class Choices:
             raise ValueError(f"{self.errors[technique.name]}: {reason.rstrip('.')}. Leave it out")
 
     def check(self, job: Job) -> None:
-        """Refuse forced techniques that cannot apply, as far as this is known before the first step.
+        """Reject forced techniques that cannot apply, as far as this is known before the first step.
 
         Raises:
             ValueError: see ``refuse``. Or a technique has no candidate with the forced value.
@@ -89,7 +89,7 @@ class Choices:
 
         Args:
             technique: a technique that applies.
-            value: what was decided; False if the technique is not kept.
+            value: the decision; False if the technique is not kept.
         """
         if self.plan is not None and technique.name in self.asked:
             self.plan.check_choice(technique.name, value)
@@ -143,7 +143,7 @@ def _merged(given: Mapping[str, Any], by_precision: Mapping[str, Any], precision
 
 
 def _with_consequences(choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the choices with what they imply for other techniques."""
+    """Return the choices, with their consequences for other techniques."""
     if forces(choices, "torchscript"):
         if forces(choices, "compile"):
             raise ValueError(
@@ -156,7 +156,7 @@ def _with_consequences(choices: dict[str, Any]) -> dict[str, Any]:
     if forces(choices, "tf32"):
         choices.setdefault("precision", False)  # autocast would leave no float32 products
     if forces(choices, "workers") and choices["workers"] != 0:
-        choices.setdefault("in_memory", False)  # workers have nothing to do when batches are gathered from memory
+        choices.setdefault("in_memory", False)  # workers are idle if batches are gathered from memory
     return choices
 
 
@@ -167,7 +167,7 @@ def _choices_of_precision(precision: str) -> dict[str, Any]:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    """Refuse an unknown technique, a rule that is forced or built in, and advice that is not ``False``.
+    """Reject an unknown technique, a rule that is forced or built in, and advice that is not ``False``.
 
     Raises:
         ValueError: the message names the technique.

@@ -1,4 +1,4 @@
-"""Does a candidate train the same model? Outputs, gradients and losses of a short run, beside the baseline's."""
+"""Equivalence of a candidate and the baseline: outputs, gradients and losses of a short run."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 UPDATES = 8
-"""Updates whose losses are compared."""
+"""Number of updates whose losses are compared."""
 
 BATCHES = 2
-"""Batches whose outputs are compared where an optimizer trains; without one it is all that trials have."""
+"""Number of batches whose outputs are compared with an optimizer. Without one, all batches of the trials are."""
 
 GRADIENT_SCALE = 1024.0
-"""What a loss is multiplied with for gradients in fp16: most become normal numbers, and none overflows."""
+"""Factor of the loss for gradients in fp16, at which most are normal numbers and none overflows."""
 
 LEEWAY = 3.0
-"""Rounding every activation changes 1.3 to 1.7 times as much as rounding the weights: 2 to 16 residual blocks."""
+"""Factor on the effect of rounding the weights. Rounding every activation changes results 1.3 to 1.7 times as much, in
+2 to 16 residual blocks.
+"""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What to compare.
+    """Results of one run, to be compared.
 
     Attributes:
-        dtype: that products are computed in.
-        outputs: of the model, by name; empty where ``compute_loss`` hides them: then the losses stand for them, as they
-            do for a model that is compiled with its loss, and alone runs plain.
-        gradients: by the parameter's name, of the first batch's loss; empty in inference.
-        losses: of the batches of ``UPDATES`` updates; empty where nothing is updated.
+        dtype: dtype of products.
+        outputs: outputs of the model, by name; empty with ``compute_loss``, which hides them. The losses then replace
+            the outputs. A model compiled with its loss also relies on the losses, because its outputs come from the
+            plain model.
+        gradients: gradients of the first batch's loss, by parameter name; empty in inference.
+        losses: losses of ``UPDATES`` updates; empty without updates.
     """
 
     dtype: torch.dtype | str
@@ -47,13 +50,13 @@ class Observed:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a candidate is from the baseline, in one of the three.
+    """Difference between candidate and baseline in outputs, gradients or losses.
 
     Attributes:
         what: "outputs", "gradients" or "losses".
-        by: relative to the baseline's size.
-        allowed: the most that is accepted.
-        where: the tensor that differs most.
+        by: the difference, relative to the baseline.
+        allowed: the accepted limit.
+        where: the tensor with the largest difference.
     """
 
     what: str
@@ -63,7 +66,7 @@ class Difference:
 
     @property
     def fails(self) -> bool:
-        """Whether it is more than is accepted; a NaN is."""
+        """True if the difference exceeds the limit or is NaN."""
         return not self.by <= self.allowed
 
     def __str__(self) -> str:
@@ -72,13 +75,13 @@ class Difference:
 
 
 def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Observed:
-    """What to compare, from the present state on; the state has moved afterwards.
+    """Return the results of a run from the present state. The run changes the state.
 
     Args:
-        job: runs with what is on now.
+        job: the training, with the candidates that are on.
         batches: on the device.
-        evaluation: also look at the outputs in eval mode, because what is tried can break a branch that training does
-            not take.
+        evaluation: also compare outputs in eval mode, because a candidate can break a branch that training does not
+            take.
     """
     dtype = compute_dtype(job.spec.model)
     if job.spec.inference:
@@ -100,11 +103,11 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Ob
 
 
 def compare(baseline: Observed, candidate: Observed) -> list[Difference]:
-    """Outputs, gradients and losses, each beside what is accepted.
+    """Compare outputs, gradients and losses with their limits.
 
     Args:
-        baseline: without the candidate.
-        candidate: with it, from the same state on the same batches.
+        baseline: results without the candidate.
+        candidate: results with the candidate, from the same state on the same batches.
     """
     coarsest = max(baseline.dtype, candidate.dtype, key=list(ALLOWED).index)
     allowed = ALLOWED[coarsest]
@@ -127,7 +130,7 @@ def compare(baseline: Observed, candidate: Observed) -> list[Difference]:
 
 
 def nudge(model: nn.Module, dtype: torch.dtype | str) -> None:
-    """Change every weight by up to half a unit in the last place of a dtype, always in the same way."""
+    """Change every weight by up to half a unit in the last place of a dtype. The changes are the same in every call."""
     eps = 2.0**-10 if isinstance(dtype, str) else torch.finfo(dtype).eps
     with torch.no_grad():
         for i, parameter in enumerate(p for p in model.parameters() if p.is_floating_point()):
@@ -142,7 +145,7 @@ def _outputs(outputs: Sequence[Any], where: str = "") -> dict[str, Tensor]:
 
 
 def _forward(job: Job, batch: Any) -> list[Tensor]:
-    """The tensors of the model's output for a batch; what its parts give is put together along the samples."""
+    """Return the tensors of the model's output for a batch. Outputs of parts are concatenated along the samples."""
     parts = job.stepper.micro_batches.parts(batch)
     if len(parts) == 1:
         return floats_of(job.objective.forward(batch)[0])
@@ -168,7 +171,7 @@ def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
-    """Of the batch's loss, by the parameter's name."""
+    """Return the gradients of the batch's loss, by parameter name."""
     parameters = {
         name if module is job.spec.model else f"{type(module).__name__}.{name}": parameter
         for module in job.spec.modules

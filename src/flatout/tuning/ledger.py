@@ -1,4 +1,4 @@
-"""Ledger of decisions: the one record of what was decided about each technique."""
+"""Ledger of decisions: the one record of all decisions about techniques."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Ground = Literal["rule", "choice", "trial"]
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision about a technique.
+    """Decision about a technique.
 
     Attributes:
         row: the technique's line in the report.
         ground: ground on which a technique is kept; None if it is not kept.
         value: ``techniques={name: value}`` repeats the decision; a plan stores the value.
-        candidate: what is turned on; None for a loader, and for a rule that is how ``Run`` works.
+        candidate: the candidate to turn on; None for a loader, and for a rule that is built into ``Run``.
     """
 
     row: Row
@@ -37,9 +37,9 @@ class Decision:
 
 @dataclass
 class Ledger:
-    """Decisions in the order in which they were made.
+    """Decisions in chronological order.
 
-    A technique may be decided again after others. The latest decision to keep it counts, else the latest at all.
+    A technique may be decided again after others. The latest decision to keep it counts, else the latest of all.
     """
 
     _decisions: list[Decision] = field(default_factory=list)

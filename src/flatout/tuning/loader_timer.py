@@ -1,4 +1,4 @@
-"""A loader that is trained from in stretches, the way ``Run`` trains from it."""
+"""Timer of training from one loader in stretches, with the prefetcher of ``Run``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flatout.training.job import Job
 from flatout.tuning.trial import synchronize
 
 PREFETCHED = 2
-"""Batches that a Prefetcher or an InMemoryLoader has ready before they are asked for."""
+"""Number of batches that a Prefetcher or an InMemoryLoader holds in advance."""
 
 ALONE_SECONDS = 0.1
-"""Shortest time that the loader's own rate is taken over."""
+"""Shortest time for a measurement of the loader's own rate."""
 
 
 class Stretch(NamedTuple):
-    """What was timed in one go: seconds, those of them spent on waiting, samples and batches."""
+    """Measured stretch: seconds, the part of them spent on waiting, samples and batches."""
 
     seconds: float
     waited: float
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
 
 def pace_of(stretches: Iterable[Stretch]) -> Pace:
-    """Means over the middle half of the stretches, by time: what disturbs the machine is not the loop's."""
+    """Return the means over the middle half of the stretches, by time, because outliers come from other processes."""
     ordered = sorted(stretches, key=lambda stretch: stretch.seconds / stretch.steps)
     outer = len(ordered) // 4
     seconds, waited, samples, steps = map(sum, zip(*ordered[outer : len(ordered) - outer], strict=True))
@@ -43,18 +43,18 @@ def pace_of(stretches: Iterable[Stretch]) -> Pace:
 
 
 class LoaderTimer:
-    """Trains from one loader in turns with another, waiting for data and stepping timed apart.
+    """Training from one loader, in turns with another, with waits and steps timed separately.
 
     Args:
-        job: stepped with the batches.
-        loader: iterated again when it ends, as training does. A DataLoader is cloned, so that the user's own
-            starts no workers; an InMemoryLoader, so that training is the first to run it.
+        job: the job that steps the batches.
+        loader: iterated again after its end, as in training. A DataLoader is cloned, so that the user's own starts no
+            workers. An InMemoryLoader is cloned, so that training is the first to run it.
     """
 
     def __init__(self, job: Job, loader: Iterable[Any]) -> None:
         self._job = job
         self.queue = 0
-        """Batches that may be waiting when a stretch begins, made while it was not this loader's turn."""
+        """Number of batches that may be ready when a stretch begins, made during the other loader's turn."""
         self._workers = 1
         if isinstance(loader, DataLoader):
             loader = clone_loader(loader)
@@ -65,20 +65,20 @@ class LoaderTimer:
         if isinstance(loader, InMemoryLoader) or job.spec.device.type == "cuda":
             self.queue += PREFETCHED
         self.refill_seconds = 0.0
-        """Seconds in which that queue fills at the rate of the latest stretch."""
+        """Seconds in which this queue fills at the rate of the latest stretch."""
         self._batches = _endless(Prefetcher(loader, job.spec.device))
         self._stretches: list[Stretch] = []
 
     def stretch(self, steps: int, settle: int, rest: float = 0.0) -> float:
-        """Train for ``steps`` batches after some that are not timed.
+        """Train for ``steps`` batches, after some untimed ones.
 
         Args:
-            steps: batches that are timed.
-            settle: the fewest batches before them, which come in whole updates.
-            rest: the fewest seconds before them, in which another loader's workers fill their queue and come to rest.
+            steps: number of timed batches.
+            settle: minimum of untimed batches, in whole updates.
+            rest: minimum of untimed seconds, in which another loader's workers fill their queue and stop.
 
         Returns:
-            The seconds that the ``steps`` took.
+            The seconds of the timed batches.
         """
         begin, settled = time.perf_counter(), 0
         while settled < settle or time.perf_counter() < begin + rest:
@@ -102,14 +102,14 @@ class LoaderTimer:
 
     @property
     def fewest_alone(self) -> int:
-        """Batches that ``alone`` takes at the least."""
+        """Minimum number of batches that ``alone`` takes."""
         return self.queue + 1 + self._workers
 
     def alone(self) -> float:
-        """Samples per second that the loader delivers when nobody trains between its batches.
+        """Return the samples per second of the loader without training between its batches.
 
-        What is ready, or is made while the workers start, is not timed; workers finish in rounds, and so whole rounds
-        are.
+        Batches that are ready, or made while workers start, are not timed. Workers finish in rounds, so whole rounds
+        are timed.
         """
         for _ in range(self.queue + 1):
             next(self._batches)
@@ -123,11 +123,11 @@ class LoaderTimer:
 
     @property
     def pace(self) -> Pace:
-        """What the stretches so far come to."""
+        """Mean pace of the stretches so far."""
         return pace_of(self._stretches)
 
     def close(self) -> None:
-        """Let go of the loader's iterator, and so of its workers or threads."""
+        """Close the loader's iterator, and so its workers or threads."""
         self._batches.close()
 
 

@@ -1,4 +1,4 @@
-"""Race of the tuned loop against the original: what trials kept is reverted if the whole is slower."""
+"""Race of the tuned loop against the original: decisions of trials are reverted if the tuned loop is slower."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flatout.tuning.trial import FEWEST_PAIRS
 from flatout.tuning.trial_runner import scale_of
 
 Paces = tuple[Pace | None, Pace | None]
-"""Pace of the loop as it came, and as tuned; None if it was not measured."""
+"""Pace of the original loop and of the tuned loop; None if not measured."""
 
 
 def race(bench: Bench) -> Paces:
-    """Time the loop as it came against the loop as tuned.
+    """Time the original loop against the tuned loop.
 
-    Each technique was measured together with those kept before it. Only a race shows that all together pay. What was
-    chosen by name stays on both sides.
+    Each technique was measured together with those kept before it. Only a race shows that all together pay. Techniques
+    that a choice keeps stay on in both loops.
 
     Returns:
         The paces of both loops.
@@ -64,7 +64,7 @@ def _race_loops(bench: Bench, candidates: Sequence[Candidate], replaced_loader: 
 
 
 def _race_steps(bench: Bench, candidates: Sequence[Candidate], replaced_loader: bool) -> tuple[Times, Paces]:
-    """Race on the trial's batches alone, because the loader must not be read for it."""
+    """Race on the trial's batches alone, because the race must not read the loader."""
     job, new = bench.job, bench.turns()
 
     def old(i: int) -> float:
@@ -78,7 +78,7 @@ def _race_steps(bench: Bench, candidates: Sequence[Candidate], replaced_loader: 
 
 
 def _revert(bench: Bench, candidates: Sequence[Candidate], replaced_loader: bool, gain: Gain) -> None:
-    """Turn off what trials kept, and reject it in the report."""
+    """Turn off the techniques that trials kept, and reject them in the report."""
     why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
 
     def rejected(row: Row) -> Row:

@@ -16,7 +16,7 @@ from flatout.core.process_group import group_size
 from flatout.data.loaders import TORCHS_SAMPLERS
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
-"""Prefixes of the modules that define wrapper classes: DDP, FSDP, and those of ``fully_shard`` and ``replicate``."""
+"""Module prefixes of wrapper classes: DDP, FSDP, ``fully_shard`` and ``replicate``."""
 
 
 def world_size() -> int:

@@ -41,5 +41,5 @@ class Request:
 
     @property
     def measures(self) -> bool:
-        """True if trials are to be run."""
+        """True if trials run."""
         return self.budget > 0 and self.plan is None

@@ -24,10 +24,10 @@ ADVICE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Baseline:
-    """Measurements of the loop as it came.
+    """Measurements of the original loop.
 
     Attributes:
-        peak_flops: peak in FLOP/s that MFU is relative to; None if it is not known.
+        peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
         costs: more fields of its ``Pace``.
     """
 
@@ -40,10 +40,10 @@ class Outcome:
     """Result of a confirmation.
 
     Attributes:
-        before: pace of the loop as it came; None if nothing was measured.
-        after: pace of the tuned loop; None if nothing was measured.
-        verdict: utilization of the device, and what limits it, in words.
-        peak_flops: peak in FLOP/s that MFU is relative to; None if it is not known.
+        before: pace of the original loop; None if not measured.
+        after: pace of the tuned loop; None if not measured.
+        verdict: utilization of the device, and its limit, in words.
+        peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
     """
 
     before: Pace | None
@@ -64,7 +64,7 @@ def search(session: Session) -> Baseline:
     apply_batch_size(tuner, bench, session.choices, request.batch_size, checks_memory=checks)
     peak, _ = peak_of(session.job.spec, measure=request.budget > 0)
     baseline = Baseline(peak, bench.costs() if request.measures else {})
-    if session.job.spec.resizes:  # all that follows is decided at the size that is found
+    if session.job.spec.resizes:  # all later decisions are made at this size
         with announced(f"trying {BATCH_SIZE.title}"):
             tuner.decide(BATCH_SIZE)
     for technique in REGISTRY:
@@ -80,7 +80,7 @@ def search(session: Session) -> Baseline:
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
-    """Race the tuned loop against the original, revert what does not pay, and collect advice."""
+    """Race the tuned loop against the original, revert decisions that do not pay, and collect advice."""
     job, bench, request = session.job, session.bench, session.request
     with announced("racing the tuned loop against the original"):
         before, after = race(bench)
@@ -102,7 +102,7 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
 
 
 def _advise(technique: Advice, session: Session, budget: float) -> Row:
-    """Return the row of an advice, which takes a share of ``budget``."""
+    """Return the row of an advice, which may take a share of ``budget``."""
     row = technique.row("not tried", "")
     if session.choices.of(technique) is False:
         return replace(row, why="techniques= does without it")
@@ -114,7 +114,7 @@ def _advise(technique: Advice, session: Session, budget: float) -> Row:
         return replace(row, status="advice", why="\n".join(found))
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
-    except Exception as error:  # of the user's code, which training has not run
+    except Exception as error:  # of the user's code, which training has not run yet
         return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
 
 

@@ -36,7 +36,7 @@ from flatout.tuning.request import Request
 from flatout.tuning.tuner import Tuner
 
 DEFAULT_EPOCHS = 10
-"""Length of a training whose ``expected_steps`` is not given."""
+"""Epochs of a training without ``expected_steps``."""
 
 
 class Session:
@@ -47,10 +47,10 @@ class Session:
         choices: techniques that are forbidden or forced.
 
     Attributes:
-        loader: the user's loader, with a seed for each sample if that was asked for.
+        loader: the user's loader, with a seed for each sample if requested.
         job: the training.
         ledger: the decisions so far.
-        own_size: samples of a batch of ``loader``.
+        own_size: samples per batch of ``loader``.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
     """
 
@@ -117,7 +117,7 @@ class Session:
         self.tuner = Tuner(self.bench, self.choices)
 
     def restore(self, error: BaseException) -> None:
-        """Restore everything after an error, which receives a note if something could not be restored."""
+        """Restore everything after an error. The error gets a note if something could not be restored."""
         try:
             run_all(reversed(self._undo))
         except BaseException as failure:
@@ -151,7 +151,7 @@ class Session:
             self.ledger.add(Decision(rule.row("kept", rule.rationale), "rule", candidate=candidate))
 
     def _take_batches(self) -> list[Any]:
-        """Return the first batches. Those of a loader that cannot be rewound are replayed to training.
+        """Return the first batches. A loader that cannot be rewound replays them to the training.
 
         Raises:
             ValueError: the loader yields no batch, no tensor, or an empty batch.
@@ -179,7 +179,7 @@ class Session:
 
 @contextlib.contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Show profilers, and a person at a terminal, what takes so long."""
+    """Show the current task to profilers, and at a terminal."""
     console = Console(stderr=True)
     # A status starts a thread, which only a terminal needs.
     status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
@@ -188,7 +188,7 @@ def announced(what: str) -> Iterator[None]:
 
 
 def length_of(loader: Iterable[Any]) -> int:
-    """Return the batches of an epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
+    """Return the batches per epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Search for the fastest number of samples to compute at once, in few trial steps and without running out of memory."""
+"""Search for the fastest number of samples to compute at once, in few trial steps and without out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find(
     """Find the fastest number of samples to compute at once.
 
     *Speed.* A step takes about ``overhead + cost * samples`` seconds, so the rate rises until the overhead is
-    negligible. A sample may cost more from one size on, for example because samples outgrow a cache. Such a cliff
+    negligible. A sample may cost more from one size on, for example because samples do not fit in a cache. Such a cliff
     makes the size below it the fastest. The search begins with ``start`` and twice as many samples. Each further size
     is the most promising of two kinds:
 
@@ -74,16 +74,16 @@ def find(
     line to the size that was too large, if its bytes are known. Otherwise the estimate is the parabola, or quadratic
     growth while there are only two points.
 
-    *Guarantee.* With six probes, times without noise and known bytes, the choice has at least 95 % of the best rate of
-    all sizes that fit, in two cases:
+    *Guarantee.* Assume six probes, times without noise and known bytes. Then the choice has at least 95 % of the best
+    rate of all sizes that fit, in two cases:
 
     * all times are on one line;
     * a sample costs at least 1.5 times as much above one size, this size is between ``start / 4`` and ``16 * start``,
       and the overhead is at most a twentieth of the time there.
 
     Noise reduces the rate by its own size, and may hide a cliff. There is no guarantee for cliffs that are lower,
-    gradual, further away, several, or close to the size at which the overhead stops to matter. There is none either
-    for rates that rise and fall, for example if the last blocks leave most of a GPU idle. The choice is then the best
+    gradual, further away, several, or close to the size at which the overhead becomes negligible. Rates that rise and
+    fall have no guarantee either, for example if the last blocks leave most of a GPU idle. The choice is then the best
     of the tried sizes, which include ``start``.
 
     If ``start`` fits and memory grows steadily and at most quadratically, at most one tried size is too large. If
@@ -92,8 +92,8 @@ def find(
 
     Args:
         probe: runs trial steps with a number of samples. Returns None after an out-of-memory that it recovered from.
-            Called at most ``most_probes`` times, never twice with one size. The sizes are ``start``, ``largest``,
-            sizes below 8 and multiples of 8.
+            Called at most ``most_probes`` times, never twice with one size. The sizes are ``start``, ``largest``, sizes
+            below 8 and multiples of 8.
         start: the user's own size, tried first.
         smallest: the smallest size allowed, >= 1.
         largest: the largest size allowed.
@@ -133,7 +133,7 @@ class _SizeSearch:
         self._left = most_probes
         self._taken: list[Probe] = []
         self._fitting: list[Probe] = []  # the smallest first
-        self._failed: dict[int, int | None] = {}  # sizes and their bytes, where they are known
+        self._failed: dict[int, int | None] = {}  # sizes and their bytes, if known
 
     def run(self) -> Found:
         """Take the probes and choose a size."""
@@ -172,7 +172,7 @@ class _SizeSearch:
         size = math.ceil(wanted) if up else math.floor(wanted)
         return min(max(size if size < 8 else _eights(size, up=up), self._lowest), self._largest)
 
-    # -- what fits -------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------
 
     def _smaller(self) -> int | None:
         """Return a size that is expected to fit, before any size has fitted."""
@@ -204,7 +204,7 @@ class _SizeSearch:
             limit = counted[-1][1] + _SPARE * (limit - counted[-1][1])
         return top + bisect_left(sizes, True, key=lambda samples: expected(samples) > limit)
 
-    # -- what is faster --------------------------------------------------------------------------------------
+    # -- speed -------------------------------------------------------------------------------------------------
 
     def _faster(self) -> int | None:
         """Return another size that may be faster, or None if none is expected to be."""
@@ -242,7 +242,7 @@ class _SizeSearch:
         """Return (gain, size) of sizes between probes, if there is a cliff. Assumes the cliff at the larger probe."""
         if curve.is_line:
             return []
-        located = curve.error <= NOISE and len(self._fitting) > 3  # three times fit more than one curve
+        located = curve.error <= NOISE and len(self._fitting) > 3  # any three times fit several curves
         gains = []
         for i, (low, high) in enumerate(pairwise(self._fitting), 1):
             if located and i != curve.cliff:
@@ -274,7 +274,7 @@ class _SizeSearch:
     def _best(self) -> float:
         return max(probe.rate for probe in self._fitting)
 
-    # -- what comes out --------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------
 
     def _rates(self) -> dict[int, float]:
         """Return the samples per second of each size that fits, from a curve if one explains the times."""
@@ -287,7 +287,7 @@ class _SizeSearch:
     def _choice(self) -> int | None:
         """Return the fastest size, and among equal rates the nearest to the user's own size."""
         fastest = _best_of(self._rates())
-        if len(fastest) > 1:  # with more noise than any curve explains, a tie may be luck
+        if len(fastest) > 1:  # if the noise exceeds the error of every curve, a tie may be chance
             curve = RateCurve.through(self._fitting)
             lines = zip(self._fitting, curve.lines, strict=True)
             fastest = _best_of({p.samples: line.rate(p.samples) for p, line in lines if p.samples in fastest})

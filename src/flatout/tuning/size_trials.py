@@ -1,4 +1,4 @@
-"""Trial steps with other numbers of samples than the loader's batches have, and the memory that they may take."""
+"""Trial steps with other batch sizes, and the memory limit for them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MARGIN = 0.1
-"""Share of a device's memory that is left alone: torch's caching allocator cannot use fragments, libraries take
-workspaces of their own, and batches to come may be longer."""
+"""Share of a device's memory that stays free. torch's caching allocator cannot use fragments, libraries allocate
+workspaces, and later batches may be longer.
+"""
 
 TIMED = 2
-"""Steps that are timed of each size; the faster one counts, because what disturbs the machine is not the step's."""
+"""Number of timed steps per size. The faster one counts, because delays come from other processes."""
 
 
 class SizeTrials:
-    """Steps a job with batches made of its own samples, one update each, computed in one.
+    """Trial steps on batches of any size, made from the job's samples: one update each, computed whole.
 
-    What the job trains moves on, and has to be put back afterwards.
+    The steps change the training state, which the caller restores.
 
     Args:
-        job: with an optimizer, and a batch to take samples from.
+        job: the training, with an optimizer and at least one batch.
 
     Attributes:
-        steps: taken so far.
+        steps: number of steps so far.
     """
 
     def __init__(self, job: Job) -> None:
@@ -49,9 +50,9 @@ class SizeTrials:
         self._job = job
 
     def find(self, start: int, *, smallest: int, largest: int) -> Found:
-        """The fastest number of samples within memory, in fewer than 20 steps; see :func:`find`."""
+        """Return the fastest batch size within memory, in fewer than 20 steps; see :func:`find`."""
         with self._job.stepper.whole_updates():
-            self._stepping(self._batch(smallest))()  # gradients and optimizer state are there from the first step on
+            self._stepping(self._batch(smallest))()  # the first step creates gradients and optimizer state
         return find(
             self.probe,
             start=start,
@@ -62,7 +63,7 @@ class SizeTrials:
         )
 
     def probe(self, samples: int) -> Probe | None:
-        """What a few steps of so many samples show; None where memory ended."""
+        """Return the measurements of a few steps with ``samples`` samples; None if they ran out of memory."""
 
         def probed() -> Probe:
             batch = self._batch(samples)
@@ -72,10 +73,10 @@ class SizeTrials:
         return self._within_memory(probed)
 
     def height(self, samples: int) -> int | None:
-        """Bytes that training takes at the height of a step of so many samples; None where nobody counts.
+        """Return the peak memory of training during a step with ``samples`` samples, in bytes; None if unknown.
 
         Raises:
-            torch.OutOfMemoryError: as all that runs out of memory.
+            torch.OutOfMemoryError: the step ran out of memory.
         """
         with self._job.stepper.whole_updates():
             batch = self._batch(samples)
@@ -83,14 +84,15 @@ class SizeTrials:
             return self._height(batch)
 
     def fits(self, samples: int) -> bool:
-        """Whether memory holds a step of so many samples."""
+        """Return True if a step with ``samples`` samples fits in memory."""
         height = self._within_memory(lambda: self.height(samples) or 0)
         return height is not None and height <= memory_limit(self._job)
 
     def most_that_fit(self, most: int) -> int | None:
-        """The most samples that memory holds, as far as a small step foretells it; None where it holds none.
+        """Return the largest number of samples that fits in memory, predicted from a small step; None if one sample
+        does not fit.
 
-        No time decides about it.
+        Speed is not considered.
         """
         samples = most
         while not self.fits(samples := max(1, samples // 8)):
@@ -104,7 +106,9 @@ class SizeTrials:
         return foretold if foretold > samples and self.fits(foretold) else samples
 
     def _height(self, batch: Any) -> int | None:
-        """Bytes at the height of a step; optimizer state is there, and gradients count as the step's."""
+        """Return the peak memory of a step in bytes, after optimizer state exists. Gradients count as memory of the
+        step.
+        """
         self._job.stepper.zero_grad()
         allocated = step_memory(self._stepping(batch), self._job.spec.device, is_warm=True)
         if allocated is None:
@@ -123,20 +127,20 @@ class SizeTrials:
         return batch if batch_size_of(batch) == samples else resized(batch, samples)
 
     def _within_memory(self, work: Callable[[], T]) -> T | None:
-        """What the work returns; None where memory ended."""
+        """Return the result of ``work``; None if it ran out of memory."""
         try:
             with self._job.stepper.whole_updates():
                 return work()
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-        # Only here is the error gone, and with it the frames that hold the graph.
+        # Here the error is freed, and with it the frames that hold the graph.
         free_memory(self._job.spec.device)
         return None
 
 
 def resident_bytes(job: Job) -> int:
-    """What training keeps from step to step: parameters, buffers and optimizer state. A step makes its gradients."""
+    """Return the bytes that stay between steps: parameters, buffers and optimizer state. Gradients belong to a step."""
     assert job.spec.optimizer is not None
     owned = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
     tensors = {id(t): t for t in (*parameters_of(job.spec.optimizer), *owned)}
@@ -144,9 +148,10 @@ def resident_bytes(job: Job) -> int:
 
 
 def memory_limit(job: Job) -> float:
-    """Bytes that training may take: ``job.spec.memory_limit`` at most, and what the device has left, with a margin.
+    """Return the memory limit of training in bytes: the device's free memory with a margin, up to
+    ``job.spec.memory_limit``.
 
-    On a GPU what trials keep beside training, a copy of model and optimizer state, counts as taken.
+    On a GPU, the trials' own copy of model and optimizer state counts as used.
     """
     if job.spec.device.type == "cuda":
         index = torch.cuda.current_device() if job.spec.device.index is None else job.spec.device.index
@@ -161,10 +166,10 @@ def memory_limit(job: Job) -> float:
 
 
 def parts_that_fit(job: Job) -> BatchCandidate | None:
-    """Return the largest parts of batches that memory holds; None if it holds whole batches.
+    """Return the largest parts of batches that fit in memory; None if whole batches fit.
 
     Raises:
-        torch.OutOfMemoryError: memory holds no single sample, or batches cannot be split.
+        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be split.
     """
     if group_size() > 1:
         return None

@@ -1,4 +1,4 @@
-"""Paired statistics: is the candidate faster, and how sure is that?"""
+"""Paired statistics: the gain of a candidate, and its confidence interval."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ RESAMPLES = 2000
 
 
 def paired_gain(baseline: Sequence[float], candidate: Sequence[float]) -> Gain:
-    """Median of baseline[i] / candidate[i] with its 95 % bootstrap interval.
+    """Return the median of baseline[i] / candidate[i] with its 95 % bootstrap interval.
 
-    The two times of a pair were measured next to each other, so a machine that slows down slows both and the
-    ratio stays; the median shrugs off the pair that another process fell into. Percentile bootstrap of the
-    median (Efron, 1979), with a generator of its own: no global random state is drawn from.
+    The two times of a pair are measured next to each other, so a slower machine slows both and keeps the ratio. The
+    median ignores single pairs that another process disturbed. The interval is the percentile bootstrap of the median
+    (Efron, 1979). Its generator is local, so global random state does not change.
 
     Args:
         baseline: seconds, one per pair.

@@ -1,4 +1,4 @@
-"""How much memory a step takes on top of what stays."""
+"""Peak memory of a step above the resident memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from flatout.core.kineto import quiet_allocator, quiet_kineto
 
 
 def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bool = False) -> int | None:
-    """Bytes that a step allocates at its height, beyond what is allocated between steps.
+    """Return the peak memory of a step in bytes, above the memory that is allocated between steps.
 
-    On CUDA as the caching allocator counts them, on the CPU as torch's profiler hears of them from the allocator.
+    On CUDA the caching allocator counts the bytes, on the CPU torch's profiler.
 
     Args:
-        step: runs twice; the second time counts, when gradients and optimizer state are there.
-        device: where it runs.
-        is_warm: they are there already, and the step runs once.
+        step: runs twice. The second run counts, after gradients and optimizer state exist.
+        device: where the step runs.
+        is_warm: True if gradients and optimizer state exist. Then the step runs once.
 
     Returns:
-        None where somebody else profiles on the CPU: there can be one profiler only.
+        The bytes; None on the CPU while another profiler runs, because torch allows only one.
     """
     if device.type == "cuda":
         if not is_warm:

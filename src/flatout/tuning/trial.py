@@ -1,4 +1,4 @@
-"""Paired trials: two ways of doing the same work, interleaved in one process on real batches."""
+"""Paired trials: two ways to do the same work, interleaved in one process on real batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from flatout.report.model import Gain, Trial
 from flatout.tuning.statistics import paired_gain
 
 KEEP_ABOVE = 1.01
-"""A candidate is kept when the lower end of its gain's interval is above this."""
+"""Lower end of a gain's interval above which a candidate is kept."""
 
 FEWEST_PAIRS = 6
-"""Fewer paired times decide nothing: the interval of a median of five is its range."""
+"""Minimum of paired times for a verdict: the interval of a median of five is its range."""
 
 SAVES_BELOW = 0.95
 WORTH_SAVING = 16 * 2**20
-"""A candidate that is no slower is kept when it leaves a step this share of its memory, and saves so many bytes."""
+"""Limits of a memory saving: a candidate that is no slower is kept if a step takes at most this share of its memory,
+and saves at least these bytes.
+"""
 
 NO_SLOWER = 0.98
-"""Lower end of the interval of a gain that costs no speed."""
+"""Lower end of a gain's interval above which a candidate counts as no slower."""
 
 MOST_PAIRS = 40
 HOPELESS_AFTER = 3
@@ -38,7 +40,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything queued on a CUDA device; other devices have no queue."""
+    """Wait for everything that is queued on a CUDA device. Other devices have no queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -49,10 +51,10 @@ def interleave(
     """Measure pairs, in alternating order, until the verdict is clear or the time is up.
 
     Args:
-        baseline: measures pair ``i`` the old way and returns seconds.
-        candidate: measures pair ``i`` the new way, on the same work.
-        soft: ``time.perf_counter()`` after which no pair beyond the fewest that decide begins.
-        hard: ``time.perf_counter()`` after which none begins at all; one pair is always measured.
+        baseline: measures pair ``i`` with the baseline and returns seconds.
+        candidate: measures pair ``i`` with the candidate, on the same work.
+        soft: ``time.perf_counter()`` after which only the pairs needed for a verdict start.
+        hard: ``time.perf_counter()`` after which no pair starts. One pair is always measured.
 
     Returns:
         Seconds of the baseline and of the candidate, one each per pair.
@@ -73,7 +75,7 @@ def interleave(
 
 
 def _is_clear(old: list[float], new: list[float]) -> bool:
-    """Whether more pairs could not change the verdict; looking early asks for more than the final margin."""
+    """Return True if more pairs would not change the verdict. Early checks require more than the final margin."""
     if len(old) == HOPELESS_AFTER and all(b < 0.8 * c for b, c in zip(old, new, strict=True)):
         return True
     if len(old) < 2 * FEWEST_PAIRS or len(old) % 4:
@@ -83,17 +85,17 @@ def _is_clear(old: list[float], new: list[float]) -> bool:
 
 
 def pays(gain: Gain, pairs: int) -> bool:
-    """Whether a measured gain is enough to keep a candidate: sure, and measured often enough to be."""
+    """Return True if a measured gain is certain and has enough pairs to keep a candidate."""
     return gain.low > KEEP_ABOVE and pairs >= FEWEST_PAIRS
 
 
 def keeps_pace(gain: Gain, pairs: int) -> bool:
-    """Whether a candidate that takes less of the machine is as fast, by a median measured often enough."""
+    """Return True if a candidate that uses less of the machine is as fast, by a median of enough pairs."""
     return gain.ratio >= 1 / KEEP_ABOVE and pairs >= FEWEST_PAIRS
 
 
 def saves_memory(trial: Trial) -> bool:
-    """Whether a candidate takes less memory, and surely costs no speed."""
+    """Return True if a candidate takes less memory at no measurable cost in speed."""
     old, new = trial.baseline_bytes, trial.candidate_bytes
     if trial.failure or trial.gain is None or old is None or new is None:
         return False
@@ -102,7 +104,7 @@ def saves_memory(trial: Trial) -> bool:
 
 
 def trial_of(label: str, old: list[float], new: list[float], steps: int) -> Trial:
-    """The record of paired times, each over ``steps`` steps."""
+    """Return the record of paired times, each over ``steps`` steps."""
     return Trial(
         candidate=label,
         baseline_ms=1e3 * median(old) / steps,

@@ -1,4 +1,4 @@
-"""Runs trials: any error of a candidate is a reason to do without it."""
+"""Runner of trials: any error of a candidate is a reason to reject it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.trial import seconds, trial_of
 
 HOPELESS = 3.0
-"""A candidate this many times slower on its first pair is not tried further."""
+"""Slowdown on the first pair above which a candidate is not tried further."""
 
 
 def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
@@ -47,18 +47,18 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         failure = formatting.first_line(error)
         if ran_out_of_memory(error):
             failure = f"it ran out of memory: {failure}"
-    # Only here is the error gone, and with it the frames that hold the trial's tensors.
+    # Here the error is freed, and with it the frames that hold the trial's tensors.
     bench.rewind()
     free_memory(bench.job.spec.device)
     return Trial(label, bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
-    """Time steps with a candidate against steps with what is kept so far.
+    """Time steps with a candidate against steps with the kept candidates only.
 
     Args:
         bench: the training.
-        candidate: of one technique, or of a pair.
+        candidate: a candidate of one technique, or of a pair.
         techniques: the techniques. All their checks of numerics apply.
     """
     job, scale, to_record = bench.job, scale_of(candidate), _steps_to_record(candidate)
@@ -123,7 +123,7 @@ def rule_trial(bench: Bench, candidate: Candidate) -> Trial:
             return new(i)
 
     bench.rewind()
-    new(0), old(0)  # compiled code of one is not that of the other
+    new(0), old(0)  # each compiles its own code
     bench.rewind()
     return trial_of(candidate.label, *bench.interleave(old, new), bench.job.spec.accumulate)
 
@@ -173,7 +173,7 @@ def _hopeless_trial(bench: Bench, candidate: Candidate) -> Trial | None:
 
 
 def _differences(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> list[Difference]:
-    """Return how far the candidate's outputs, gradients and losses are from the baseline's."""
+    """Return the differences of the candidate's outputs, gradients and losses from the baseline's."""
     if not any(t.is_verified for t in techniques) or scale_of(candidate) != 1.0:  # other samples have other outputs
         return []
     job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)

@@ -1,4 +1,4 @@
-"""Decides the checklist, technique by technique: by choice, or by a trial."""
+"""Tuner: decides the checklist, technique by technique, by choice or by a trial."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Tuner:
     def decide(self, technique: Measured) -> Row:
         """Decide one technique, and return its row. A kept candidate stays on.
 
-        A technique that another's trial has decided stays as it is. A size is searched again, because the best size
-        depends on what was kept since.
+        A technique that another's trial has decided is not decided again. A size is searched again, because the best
+        size depends on later decisions.
 
         Raises:
             ValueError: the technique is forced and cannot be kept, or the decision disagrees with a plan.
@@ -235,7 +235,7 @@ class Tuner:
         best: Trial,
         pair: PairCandidate,
     ) -> Row:
-        """Keep both. The technique's row has the gain of the pair; the companion's row refers to it."""
+        """Keep both techniques. The technique's row has the gain of the pair, and the companion's row refers to it."""
         bench, (first, second) = self._bench, pair.parts
         alone = f"{technique.rationale}; it pays in the company of {companion.title} alone"
         row = bench.keep(Decision(verdict(technique.row("kept", alone), trials, best), "trial", first.value, first))
@@ -246,7 +246,7 @@ class Tuner:
     # Techniques that save memory
 
     def _decide_memory(self, technique: Measured) -> Row:
-        """Keep a technique if the larger parts of batches that it makes room for are faster."""
+        """Keep a technique if it makes room for larger parts of batches that are faster."""
         bench, job = self._bench, self._bench.job
         assert isinstance(technique, StepTechnique)
         size = job.stepper.micro_batches.size
@@ -300,7 +300,7 @@ class Tuner:
         return bench.ledger.add(Decision(row, "trial", best[1].value))
 
     def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
-        """Return the technique's candidates. An error of the user's loader is a reason to do without."""
+        """Return the technique's candidates. An error of the user's loader is a reason to reject the technique."""
         try:
             return technique.candidates(self._bench.job, self._bench.pace)
         except (NotApplicable, NothingBetter):
@@ -312,6 +312,6 @@ class Tuner:
 
 
 def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> Row:
-    """Return a row with what the search for the candidate ``best[1]`` showed."""
+    """Return a row with the findings of the search for the candidate ``best[1]``."""
     finding = technique.found(best[1]) if best else ""
     return replace(row, why=f"{row.why}; {finding}") if finding else row
