@@ -1,4 +1,4 @@
-"""The checklist: one file for each technique, one line here to add it."""
+"""Checklist: one file for each technique, and one line here to add it."""
 
 from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.techniques.allocator import Allocator
@@ -71,19 +71,19 @@ REGISTRY: tuple[Technique, ...] = (
     MultiplesOf8(),
     Allocator(),
 )
-"""Every technique, in the order in which they are tried: placement, precision, memory format, backends, threads,
-optimizer, batch size, compile or TorchScript, the graph of it all, then the loader, because the rate that it must reach
-is the tuned step's; last the advice, about what is left.
+"""Every technique, in the order in which they are tried.
 
-The batch size comes before what is compiled or captured for the shapes of a batch.
+The order is placement, precision, memory format, backends, threads, optimizer, batch size, compile or TorchScript, and
+the graph of the whole step. The loader follows, because it must reach the rate of the tuned step. Advice comes last.
 
-Threads come before compile, which writes their number into its kernels, and before the loader, whose workers use what
-cores they leave."""
+The batch size comes before code that is compiled or captured for the shapes of a batch. Threads come before compile,
+whose kernels depend on their number, and before the loader, whose workers use the remaining cores.
+"""
 
 PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
     (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
 )
-"""Rows of the checklist that have no technique yet: (number, name, title, what it is going to do)."""
+"""Rows of the checklist without a technique yet: (number, name, title, purpose)."""
 
 __all__ = [
     "PLANNED",

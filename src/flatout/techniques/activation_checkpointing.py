@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointCandidate(Candidate):
-    """Gives blocks of a model a class whose forward keeps its inputs alone, and is repeated in the backward."""
+    """Changes the class of a model's blocks to one that keeps only inputs and repeats the forward in the backward."""
 
     label = "blocks"
     value = True
@@ -56,9 +56,9 @@ class ActivationCheckpointing(StepTechnique):
     """Keeps the inputs of the model's repeated blocks alone, and computes the blocks again in the backward.
 
     When it helps: activations fill the memory, so that batches do not fit, or are computed in small parts. The
-    technique is kept on request, if batches do not fit otherwise, or if the larger parts that it makes room for are
-    faster. When it hurts: the forward of each block runs twice, a third more compute. Random numbers are the same in
-    both runs. A BatchNorm would count each batch twice, so blocks with one are left alone.
+    technique is kept on request, if batches do not fit otherwise, or if it makes room for larger, faster parts. When it
+    hurts: the forward of each block runs twice, a third more compute. Random numbers are the same in both runs. A
+    BatchNorm would count each batch twice, so blocks with a BatchNorm are left alone.
 
     Sources: Chen et al., 2016 (arXiv:1604.06174); https://docs.pytorch.org/docs/stable/checkpoint.html.
     """

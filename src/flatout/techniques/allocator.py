@@ -14,23 +14,22 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads the allocator's settings from when CUDA starts: the newer name, and the older."""
+"""Variables with the allocator's settings, which torch reads when CUDA starts: the newer name, and the older one."""
 
 
 class Allocator(Advice):
     """Says when a setting against fragmented GPU memory (expandable segments) is worth asking for. It asks for none.
 
-    torch's allocator takes memory from the driver in segments of fixed size, and what batches of one shape leave free
-    in them is often too small for the next shape. Expandable segments grow instead.
+    torch's allocator takes memory from the driver in segments of fixed size. The gaps that batches of one shape leave
+    in a segment are often too small for the next shape. Expandable segments grow instead.
 
-    When it helps: batches of varying shape close to the GPU's memory: NVIDIA NeMo #9061 found memory handed back and
-    taken again for every batch, about 30 % of the time; cp2k #5672 measured 28 % less memory at the same speed. When
-    it hurts: allocators that are plugged in do not know it (pytorch #147851).
+    When it helps: batches of varying shape close to the GPU's memory. NVIDIA NeMo #9061 found memory released and
+    allocated again for every batch, about 30 % of the time. cp2k #5672 measured 28 % less memory at the same speed.
+    When it hurts: custom allocators do not support the setting (pytorch #147851).
 
-    Why advice, neither rule nor trial: torch takes the setting once, when CUDA starts, which is before anybody can
-    call ``optimize``. Its private way of changing it later leaves what is allocated as it is, so that neither would
-    the job's own tensors profit nor could it be undone; and fragmentation builds up over thousands of steps, which no
-    trial of seconds shows.
+    Why advice: torch reads the setting once, when CUDA starts, which is before ``optimize``. A private function of
+    torch can change it later, but not for memory that is allocated, and the change cannot be reverted. Fragmentation
+    also builds up over thousands of steps, which a trial of seconds does not show.
 
     Source: PyTorch's notes on CUDA semantics, "Optimizing memory usage with PYTORCH_ALLOC_CONF"; pytorch #96995.
     """
@@ -40,7 +39,7 @@ class Allocator(Advice):
     expected = "up to 30 %"
 
     def check(self, job: Job) -> None:
-        """Training on CUDA, with torch's own allocator and without the setting."""
+        """Require training on CUDA, with torch's own allocator and without the setting."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, whose memory the operating system keeps from fragmenting")
         if torch.cuda.get_allocator_backend() != "native":
@@ -49,7 +48,7 @@ class Allocator(Advice):
             raise NotApplicable(f"{' or '.join(SETTINGS)} says already whether segments expand")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """What the shapes of the trial's batches, and the allocator's retries so far, show."""
+        """Return the findings on the shapes of the trial's batches and the allocator's retries so far."""
         seen = []
         if job.data.varies:
             seen.append("batches come in several shapes")

@@ -31,23 +31,27 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 Effect = Literal["exact", "rounding", "reseeded"]
-"""Change of numerics: none, bit for bit; rounding; rounding and other random numbers of the same distribution."""
+"""Change of numerics: none, bit for bit; rounding; or rounding and other random numbers of the same distribution."""
 
 Goal = Literal["speed", "memory"]
-"""Reason to keep a technique. One for memory is kept on request, if batches do not fit otherwise, or if it makes room
-for larger parts of batches that are faster (``Tuner._decide_memory``)."""
+"""Reason to keep a technique.
+
+A technique for memory is kept on request, or if batches do not fit otherwise. It is also kept if it makes room for
+larger parts of batches that are faster (``Tuner._decide_memory``).
+"""
 
 Scope = Literal["update", "epoch", "once"]
 """Earliest moment at which a running training can switch a candidate: between two updates, between two epochs, or
-never. Decisions during training, which are not built yet, need it."""
+never. It is for decisions during training, which are not built yet.
+"""
 
 
 class NotApplicable(Exception):
-    """A technique, or one of its candidates, does not apply to this job.
+    """Rejection of a technique, or of one candidate, that does not apply to this job.
 
     Args:
         reason: one sentence for the report.
-        lasts: True if the reason holds whatever is decided about earlier techniques.
+        lasts: True if the reason holds for any decisions about earlier techniques.
     """
 
     def __init__(self, reason: str, *, lasts: bool = True) -> None:
@@ -56,11 +60,11 @@ class NotApplicable(Exception):
 
 
 class NothingBetter(Unsuitable):
-    """Measuring showed that no candidate is worth a trial. The message is one sentence for the report."""
+    """Rejection of all candidates by measurements, before any trial. The message is one sentence for the report."""
 
 
 class Technique(ABC):
-    """One row of the checklist.
+    """Row of the checklist.
 
     Attributes:
         name: key of ``optimize(techniques={name: ...})``.
@@ -68,10 +72,10 @@ class Technique(ABC):
         title: name in the report.
         rationale: reason in the row when the technique is kept.
         effect: change of numerics.
-        goal: what the technique saves.
-        scope: when a training could switch it.
-        expected: the gain in speed that its literature expects, for the report. For the numbered rows that is the
-            checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial); the docstring
+        goal: resource that the technique saves.
+        scope: moment at which a running training could switch the technique.
+        expected: expected gain in speed from the literature, for the report. The source of numbered rows is the
+            checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial). The docstring
             names any other source.
     """
 
@@ -86,12 +90,12 @@ class Technique(ABC):
 
     @property
     def documentation(self) -> str:
-        """What the technique does, when it helps and when it hurts; empty if Python runs without docstrings."""
+        """Text on the technique: effect, when it helps and when it hurts. Empty if Python runs without docstrings."""
         return type(self).__doc__ or ""
 
     @property
     def purpose(self) -> str:
-        """First sentence of the documentation."""
+        """First sentence of the documentation, with a lowercase first letter."""
         text = " ".join(self.documentation.split()).replace("``", "`")
         sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
         return sentence[:1].lower() + sentence[1:]
@@ -121,16 +125,16 @@ class Rule(Technique):
         return not self.argument and type(self).candidate is not Rule.candidate
 
     def candidate(self, job: Job) -> Candidate | None:
-        """Return what to turn on; None if the rule is how ``Run`` works."""
+        """Return the candidate to turn on; None if the rule is built into ``Run``."""
         return None
 
 
 class PricedRule(Rule):
-    """Rule whose cost in speed a trial shows. It stays on in any case."""
+    """Rule whose cost in speed a trial shows. The rule stays on in any case."""
 
 
 class Measured(Technique):
-    """Technique that has to earn its place in a trial.
+    """Technique that is kept only if a trial shows a gain.
 
     Attributes:
         values: values of ``techniques={name: value}``, for error messages.
@@ -140,14 +144,14 @@ class Measured(Technique):
 
     @abstractmethod
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """Return the most that the technique could save of a step, in milliseconds."""
+        """Return the largest possible saving per step, in milliseconds."""
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Return the seconds until a candidate's first timed step, for a cold compilation, for example."""
         return 0.0
 
     def found(self, candidate: Any) -> str:
-        """Return what the search for a candidate showed, for the row; empty if nothing was searched."""
+        """Return the findings of the search for a candidate, for the row; empty without a search."""
         return ""
 
     def accepts(self, value: Any) -> bool:
@@ -155,7 +159,7 @@ class Measured(Technique):
         return value is True
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse a value of ``techniques={name: value}`` before the first step of this job.
+        """Reject a value of ``techniques={name: value}`` before the first step of this job.
 
         Raises:
             ValueError: no candidate of this job has that value.
@@ -165,7 +169,7 @@ class Measured(Technique):
             raise ValueError(f"techniques[{self.name!r}] must be {self.values} or False, got {value!r}")
 
     def forced(self, job: Job, value: Any) -> Any:
-        """Return the candidate that ``techniques={name: value}`` asks for.
+        """Return the candidate for ``techniques={name: value}``.
 
         Raises:
             ValueError: see ``check_value``.
@@ -179,7 +183,7 @@ class Measured(Technique):
         """Return the candidate for a value that the technique accepts."""
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return True if the job already has what ``techniques={name: value}`` would turn on."""
+        """Return True if the job already has the effect of ``techniques={name: value}``."""
         return False
 
 
@@ -203,7 +207,7 @@ class StepTechnique(Measured):
         return self.effect != "exact"
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """Return what ``optimistic_gain`` would save of the step."""
+        """Return the saving per step for ``optimistic_gain``."""
         return pace.step_ms * (1 - 1 / self.optimistic_gain)
 
     @abstractmethod
@@ -219,7 +223,8 @@ class CompanionTechnique(StepTechnique):
     """Technique that may pay only together with another.
 
     Attributes:
-        companions: names of techniques. If all candidates are too slow alone, they are tried with those of each.
+        companions: names of techniques. If all candidates are too slow alone, they are tried in pairs with candidates
+            of these techniques.
     """
 
     companions: ClassVar[tuple[str, ...]] = ()
@@ -287,16 +292,16 @@ class SparingTechnique(LoaderTechnique):
 
 
 class Advice(Technique):
-    """Technique that names what only the user can change. Nothing is turned on and nothing is timed."""
+    """Technique that names changes that only the user can make. Nothing is turned on and nothing is timed."""
 
     @abstractmethod
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Return sentences with file and line.
 
         Args:
-            job: as tuned. It may be stepped: what that changes is restored afterwards.
-            seconds: time to spend.
+            job: the tuned job. Its steps may run, because the caller restores their changes.
+            seconds: time limit.
 
         Raises:
-            NotApplicable: there is nothing to say. The message is the reason.
+            NotApplicable: no findings. The message is the reason.
         """

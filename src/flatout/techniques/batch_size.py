@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 FEWEST_UPDATES = 8
-"""Updates of an epoch that ``batch_size="auto"`` leaves a training at the least, where it had so many."""
+"""Minimum of updates per epoch with ``batch_size="auto"``, unless the epoch had fewer."""
 
 SMALLEST = 8
-"""Samples below which no size is tried, unless batches are smaller: a BatchNorm cannot train on one."""
+"""Smallest size that is tried, unless batches are smaller. A BatchNorm cannot train on one sample."""
 
 TRIAL_STEPS = 20
-"""Most steps that finding a size takes."""
+"""Maximum number of steps in the search for a size."""
 
 
 class BatchCandidate(ResizingCandidate):
-    """Another loader with batches of another size, or batches that are computed in parts, or both.
+    """Loader with another batch size, batches computed in parts, or both.
 
     Args:
-        job: whose loader and trial batches are exchanged.
-        samples: of a batch of the loader; None: as it is.
+        job: the job whose loader and trial batches are replaced.
+        samples: samples per batch of the loader; None: unchanged.
         micro_batch: samples that are computed at once; None: whole batches.
-        reason: what the search for them saw.
+        reason: findings of the search.
     """
 
     def __init__(self, job: Job, samples: int | None = None, micro_batch: int | None = None, reason: str = "") -> None:
@@ -85,7 +85,7 @@ class BatchCandidate(ResizingCandidate):
             self._parked[job] = here
 
     def on_tuning_end(self) -> None:
-        """Let go of the trial's batches."""
+        """Free the trial's batches."""
         for job, (loader, source, _, expected_steps) in self._parked.items():
             self._parked[job] = loader, source, (), expected_steps
 
@@ -93,16 +93,18 @@ class BatchCandidate(ResizingCandidate):
 class BatchSize(SizeTechnique):
     """Finds the micro-batch that trains fastest, without running out of memory.
 
-    Steps of a few sizes are timed, and their memory measured, which shows what larger ones would take. What is found
-    is then tried as any technique is. The samples of an update stay what they are: a loader's batch is computed in
-    parts where those are faster. With ``optimize(batch_size="auto")`` the loader is made anew with the fastest batch
-    size that memory holds, and the learning rate scaled.
+    A few sizes are timed. Their measured memory predicts the memory of larger sizes. The size that is found then gets a
+    trial like any technique. The samples per update stay the same: a loader's batch is computed in parts if these are
+    faster. With ``optimize(batch_size="auto")`` the loader is rebuilt with the fastest batch size that fits in memory,
+    and the learning rate is scaled.
 
-    When it helps: batches that leave the device idle (``"auto"``), batches whose activations do not fit into a CPU's
-    cache, and those that do not fit into memory at all. When it hurts: large batches generalise worse (Keskar et al.,
-    2017, arXiv:1609.04836) and need another learning rate, so they are only made on request. Parts are not tried where
-    a BatchNorm trains: it would normalise each by itself. Source: Goyal et al., 2017 (arXiv:1706.02677) for the
-    learning rate; for the knee McCandlish et al., 2018 (arXiv:1812.06162).
+    When it helps: batches that leave the device idle (``"auto"``), activations that exceed a CPU's cache, and batches
+    that do not fit in memory. When it hurts: large batches generalize worse (Keskar et al., 2017, arXiv:1609.04836) and
+    need another learning rate, so they require a request. Parts are not tried if a BatchNorm trains, because it would
+    normalize each part by itself.
+
+    Sources: Goyal et al., 2017 (arXiv:1706.02677) for the learning rate; McCandlish et al., 2018 (arXiv:1812.06162) for
+    the size above which larger batches gain little.
     """
 
     name = "batch_size"
@@ -114,7 +116,7 @@ class BatchSize(SizeTechnique):
     values = "{'micro_batch': SAMPLES} (optimize(batch_size=...) changes the samples of an update)"
 
     def check(self, job: Job) -> None:
-        """Steps that ``run.step`` takes, of batches that can be taken apart."""
+        """Require ``run.step`` and batches that can be split."""
         if job.spec.optimizer is None:
             raise NotApplicable("no optimizer was given to optimize(): in a loop of one's own batches are as they come")
         if any(resized(batch, 1) is None for batch in job.data.batches[:1]):
@@ -124,7 +126,7 @@ class BatchSize(SizeTechnique):
             raise NotApplicable(reason)
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """The steps of the search; where they may grow, those of larger sizes count for more."""
+        """Return the seconds of the search's steps. If sizes may grow, larger sizes count for more."""
         return (4 if job.spec.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
 
     def sizes(self, job: Job) -> SizeRange:
@@ -143,7 +145,7 @@ class BatchSize(SizeTechnique):
         return BatchCandidate(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)
 
     def found(self, candidate: BatchCandidate) -> str:
-        """What the search saw."""
+        """Return the findings of the search."""
         return candidate.reason
 
     def accepts(self, value: Any) -> bool:
@@ -153,7 +155,7 @@ class BatchSize(SizeTechnique):
         return all(map(_is_size, value.values()))
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse a size that the loader cannot have."""
+        """Reject a size that the loader cannot have."""
         super().check_value(job, value)
         samples = value.get("samples")
         if samples is not None and samples != size_of(job):
@@ -190,7 +192,7 @@ class BatchSize(SizeTechnique):
 
     @staticmethod
     def _largest(job: Job) -> int:
-        """The most samples to compute at once."""
+        """Return the limit of samples to compute at once."""
         if not job.spec.resizes:
             return max(map(batch_size_of, job.data.batches), default=0)
         samples = len(_unseeded(job.data.loader).sampler)
@@ -198,7 +200,7 @@ class BatchSize(SizeTechnique):
 
 
 def size_of(job: Job) -> int:
-    """Samples of a batch of the job's loader, as it is set; of its first batch where that is not known."""
+    """Return the batch size of the job's loader, or the size of its first batch if the loader does not tell."""
     size = getattr(_unseeded(job.data.loader), "batch_size", None)
     if isinstance(size, int):
         return size
@@ -206,7 +208,7 @@ def size_of(job: Job) -> int:
 
 
 def _unseeded(loader: Any) -> Any:
-    """The loader that one with a seed for each sample was made of."""
+    """Return the loader under one with a seed for each sample."""
     return getattr(loader, SEEDED_FROM, loader)
 
 

@@ -1,4 +1,4 @@
-"""Rules that are how ``Run`` works: there is nothing to turn on, and nothing to forbid."""
+"""Rules that are built into ``Run``. They cannot be turned on or forbidden."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _needs_gpu(why: str) -> Callable[[Job], str]:
 
 
 class BuiltIn(Rule):
-    """Rule that ``Run`` follows by itself.
+    """Rule that is built into ``Run``.
 
     Args:
         name: as in ``Technique``.
@@ -54,11 +54,11 @@ class BuiltIn(Rule):
 
     @property
     def documentation(self) -> str:
-        """The text of the table."""
+        """Text of the table."""
         return self._documentation
 
     def check(self, job: Job) -> None:
-        """Ask ``why_not``."""
+        """Raise with the reason of ``why_not``."""
         reason = self._why_not(job)
         if reason:
             raise NotApplicable(reason)
@@ -154,4 +154,4 @@ BUILT_IN = (
         why_not=_needs_gpu("no copy to hide; how far workers load ahead is for row 2"),
     ),
 )
-"""The table of built-in rules, in the order of the report's neighbours."""
+"""Table of built-in rules, in the order of the report's neighbours."""

@@ -1,7 +1,7 @@
-"""A call that takes another way where that is known to serve, and the plain way everywhere else.
+"""Routed calls: a fast form for known inputs, and the plain call for all others.
 
-What ``torch.compile`` and TorchScript have in common: which calls are alike, how such a call is put into a module, or
-into the steps of a job, and taken out again, and what becomes of it when it fails in the middle of training.
+``torch.compile`` and TorchScript share this code. It defines which calls are alike, and how a routed call is installed
+and removed. After a failure during training, the plain call is used.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 PLAIN_VALUES = (bool, int, float, str, type(None))
-"""What a signature holds as it is; of all else but tensors it knows the type alone."""
+"""Types whose values are part of a signature. Other leaves except tensors count by type alone."""
 
 
 class Signature(NamedTuple):
-    """What tells calls apart.
+    """Key that distinguishes calls.
 
     Attributes:
-        kind: everything but sizes: structure, dtypes, devices, memory formats, other values, autocast, gradients.
+        kind: everything except sizes: structure, dtypes, devices, memory formats, other values, autocast, gradients.
         shapes: the shape of every tensor.
     """
 
@@ -42,7 +42,9 @@ class Signature(NamedTuple):
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """The signature of a call. Gradients are part of it, ``inference_mode`` beside ``no_grad`` is not."""
+    """Return the signature of a call. Gradient mode is part of the signature; ``inference_mode`` and ``no_grad`` count
+    as one.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     described = tuple(
@@ -62,7 +64,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    """The memory format; the strides of a tensor that has none."""
+    """Return the memory format of a tensor, or its strides if it has no format."""
     if tensor.is_contiguous():
         return torch.contiguous_format
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -71,15 +73,17 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 class RoutedCall(ABC):
-    """Stands where ``Module.compile`` puts its result, or for a job's loss, and decides call by call which way it goes.
+    """Replacement for a module's call or a job's loss, which chooses a form for each call.
+
+    It is stored in the attribute that ``Module.compile`` uses, or as the job's loss.
 
     Args:
-        plain: the plain way.
+        plain: the plain call.
 
     Attributes:
-        learning: whether calls of a new kind are prepared for; what that raises is raised to the caller then.
-        plain_calls: calls that went the plain way.
-        failure: why it goes the plain way for good; empty while it does not.
+        learning: True to prepare calls of a new kind. Errors of the preparation reach the caller.
+        plain_calls: number of calls that took the plain form.
+        failure: reason why all calls take the plain form; empty without a failure.
     """
 
     title: str
@@ -103,29 +107,29 @@ class RoutedCall(ABC):
             if self.learning or ran_out_of_memory(error):
                 raise
             reason = formatting.first_line(error)
-        output = self._plainly(*args, **kwargs)  # what is wrong with the call itself raises here as well
+        output = self._plainly(*args, **kwargs)  # an error of the call itself is raised here again
         self._give_up(reason)
         return output
 
     @abstractmethod
     def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """The other way for this call; None where the plain one has to do."""
+        """Return the fast form of this call; None for the plain call."""
 
     def _give_up(self, reason: str) -> None:
-        """Go the plain way from here on, and say so once."""
+        """Use the plain form for all later calls, and warn once."""
         self.failure = reason
         warnings.warn(f"{self.title} is off from here on, the model runs eager: {reason}", RuntimeWarning, stacklevel=2)
 
 
 class CallCandidate(Candidate):
-    """Puts a call into its owner and takes it out; a module stays the same object with the same keys.
+    """Installs a call in its owner and removes it. A module stays the same object with the same keys.
 
-    It holds the call only while that is out of its owner, so that nothing here keeps the model alive.
+    The candidate holds the call only while it is removed, so that it does not keep the model alive.
 
     Args:
-        owner: whose call it is: a module, or the objective of a training.
-        call: what takes the place of the plain call.
-        slot: the owner's attribute for it, None in the owner's class.
+        owner: the owner of the call: a module, or the objective of a training.
+        call: the replacement of the plain call.
+        slot: the owner's attribute for the call, None in the owner's class.
     """
 
     def __init__(self, owner: nn.Module | Objective, call: RoutedCall, slot: str = "_compiled_call_impl") -> None:
@@ -135,13 +139,13 @@ class CallCandidate(Candidate):
 
     @property
     def call(self) -> RoutedCall | None:
-        """The call, wherever it is; None when it has gone with its owner, or was replaced by somebody else's."""
+        """Routed call, installed or not; None if its owner is gone or other code has replaced the call."""
         inside = getattr(self._owner(), self._slot, None)
         return self._parked or (inside if isinstance(inside, RoutedCall) else None)
 
     @property
     def failure(self) -> str:  # type: ignore[override]
-        """Why the call goes the plain way for good."""
+        """Reason why all calls take the plain form; empty without a failure."""
         return "" if self.call is None else self.call.failure
 
     def _turn_on(self) -> None:
@@ -152,24 +156,24 @@ class CallCandidate(Candidate):
 
     def _turn_off(self) -> None:
         owner = self._owner()
-        if isinstance(getattr(owner, self._slot, None), RoutedCall):  # not a compile() of the user's
+        if isinstance(getattr(owner, self._slot, None), RoutedCall):  # not the user's own compile()
             self._parked = vars(owner).pop(self._slot)
 
     def end_warmup(self) -> None:
-        """End the learning of new inputs: from here on only what was prepared in the trial goes the other way."""
+        """End the learning of new inputs. Later, only inputs of the trial take the fast form."""
         if self.call is not None:
             self.call.learning = False
 
 
 def routed_calls(job: Job) -> list[RoutedCall]:
-    """What was put in the place of a job's loss, and of its model's call."""
+    """Return the routed calls of a job's loss and of its model."""
     return [
         call for call in (job.objective.compiled, job.spec.model._compiled_call_impl) if isinstance(call, RoutedCall)
     ]
 
 
 def comes_compiled(model: nn.Module) -> str:
-    """Why a model that somebody else has compiled or scripted, or parts of, is left as it is; empty for others."""
+    """Return why a model that is compiled or scripted already, in whole or in part, is left alone; empty for others."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the model comes as a ScriptModule: it is compiled already, and is trained as it is"
     if isinstance(model, torch._dynamo.OptimizedModule):

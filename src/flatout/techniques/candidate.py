@@ -35,7 +35,7 @@ class Candidate(Toggle):
         self.disable()
 
     def end_warmup(self) -> None:
-        """Called once after a step on every shape of the trial's batches: nothing more needs to be prepared."""
+        """Finish the warm-up, after one step on every shape of the trial's batches."""
 
 
 class RecordedCandidate(Candidate):
@@ -58,7 +58,7 @@ class ResizingCandidate(Candidate):
     scale: float = 1.0
 
     def on_tuning_end(self) -> None:
-        """Called when all trials are over: free what only trials need."""
+        """Free memory that only trials need, after all trials."""
 
 
 class ObservingCandidate(Candidate):
@@ -66,15 +66,15 @@ class ObservingCandidate(Candidate):
 
     @abstractmethod
     def on_batch(self, batch: Any) -> None:
-        """Called with each batch."""
+        """Observe a batch."""
 
 
 class PairCandidate(Candidate):
-    """Two candidates that are on together or not at all.
+    """Pair of candidates that are on together or not at all.
 
     Args:
         first: turned on first, and off last.
-        second: of a companion technique.
+        second: a candidate of a companion technique.
         label: name in the report.
     """
 
@@ -85,7 +85,7 @@ class PairCandidate(Candidate):
 
     @property
     def failure(self) -> str:  # type: ignore[override]
-        """Reason why one of the two has stopped working."""
+        """Reason why one of the two has stopped working; empty while both work."""
         return self.parts[0].failure or self.parts[1].failure
 
     def _turn_on(self) -> None:
@@ -97,18 +97,18 @@ class PairCandidate(Candidate):
             part.disable()
 
     def end_warmup(self) -> None:
-        """End the warm-up of both."""
+        """End the warm-up of both candidates."""
         for part in self.parts:
             part.end_warmup()
 
     def release(self) -> None:
-        """Release both."""
+        """Release both candidates."""
         for part in self.parts:
             part.release()
 
 
 class LoaderCandidate(Protocol):
-    """Loader with the same batches as the user's, made on demand. ``label`` and ``value`` as in ``Candidate``."""
+    """Loader with the same batches as the user's, made on demand. See ``Candidate`` for ``label`` and ``value``."""
 
     label: str
     value: Any

@@ -18,12 +18,12 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class ChannelsLastCandidate(Candidate):
-    """Gives 2-d convolution weights, and the moments kept for them, channels_last strides, and takes them away.
+    """Gives 2-d convolution weights and their moments channels_last strides, and reverts this.
 
-    Convolutions pass the format of their weight on to their output, so inputs need no conversion. They read it from
-    the strides, also where both formats are the same memory (one channel, 1x1 kernels): ``to`` sets them then, where
-    ``contiguous`` leaves them. The weights' own storage is kept aside and used again afterwards: whatever else points
-    at it stays valid.
+    Convolutions give their outputs the memory format of the weight, so inputs need no conversion. They read the format
+    from the strides, even if both formats have the same memory (one channel, 1x1 kernels). In this case ``to`` sets the
+    strides, and ``contiguous`` does not. The weights' own storage is kept and used again afterwards, so other
+    references to it stay valid.
     """
 
     label = "weights"
@@ -48,7 +48,7 @@ class ChannelsLastCandidate(Candidate):
         self._own = []
 
     def _follow(self, weight: nn.Parameter, memory_format: torch.memory_format) -> None:
-        """Gradient and moments have the strides of their parameter: fused updates walk all of them flat."""
+        """Give gradient and moments the strides of their parameter, because fused updates read them as flat memory."""
         state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
         for tensor in (weight.grad, *state.values()):
             if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
@@ -58,10 +58,10 @@ class ChannelsLastCandidate(Candidate):
 class ChannelsLast(StepTechnique):
     """Stores images with all channels of a pixel side by side, the order that convolutions run best in.
 
-    When it helps: convolutional nets, in 16 bits on tensor cores most of all, and on CPUs where it spares
-    convolution libraries their reordering. When it hurts: operators without a channels_last kernel convert back
-    and forth; a ``view`` of an activation in the model may refuse its new strides, which a trial finds out.
-    Expected: PyTorch's tutorial on memory formats, for nets on a V100 under mixed precision.
+    When it helps: convolutional nets, most of all in 16 bits on tensor cores. CPUs also profit if their convolution
+    libraries need no reordering. When it hurts: operators without a channels_last kernel convert back and forth. A
+    ``view`` of an activation may fail with the new strides, which a trial detects. Expected: PyTorch's tutorial on
+    memory formats, for nets on a V100 under mixed precision.
     """
 
     name = "channels_last"
@@ -71,12 +71,12 @@ class ChannelsLast(StepTechnique):
     checks_evaluation = True
 
     def check(self, job: Job) -> None:
-        """A model with 2-d convolutions whose weights are in the default format."""
+        """Require a model with 2-d convolutions whose weights are in the default format."""
         if not self._weights(job):
             raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The one switch."""
+        """Return the one candidate."""
         return [ChannelsLastCandidate(self._weights(job), job.spec.optimizer)]
 
     def is_so(self, job: Job, value: Any) -> bool:

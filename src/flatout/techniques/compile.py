@@ -27,41 +27,42 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 COLD_COMPILE_SECONDS = 30.0
-"""First forward and backward of small models with an empty cache, two cores: 28 to 35 s."""
+"""Seconds of the first forward and backward of small models with an empty cache, on two cores: 28 to 35 s."""
 
 RELEARN_AFTER = 50
-"""Plain training calls of one kind after which it is worth a compilation of its own."""
+"""Number of plain training calls of one kind that justifies a compilation for it."""
 
 MOST_RECOMPILATIONS = 3
-"""Compilations that nobody asked for, after which training is not held up by another."""
+"""Limit of unexpected recompilations, after which compiled code is no longer used."""
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 MODES = ("default", "max-autotune-no-cudagraphs", *WITH_CUDA_GRAPHS)
 
 
 class CompiledCall(RoutedCall):
-    """Calls compiled code for the inputs it was compiled for, and the plain code for all others.
+    """Calls compiled code for known inputs, and the plain code for all others.
 
-    A last, smaller batch or an evaluation pass would otherwise stop training for a recompilation, half a minute
-    long on a CPU, for one batch in an epoch. While ``learning``, new inputs are compiled for and remembered. Later,
-    one kind of call that training turns out to use all the time (another shape or mode than the trial's) is, too.
+    Otherwise a last, smaller batch or an evaluation pass would stop training for a recompilation. This takes half a
+    minute on a CPU, for one batch per epoch. While ``learning``, new inputs are compiled and recorded. Later, one more
+    kind of call is compiled if training uses it often, for example with another shape or mode than the trial.
 
-    Sizes that varied while learning are served at any size: Dynamo compiles them as dynamic the second time it meets
-    them (``dynamic=None``, its default), and those alone. ``dynamic=True`` would make every size a variable, those
-    that never change included, and marking the batches' tensors would miss what ``compute_loss`` makes of them.
+    Sizes that varied while learning may take any value. Dynamo compiles these as dynamic at the second size
+    (``dynamic=None``, its default), and no others. ``dynamic=True`` would also make constant sizes dynamic. Marks on
+    the batches' tensors would miss tensors that ``compute_loss`` makes.
 
-    Without gradients the compiled code always runs under ``no_grad``, on ordinary tensors: Dynamo compiles anew for
-    ``inference_mode`` beside ``no_grad``, and a third time for inputs that were made under ``inference_mode``
-    (torch 2.14: "dispatch key set mismatch"). So what is tuned under the one serves under the others.
+    Without gradients the compiled code always runs under ``no_grad``, on normal tensors. Otherwise Dynamo compiles
+    separately for ``no_grad``, for ``inference_mode``, and for inputs made under ``inference_mode`` (torch 2.14:
+    "dispatch key set mismatch"). This way one compilation covers all three.
 
-    torch's caches on disk do not have in their keys which attention kernels are enabled (2.14): what was compiled with
-    flash attention would serve where that is off now. So kernels that are not torch's defaults become part of the key.
+    The keys of torch's disk caches do not contain the enabled attention kernels (2.14). So code compiled with flash
+    attention would also run while flash attention is disabled. Kernels other than torch's defaults therefore become
+    part of the key.
 
     Args:
-        plain: called where the compiled call does not serve.
+        plain: the plain call, for unknown inputs.
         compiled: the compiled call.
-        modules: those whose modes, train or eval, are part of what it was compiled for.
-        reuses_outputs: whether its outputs lie where the next call's will: then copies are returned.
+        modules: modules whose train or eval modes are part of the key.
+        reuses_outputs: True if the next call overwrites its outputs, so that copies are returned.
     """
 
     title = "torch.compile"
@@ -100,7 +101,7 @@ class CompiledCall(RoutedCall):
         self._serves_inference |= not torch.is_grad_enabled()
 
     def _note_plain(self, call: Signature) -> None:
-        """Learn one kind of call that training uses all the time; from the next call of the kind on."""
+        """Learn one kind of call that training uses often, from its next call on."""
         if self._plain is None or not (torch.is_grad_enabled() or self._serves_inference):
             return
         self._plain[call.kind] += 1
@@ -113,7 +114,7 @@ class CompiledCall(RoutedCall):
         before, kernels = _compilations(), attention_kernels()
         with contextlib.ExitStack() as stack:
             if self.learning or self._expected:
-                # A backward is otherwise compiled when it first runs, where nobody could step in if that fails.
+                # Otherwise a backward is compiled when it first runs, where a failure cannot be caught.
                 stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
             if kernels != TORCHS_ATTENTION:
                 stack.enter_context(_cached_for(kernels))
@@ -146,7 +147,7 @@ class CompiledCall(RoutedCall):
 
 
 class _Shapes:
-    """The shapes that one kind of call was compiled for, and the sizes among them that may be any."""
+    """Shapes that one kind of call was compiled for, with sizes that may take any value."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[tuple[int, ...], ...]] = set()
@@ -155,7 +156,7 @@ class _Shapes:
         self._seen.add(shapes)
 
     def serve(self, shapes: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether these were compiled for; 0 and 1 never stand for other sizes."""
+        """Return whether code was compiled for these shapes. The sizes 0 and 1 never stand for other sizes."""
         if shapes in self._seen:
             return True
         if len(self._seen) < 2:
@@ -169,7 +170,7 @@ class _Shapes:
 
 @contextlib.contextmanager
 def _cached_for(kernels: object) -> Iterator[None]:
-    """What is compiled inside is looked up and kept for these attention kernels alone."""
+    """Cache code compiled inside the block only for these attention kernels."""
     config = torch.compiler.config
     tag = config.cache_key_tag
     config.cache_key_tag = f"{tag} attention {kernels}"  # config.patch takes three times as long
@@ -180,7 +181,7 @@ def _cached_for(kernels: object) -> Iterator[None]:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that ``inference_mode`` has not marked."""
+    """Return a normal tensor over the same memory, without the mark of ``inference_mode``."""
     if not tensor.is_inference():
         return tensor
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -188,12 +189,12 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 def _compilations() -> int:
-    """Frames that Dynamo has compiled so far in this process."""
+    """Return the number of frames that Dynamo has compiled in this process."""
     return torch._dynamo.utils.counters["frames"]["total"]
 
 
 def _latest_cause() -> str:
-    """The guard that failed last, from Dynamo's own records."""
+    """Return the last guard that failed, from Dynamo's own records."""
     metrics = torch._dynamo.utils.get_compilation_metrics()
     reason = (metrics[-1].recompile_reason or "") if metrics else ""
     lines = reason.split("#")[0].splitlines()
@@ -202,7 +203,7 @@ def _latest_cause() -> str:
 
 
 def _model_entry(module: nn.Module) -> Callable[..., Any]:
-    """The module's plain call, to be compiled."""
+    """Return a function for the module's plain call, to be compiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -211,10 +212,10 @@ def _model_entry(module: nn.Module) -> Callable[..., Any]:
 
 
 def _loss_entry(job: Job) -> Callable[..., Any]:
-    """``Job.loss`` for the batches that it was seen to serve, to be compiled.
+    """Return a function for ``Objective.loss`` on the trial's kind of batches, to be compiled.
 
-    Without the job, whose other attributes would become guards, and in one function: where Dynamo breaks the graph
-    inside, it goes on with the functions that are under way one by one, and ``Job.loss`` is one for all jobs.
+    The function does not refer to the job, whose other attributes would become guards. It is a single function, because
+    after a graph break Dynamo compiles each active function separately, and ``Objective.loss`` is shared by all jobs.
     """
     model, loss_fn, compute_loss = job.spec.model, job.spec.loss_fn, job.spec.compute_loss
 
@@ -228,16 +229,16 @@ def _loss_entry(job: Job) -> Callable[..., Any]:
 
 
 def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; no other has its code object.
+    """Return the same function with its own code object.
 
-    Dynamo counts recompilations by code object, and a function's is one for all that a process makes of it: the
-    ninth model (a notebook cell run again and again) would silently run eager.
+    Dynamo counts recompilations by code object, and all functions from one definition share theirs. The ninth model in
+    a process, for example in a notebook, would silently run eager.
     """
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
 class CompiledModel(CallCandidate):
-    """The model compiled in one of torch's modes."""
+    """Model compiled in one of torch's modes."""
 
     def __init__(self, model: nn.Module, mode: str = "default") -> None:
         self.label = self.value = mode
@@ -260,20 +261,20 @@ class CompiledLoss(CallCandidate):
 class Compile(StepTechnique):
     """Has PyTorch translate the model into a few large kernels of its own; ``state_dict`` keys and pickles stay.
 
-    Where ``run.step`` trains, model and loss are compiled as one, so that the softmax of the loss, casts back to
-    float32 and the beginning of the backward fuse with the last layer. Then nothing is put into the model: called
-    outside of ``run.step``, by ``run.evaluate`` or anybody else, it runs plain. A loop of one's own and inference get a
-    compiled model, and so does a job whose loss is the model's own ``.loss``, or whose batches hold what changes from
-    one to the next and is no tensor: compiled code would be good for one of them.
+    For ``run.step``, model and loss are compiled as one. So the softmax of the loss, casts to float32 and the start of
+    the backward fuse with the last layer. The model itself is not changed, so it runs plain in ``run.evaluate`` and in
+    the user's own calls. The model itself is compiled for the user's own loop, for inference, and for a loss that is
+    the model's own ``.loss``. This also applies to batches with values that are no tensors and change, because compiled
+    code would fit only one of them.
 
-    When it helps: many small elementwise operators that fuse, and launch-bound GPU steps; those most of all in the
-    mode ``reduce-overhead``, which replays the model as CUDA graphs. When it hurts: the first step takes half a
-    minute, and models that are a few large matrix products gain little. The report says after how many steps it has
-    paid for itself. Inputs that it was not compiled for run eager instead of holding training up, and so does
-    everything once it fails or keeps compiling.
+    When it helps: many small elementwise operators that fuse, and launch-bound GPU steps. The mode ``reduce-overhead``
+    helps launch-bound steps most, because it replays the model as CUDA graphs. When it hurts: the first step takes half
+    a minute, and models of a few large matrix products gain little. The report shows the number of steps after which
+    the compilation has paid. Inputs without compiled code run eager, and so does everything after a failure or too many
+    recompilations.
 
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html; "30% to 2x" is what torch's own
-    documentation of 2.0 measured for training and inference (pytorch #93794). CUDA graphs with accumulation: #169545.
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html. "30% to 2x" is from torch's documentation
+    of 2.0, for training and inference (pytorch #93794). CUDA graphs with accumulation: #169545.
     """
 
     name = "compile"
@@ -286,17 +287,19 @@ class Compile(StepTechnique):
     optimistic_gain = 1.5
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """A cold compilation of a small model on two cores."""
+        """Return the seconds of a cold compilation of a small model on two cores."""
         return COLD_COMPILE_SECONDS
 
     def check(self, job: Job) -> None:
-        """A module that is neither compiled nor scripted already, and a machine that has what compiling takes."""
+        """Require a module that is not compiled or scripted yet, and a machine that supports ``torch.compile``."""
         reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device)
         if reason:
             raise NotApplicable(reason)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The default mode, and CUDA graphs where they can serve. ``max-autotune`` takes minutes: on request only."""
+        """Return the default mode, and CUDA graphs if possible. ``max-autotune`` takes minutes, so it requires a
+        request.
+        """
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
         return [_switch(job, mode) for mode in modes]
 
@@ -305,7 +308,7 @@ class Compile(StepTechnique):
         return value is True or (isinstance(value, str) and value in MODES)
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse a mode that this job cannot have."""
+        """Reject a mode that this job cannot use."""
         super().check_value(job, value)
         if value in WITH_CUDA_GRAPHS and job.spec.device.type == "cuda" and _why_no_cuda_graphs(job):
             raise ValueError(f"techniques['compile']={value!r} cannot serve here: {_why_no_cuda_graphs(job)}")
@@ -329,7 +332,9 @@ def _switch(job: Job, mode: str) -> Candidate:
 
 
 def _compiles_loss(job: Job) -> bool:
-    """Whether model and loss can be one call, whose batches tell what it was compiled for and nobody listens inside."""
+    """Return whether model and loss can be compiled as one call: its batches fit one signature, and no wrapper listens
+    to the model.
+    """
     if (
         job.spec.optimizer is None
         or (job.spec.loss_fn is None and job.spec.compute_loss is None)
@@ -342,7 +347,7 @@ def _compiles_loss(job: Job) -> bool:
 
 
 def _why_no_cuda_graphs(job: Job) -> str:
-    """What keeps compiled code from being replayed as CUDA graphs; empty when nothing does."""
+    """Return why compiled code cannot be replayed as CUDA graphs; empty if it can."""
     if job.spec.device.type != "cuda":
         return "there is no CUDA device"
     if job.spec.accumulate > 1:
@@ -353,7 +358,7 @@ def _why_no_cuda_graphs(job: Job) -> str:
 
 
 def why_no_compiler(device: torch.device) -> str:
-    """What this machine lacks for ``torch.compile``; empty when it has everything."""
+    """Return the requirement of ``torch.compile`` that this machine lacks; empty if it has all."""
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off in this process: TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set"
     try:

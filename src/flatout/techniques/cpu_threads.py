@@ -1,4 +1,4 @@
-"""Neighbour: the number of threads that operators on the CPU compute with."""
+"""Neighbour: the number of threads of CPU operators."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 _GRAIN = 32768
-"""Elements from which torch gives another thread a share of an elementwise operator (``at::internal::GRAIN_SIZE``)."""
+"""Elements per thread of an elementwise operator, from torch (``at::internal::GRAIN_SIZE``)."""
 
 
 @process_flag
 class Threads:
-    """The present number of threads."""
+    """Present number of threads."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
 
     def restore(self) -> None:
-        """Restore the number."""
+        """Restore the number of threads."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
 
 
 class ThreadsCandidate(Candidate):
-    """Sets torch's number of intra-op threads, process-wide, and the earlier number again."""
+    """Sets torch's process-wide number of intra-op threads, and restores the earlier number."""
 
     def __init__(self, threads: int) -> None:
         self.value = threads
@@ -51,18 +51,20 @@ class ThreadsCandidate(Candidate):
 
 def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
-    torch.empty(_GRAIN * threads).fill_(0)  # OpenMP starts and ends threads in the next operator: not in a timed one
+    # OpenMP starts and ends threads in the next operator, which must not be a timed one
+    torch.empty(_GRAIN * threads).fill_(0)
 
 
 class CpuThreads(StepTechnique):
     """Tries fewer threads, and as many as there are cores to use, where the step runs on the CPU.
 
-    When it helps: small operators, which the threads take longer to share than to compute; and containers with fewer
-    cores than the machine: torch starts a thread for each core that it sees, and the quota then stops all of them for
-    most of each period (kserve/kserve, issue 1031). Hardware threads of one core share its arithmetic units: torch
-    counts physical cores for that reason, and so does flatout. When it hurts: what else the process computes gets the
-    same number; sums are made in another order, so that the last bits of a result may differ. Source: torch's
-    documentation, "CPU threading and TorchScript inference", tuning the number of threads.
+    When it helps: small operators, which take longer to distribute than to compute. Containers with fewer cores than
+    the machine also profit: torch starts a thread for each core that it sees, and the quota then stops all threads for
+    most of each period (kserve/kserve, issue 1031). Hardware threads of one core share its arithmetic units, so torch
+    and flatout count physical cores. When it hurts: other code in the process gets the same number. Sums have another
+    order, so the last bits of a result may differ.
+
+    Source: torch's documentation, "CPU threading and TorchScript inference", tuning the number of threads.
     """
 
     name = "cpu_threads"
@@ -76,7 +78,7 @@ class CpuThreads(StepTechnique):
             raise NotApplicable("training runs on the GPU: the CPU's threads do not compute the step")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """All usable cores where torch uses more or fewer; half of them; one."""
+        """Return candidates for all usable cores, for half of them and for one, except for torch's present number."""
         numbers = self._numbers()
         if not numbers:
             raise NotApplicable("there is only one core, and torch already uses one thread")
@@ -87,7 +89,7 @@ class CpuThreads(StepTechnique):
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse more threads than the machine has cores."""
+        """Reject more threads than the machine has cores."""
         super().check_value(job, value)
         most = os.cpu_count() or 1
         if value > most:

@@ -22,7 +22,7 @@ class Placement(Candidate):
         self.label = self.value = str(job.spec.device)
         self._optimizer = job.spec.optimizer
         self._device = job.spec.device
-        # Tensors, not modules: what is moved must not keep the model alive.
+        # Tensors, not modules, so that the candidate does not keep the model alive.
         tensors = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
         if job.spec.optimizer is not None:
             tensors += [p for group in job.spec.optimizer.param_groups for p in group["params"]]
@@ -53,7 +53,7 @@ class Placement(Candidate):
 class Criterion(Rule):
     """Moves the model and the loss function (the criterion) to the device that training runs on.
 
-    When it helps: a loss module with class weights, left on the CPU, either raises or copies them in every step.
+    When it helps: a loss module with class weights on the CPU either raises or copies them in every step.
     """
 
     name = "criterion"
@@ -63,5 +63,5 @@ class Criterion(Rule):
     rationale = "model, buffers and loss weights live on one device: no copy between devices inside a step"
 
     def candidate(self, job: Job) -> Candidate:
-        """Return the move, which does nothing if everything is in place."""
+        """Return the candidate, which does nothing if everything is on the device."""
         return Placement(job)

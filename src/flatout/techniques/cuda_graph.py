@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class GraphCandidate(RecordedCandidate):
     """Makes a :class:`GraphedStep` the runner of a training's steps.
 
-    The switch holds the runner only while it is off, so that nothing here keeps the model alive.
+    The candidate holds the runner only while it is off, so that it does not keep the model alive.
     """
 
     label = "whole step"
     value = True
-    steps_to_record = 2  # what restores the optimizer's state drops graphs: one eager step, and a capture
+    steps_to_record = 2  # restoring the optimizer's state drops graphs: one eager step and a capture follow
 
     def __init__(self, stepper: Stepper, recorder: Recorder) -> None:
         self._stepper = weakref.ref(stepper)
@@ -39,14 +39,14 @@ class GraphCandidate(RecordedCandidate):
 
     @property
     def runner(self) -> GraphedStep | None:
-        """The runner, on or off; None if the training is gone."""
+        """Runner of the steps, on or off; None if the training is gone."""
         stepper = self._stepper()
         installed = None if stepper is None else stepper.runner
         return self._parked or (installed if isinstance(installed, GraphedStep) else None)
 
     @property
     def failure(self) -> str:  # type: ignore[override]
-        """Reason why all steps are eager for good; empty while there is none."""
+        """Reason why all steps are eager; empty without a failure."""
         return "" if self.runner is None else self.runner.failure
 
     def _turn_on(self) -> None:
@@ -60,7 +60,7 @@ class GraphCandidate(RecordedCandidate):
             self._parked, stepper.runner = self.runner, EAGER
 
     def end_warmup(self) -> None:
-        """From here on steps are real ones."""
+        """Treat all later steps as real training steps."""
         if self.runner is not None:
             self.runner.learning = False
 
@@ -73,16 +73,16 @@ class GraphCandidate(RecordedCandidate):
 class CudaGraph(StepTechnique):
     """Replays forward, backward and update as one CUDA graph: one launch instead of hundreds.
 
-    When it helps: the GPU waits for kernels to be launched, as it does in steps of many small kernels. When it hurts:
-    a graph keeps the memory of a step for itself, and copies each batch; large kernels gain nothing. Learning rates
-    lie in device memory, so that schedules go on; another change of what a graph has as constants (weight decay,
-    dropout's p, train or eval mode, tensors that were moved) is met by a new capture where it can be seen. Python runs
-    in no replay: a forward that counts its calls or prints does so only when it is captured, and a tensor that it
-    reads from elsewhere has to stay where it is. So hooks, and steps that wait for the device or draw random numbers
-    on the host, keep the technique away.
+    When it helps: the GPU waits for kernel launches, as in steps of many small kernels. When it hurts: a graph has its
+    own memory for a step, and copies each batch. Large kernels gain nothing.
 
-    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; "often 1.2-3x" is what
-    https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/torch-integration.html says.
+    Learning rates are in device memory, so schedules work. Other constants of a graph (weight decay, dropout's p, train
+    or eval mode, tensors that were moved) cause a new capture if their change is visible. A replay runs no Python: a
+    forward that counts its calls or prints does so only at its capture. A tensor from outside the model must keep its
+    address. So hooks, and steps that wait for the device or draw random numbers on the host, exclude the technique.
+
+    Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; for "often 1.2-3x"
+    https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/torch-integration.html.
     """
 
     name = "cuda_graph"
@@ -93,7 +93,7 @@ class CudaGraph(StepTechnique):
     optimistic_gain = 3.0
 
     def check(self, job: Job) -> None:
-        """A training step on a CUDA device, all of it on the device, with nobody listening."""
+        """Require a training step that runs on a CUDA device as a whole, without hooks."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
@@ -102,12 +102,12 @@ class CudaGraph(StepTechnique):
             raise NotApplicable(reason, lasts=isinstance(job.spec.optimizer, NativeStep))
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The one switch."""
+        """Return the one candidate."""
         return [GraphCandidate(job.stepper, CudaRecorder(job.spec.device))]
 
 
 def why_not_captured(job: Job) -> str:
-    """What keeps a job's step from being captured on any device; empty when nothing is known to."""
+    """Return why a job's step cannot be captured on any device; empty if no reason is known."""
     if job.spec.optimizer is None:
         return "no optimizer was given to optimize(): in a loop of one's own nobody can tell where a step ends"
     if job.spec.accumulate > 1:

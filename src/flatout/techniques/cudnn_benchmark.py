@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 MOST_NEW = 8
-"""New shapes within ``WITHIN`` batches from which on shapes are said to vary."""
+"""Number of new shapes within ``WITHIN`` batches at which shapes count as varying."""
 
 WITHIN = 100
 
 
 @process_flag
 class CudnnFlags:
-    """The present choice of cuDNN's algorithms."""
+    """Present choice of cuDNN's algorithms."""
 
     def __init__(self) -> None:
         self._flags = cudnn.benchmark, cudnn.deterministic
@@ -39,19 +39,19 @@ class CudnnFlags:
 
 
 class ShapeWatch:
-    """Tells when batches go on coming in shapes that they have not come in before.
+    """Detects batches that keep arriving in new shapes.
 
-    A shape that comes back costs nothing: what was found for it is kept. Two microseconds a batch.
+    A known shape costs nothing, because its algorithm is stored. One check takes two microseconds per batch.
     """
 
     def __init__(self) -> None:
         self._known: set[bytes] = set()
         self._batches = 0
         self._news: deque[int] = deque(maxlen=MOST_NEW)
-        """When the latest new shapes came."""
+        """Batch numbers of the latest new shapes."""
 
     def varies(self, batch: Any) -> bool:
-        """Whether with this batch the latest ``WITHIN`` have brought ``MOST_NEW`` new shapes."""
+        """Return whether the last ``WITHIN`` batches, including this one, had ``MOST_NEW`` new shapes."""
         self._batches += 1
         key = signature(batch, Tensor, tensors_within)
         if key in self._known:
@@ -62,14 +62,14 @@ class ShapeWatch:
 
 
 class BenchmarkCandidate(ObservingCandidate):
-    """``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes turn out to vary.
+    """Turns on ``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes vary.
 
-    torch keeps the algorithm that a convolution's shape ran with first and asks no flag again; ``deterministic`` is
-    part of the key that it is kept by, and ``benchmark`` is not (pytorch #45372). Turned on alone it would find every
-    shape of a trial, and of the training behind it, settled by the steps before. Deterministic algorithms have keys of
-    their own, so that the search takes place; hardly one of cuDNN's fast algorithms is not among them.
+    torch stores the algorithm of a convolution's first run and then ignores the flag. ``deterministic`` is part of the
+    storage key, and ``benchmark`` is not (pytorch #45372). So ``benchmark`` alone would find every shape already stored
+    by earlier steps. Deterministic algorithms have their own keys, so the search runs. Almost all of cuDNN's fast
+    algorithms are deterministic.
 
-    What was found for a shape serves on when the search is turned off, for as long as the switch is on.
+    After the search is turned off, its results stay in use while the candidate is on.
     """
 
     label = "on"
@@ -87,7 +87,7 @@ class BenchmarkCandidate(ObservingCandidate):
         cudnn.benchmark, cudnn.deterministic = self._before
 
     def on_batch(self, batch: Any) -> None:
-        """Turn the search off for good, with a warning, once shapes vary."""
+        """Turn the search off, with a warning, once shapes vary."""
         if self._is_on and self._watch is not None and self._watch.varies(batch):
             self._watch = None
             cudnn.benchmark = False
@@ -102,14 +102,14 @@ class BenchmarkCandidate(ObservingCandidate):
 class CudnnBenchmark(StepTechnique):
     """Lets cuDNN, NVIDIA's library, time its algorithms for every shape of convolution, and keep the fastest.
 
-    When it helps: convolutions whose shapes stay as they are; speechbrain #294 tells of epochs of 17 minutes that
-    took 12 on a V100. When it hurts: every new shape is searched for, up to two seconds long for a ResNet
-    (pytorch #2759); so it is not tried where batches vary, and turned off when they come to. Dilated convolutions
-    leave cuDNN for torch's own slower ones while algorithms are held to be deterministic, which a trial finds out.
-    RNNs do not use it.
+    When it helps: convolutions with constant shapes. speechbrain #294 reports epochs of 12 instead of 17 minutes on a
+    V100. When it hurts: every new shape starts a search, of up to two seconds for a ResNet (pytorch #2759). So the
+    technique is not tried if batches vary, and is turned off if they start to vary. Dilated convolutions with
+    deterministic algorithms use torch's slower kernels instead of cuDNN, which a trial detects. RNNs do not use the
+    flag.
 
-    A flag that the user has turned on stays on, unwatched: no trial can tell what it is worth, because its search is
-    over when trials begin; where batches vary, the row says that it is worth turning off.
+    A flag that the user has set stays on without observation. No trial can measure it, because its search is over
+    before trials begin. If batches vary, the row recommends to turn it off.
 
     Source: pytorch's Performance Tuning Guide, "Enable cuDNN auto-tuner"; pytorch #2759, #45372.
     """
@@ -121,7 +121,7 @@ class CudnnBenchmark(StepTechnique):
     expected = "up to 1.4×"
 
     def check(self, job: Job) -> None:
-        """Convolutions on CUDA, with cuDNN's flags as torch has them by default."""
+        """Require convolutions on CUDA, with torch's default cuDNN flags."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU: cuDNN is NVIDIA's library for GPUs")
         if job.spec.deterministic:
@@ -143,7 +143,7 @@ class CudnnBenchmark(StepTechnique):
             )
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """On, where the trial's batches come in one shape."""
+        """Return the candidate if the trial's batches have one shape."""
         if job.data.varies:
             raise NotApplicable("batches come in several shapes, and cuDNN would search anew for each")
         return [BenchmarkCandidate()]
@@ -158,7 +158,7 @@ class CudnnBenchmark(StepTechnique):
 
 
 def _convolves(job: Job) -> bool:
-    """Whether a step convolves, by its modules or by the operators that were counted."""
+    """Return whether a step contains convolutions, by its modules or by its counted operators."""
     return any(isinstance(m, _ConvNd) for m in job.spec.model.modules()) or any(
         "convolution" in name for count in job.work.counts for name in count.by_op
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @process_flag
 class DeterminismFlags:
-    """The present choice of deterministic algorithms."""
+    """Present choice of deterministic algorithms."""
 
     def __init__(self) -> None:
         self._enabled = torch.are_deterministic_algorithms_enabled()
@@ -32,7 +32,7 @@ class DeterminismFlags:
 
 
 class DeterministicCandidate(Candidate):
-    """torch's deterministic algorithms, process-wide."""
+    """Turns on torch's deterministic algorithms, process-wide."""
 
     label = value = "deterministic"
 
@@ -49,10 +49,10 @@ class DeterministicCandidate(Candidate):
 class Determinism(PricedRule):
     """Makes two runs equal bit for bit: algorithms that repeat their results, and a seed for every random number.
 
-    With a ``seed``, random augmentation gets a seed for each sample, so that it is the same with any number of
-    workers. When it helps: debugging and comparing runs bit by bit. When it hurts: deterministic kernels can be
-    slower (the row says by how much here), and operators without one raise. Source: PyTorch's notes on
-    reproducibility (docs.pytorch.org, "Reproducibility").
+    With a ``seed``, random augmentation gets a seed for each sample, so it is the same for any number of workers. When
+    it helps: debugging and bitwise comparison of runs. When it hurts: deterministic kernels can be slower, by the
+    factor in the row. Operators without one raise. Source: PyTorch's notes on reproducibility (docs.pytorch.org,
+    "Reproducibility").
     """
 
     name = "determinism"
@@ -61,10 +61,10 @@ class Determinism(PricedRule):
     argument = "deterministic"
 
     def check(self, job: Job) -> None:
-        """On request only."""
+        """Require ``deterministic=True``."""
         if not job.spec.deterministic:
             raise NotApplicable("not asked for: optimize(deterministic=True, seed=...) turns it on")
 
     def candidate(self, job: Job) -> Candidate | None:
-        """Return the process-wide flags; None where ``flatout.reproducible`` sets and restores them."""
+        """Return the process-wide flags; None if ``flatout.reproducible`` sets and restores them."""
         return None if job.spec.reproducible else DeterministicCandidate()

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 SURE_AFTER = 3
-"""Forwards in eval mode, one after another, whose graphs were made for nothing, before anything is said."""
+"""Number of consecutive forwards in eval mode with unused graphs before a warning."""
 
 
 class _AutogradGraph:
-    """Lives as long as what a forward has recorded for its backward."""
+    """Object with the lifetime of a forward's autograd graph."""
 
     def __init__(self, watch: _CallWatch) -> None:
         self._watch = watch
         self._used = False
 
     def use(self, *_: object) -> None:
-        """A backward has come this way."""
+        """Mark the graph as used by a backward."""
         self._used = True
 
     def __del__(self) -> None:
@@ -40,11 +40,11 @@ class _AutogradGraph:
 
 
 class _CallWatch:
-    """Sees what becomes of the outputs of a model in eval mode.
+    """Observes whether the outputs of a model in eval mode are used by a backward.
 
     Attributes:
-        wasted: forwards in a row whose graph nobody has used.
-        said: the warning has been given.
+        wasted: number of consecutive forwards with an unused graph.
+        said: True after the warning.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _CallWatch:
         self.said = False
 
     def saw(self, output: Any, frame: FrameType) -> None:
-        """A forward in eval mode with gradients on, called from ``frame``, has returned ``output``."""
+        """Observe ``output`` of a forward in eval mode with gradients on, called from ``frame``."""
         ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         if not ends:
             return
@@ -77,7 +77,7 @@ class _CallWatch:
 
 
 class EvaluationWatch(Candidate):
-    """Gives one model instance a class that looks at its calls in eval mode."""
+    """Gives one model instance a class that observes its calls in eval mode."""
 
     label = value = "watched"
 
@@ -114,12 +114,12 @@ def _watched_class(base: type[nn.Module]) -> type[nn.Module]:
 class Evaluation(Rule):
     """Evaluates without recording what only training needs, in eval mode, and restores every module's mode.
 
-    In a loop of the user's own, a model in eval mode is watched for what becomes of its outputs: where gradients are on
-    and nothing goes backward, a warning names the line, once.
+    In the user's own loop, the outputs of a model in eval mode are observed. If gradients are on and no backward
+    follows, one warning names the line.
 
-    When it helps: an evaluation loop that tracks gradients keeps every activation alive and is about a third
-    slower; one that forgets ``eval()`` gives wrong numbers with BatchNorm or Dropout. When it hurts: watching costs a
-    microsecond for each call of the model.
+    When it helps: an evaluation loop that records gradients keeps every activation and is about a third slower. A loop
+    without ``eval()`` gives wrong numbers with BatchNorm or Dropout. When it hurts: the observation costs a microsecond
+    per call of the model.
     """
 
     name = "evaluation"
@@ -131,7 +131,7 @@ class Evaluation(Rule):
     )
 
     def candidate(self, job: Job) -> Candidate | None:
-        """Return the watch for a loop of the user's own, which comes without an optimizer."""
+        """Return the observer for the user's own loop, which has no optimizer."""
         if job.spec.optimizer is not None or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
         return EvaluationWatch(job.spec.model)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FuseCandidate(Candidate):
-    """Swaps the optimizer's class for flatout's of the same name; state and schedulers stay."""
+    """Changes the optimizer's class to flatout's class of the same name. State and schedulers stay."""
 
     label = "fused"
     value = True
@@ -35,9 +35,9 @@ class FuseCandidate(Candidate):
 class FusedOptimizer(StepTechnique):
     """Updates parameters and moments in one pass over memory, clipping and unscaling of gradients included.
 
-    When it helps: many parameters (memory traffic: 32 bytes per float32 parameter with clipping, where torch
-    moves 48 to 100) or many small tensors (torch's loop costs microseconds for each). When it hurts: never by
-    much; where the update is a sliver of the step, there is nothing to gain.
+    When it helps: many parameters, or many small tensors. With clipping it moves 32 bytes per float32 parameter, and
+    torch moves 48 to 100. torch's loop costs microseconds per tensor. When it hurts: never by much. If the update is a
+    small part of the step, the gain is small, too.
     """
 
     name = "fused_optimizer"
@@ -46,7 +46,7 @@ class FusedOptimizer(StepTechnique):
     optimistic_gain = 4.0
 
     def check(self, job: Job) -> None:
-        """An optimizer of a class that flatout has a rule for."""
+        """Require an optimizer of a class that flatout can fuse."""
         if job.spec.optimizer is None:
             raise NotApplicable("no optimizer was given to optimize()")
         why_not = why_not_fusable(job.spec.optimizer)
@@ -54,7 +54,7 @@ class FusedOptimizer(StepTechnique):
             raise NotApplicable(why_not)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The one switch."""
+        """Return the one candidate."""
         assert job.spec.optimizer is not None
         return [FuseCandidate(job.spec.optimizer)]
 

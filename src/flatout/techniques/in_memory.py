@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InMemorySource:
-    """The user's DataLoader replayed from memory: the same batches in the same order."""
+    """Replay of the user's DataLoader from memory: the same batches in the same order."""
 
     label: str
     loader: DataLoader[Any]
@@ -37,10 +37,10 @@ class InMemorySource:
     value: Any = True
 
     def make(self) -> InMemoryLoader | DataLoader[Any]:
-        """Build the loader; caching decodes every sample once.
+        """Build the loader. Caching decodes every sample once.
 
         Raises:
-            NotApplicable: a sample turned out to be random, ragged or too large to keep, or a worker died of it.
+            NotApplicable: a sample is random, ragged or too large to store, or a worker failed.
         """
         try:
             return self.build(self.loader)
@@ -49,10 +49,10 @@ class InMemorySource:
 
 
 def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """``loader`` with its own collate and workers, over samples that are all decoded.
+    """Return ``loader`` with its own collate and workers, over decoded samples.
 
     Raises:
-        NotCacheable: the samples cannot be kept; the message says why.
+        NotCacheable: the samples cannot be stored. The message gives the reason.
         WorkerError: a worker process died.
     """
     samples = CachedDataset(loader.dataset)
@@ -63,13 +63,13 @@ def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
 class InMemory(LoaderTechnique):
     """Keeps all samples in memory, and gathers each batch from there by native threads, ahead of the step.
 
-    A ``TensorDataset`` is gathered from where it is; the samples of a deterministic map-style dataset are decoded
-    once and kept. Order, values, types and random-number consumption equal the DataLoader's without workers. Where
-    only the user's own collate can make batches of them, the DataLoader stays, over samples in memory.
+    A ``TensorDataset`` is gathered in place. The samples of a deterministic map-style dataset are decoded once and
+    stored. Order, values, types and random-number consumption equal those of the DataLoader without workers. If only
+    the user's own collate can make batches of the samples, the DataLoader stays, over samples in memory.
 
-    When it helps: a DataLoader spends 5 to 50 microseconds of Python on every sample, whatever its size. When it
-    hurts: it takes the memory of the decoded data; random augmentation must not be frozen, so a dataset that
-    draws random numbers is left alone.
+    When it helps: a DataLoader spends 5 to 50 microseconds of Python on every sample, of any size. When it hurts: it
+    takes the memory of the decoded data. A dataset that draws random numbers is left alone, because random augmentation
+    must not be frozen.
     """
 
     name = "in_memory"
@@ -79,22 +79,22 @@ class InMemory(LoaderTechnique):
     rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """Caching reads every sample once, as one epoch does; data that is tensors already needs none."""
+        """Return the seconds to read every sample once, for the cache. Data that is already tensors needs no cache."""
         if not isinstance(job.data.loader, DataLoader) or why_not_in_memory(job.data.loader) is None:
             return 0.0
-        # Workers load while the step runs: no longer than both together.
+        # Workers load while the step runs, so this is at most the sum of both.
         batch_ms = pace.load_ms + (pace.step_ms if job.data.loader.num_workers else 0.0)
         return batch_ms / 1e3 * len(job.data.loader)
 
     def check(self, job: Job) -> None:
-        """A DataLoader; which kinds can be replayed exactly is found out by ``candidates``."""
+        """Require a DataLoader. ``candidates`` finds out whether it can be replayed exactly."""
         if type(job.data.loader) is not DataLoader:
             raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
         if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
             raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[LoaderCandidate]:
-        """Gathering where the data is tensors already, on the GPU if there is one, else the cache."""
+        """Return loaders that gather tensors, on the GPU if possible, or a cache of other data."""
         assert isinstance(job.data.loader, DataLoader)
         if why_not_in_memory(job.data.loader) is None:
             gathered = InMemorySource("gathered", job.data.loader, InMemoryLoader)
@@ -108,14 +108,14 @@ class InMemory(LoaderTechnique):
         return value is True or (isinstance(value, str) and value == "device")
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse "device" for data that is not tensors."""
+        """Reject "device" for data that is not tensors."""
         super().check_value(job, value)
         reason = why_not_in_memory(job.data.loader) if value == "device" else None
         if reason is not None:
             raise NotApplicable(f"data cannot be kept on the device: {reason}")
 
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
-        """Return the candidate; for "device" tensors are copied to the device once and gathered there."""
+        """Return the candidate. For "device", tensors are copied to the device once and gathered there."""
         return _on_device(job) if value == "device" else self.candidates(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Neighbour: memory that a step frees stays with the process, for the next step."""
+"""Neighbour: freed memory stays with the process, for the next step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-_LOWEST, _HIGHEST = 128 * 1024, 32 * 1024 * 1024  # between which glibc moves its M_MMAP_THRESHOLD by itself
+_LOWEST, _HIGHEST = 128 * 1024, 32 * 1024 * 1024  # range in which glibc adapts its M_MMAP_THRESHOLD
 
 _keeps = False
-_threshold = 0  # found when memory was first kept
+_threshold = 0  # measured when memory is first kept
 
 
 def why_not() -> str:
-    """What keeps the settings from being changed here and put back; empty when nothing does."""
+    """Return why the settings cannot be changed and restored here; empty if they can."""
     if platform.libc_ver()[0] != "glibc":
         return "the C library here is not glibc, whose malloc has these settings"
     tuned = [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]
@@ -31,15 +31,15 @@ def why_not() -> str:
 
 
 def keeps() -> bool:
-    """Whether freed memory is kept."""
+    """Return whether freed memory is kept."""
     return _keeps
 
 
 def keep(on: bool) -> None:
-    """Have the process keep the memory that it frees, or give it back as before, what was kept included.
+    """Keep freed memory in the process, or return all of it and restore the earlier thresholds.
 
-    glibc moves its thresholds with what a program frees, until somebody sets them: "as before" are those that it had
-    come to. It does not tell them, so they are found by asking for memory.
+    glibc adapts its thresholds to the program's frees until they are set. It does not report the adapted values, so
+    they are measured by allocations.
     """
     global _keeps, _threshold
     if on == _keeps:
@@ -48,7 +48,7 @@ def keep(on: bool) -> None:
     if on:
         _threshold = _threshold or _mmap_threshold(libc)
         libc.mallopt(_MMAP_THRESHOLD, _HIGHEST)  # smaller blocks come from the heap
-        libc.mallopt(_TRIM_THRESHOLD, -1)  # whose end is never given back
+        libc.mallopt(_TRIM_THRESHOLD, -1)  # the end of the heap is never returned
     else:
         libc.mallopt(_MMAP_THRESHOLD, _threshold)
         libc.mallopt(_TRIM_THRESHOLD, 2 * _threshold)
@@ -63,7 +63,9 @@ class _Statistics(ctypes.Structure):
 
 
 def _mmap_threshold(libc: Any) -> int:
-    """Bytes from which malloc maps a block by itself, within 6 %; that free raises it to the size of such a block."""
+    """Return the size in bytes from which malloc maps a block separately, within 6 %. Freeing such a block raises the
+    threshold.
+    """
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,
         [ctypes.c_size_t],
@@ -84,18 +86,18 @@ def _mmap_threshold(libc: Any) -> int:
 
 @process_flag
 class MallocSetting:
-    """The setting as it is now."""
+    """Present setting."""
 
     def __init__(self) -> None:
         self._keeps = keeps()
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the setting."""
         keep(self._keeps)
 
 
 class MallocCandidate(Candidate):
-    """Has the process keep the memory that it frees, and give it back again."""
+    """Makes the process keep freed memory, and reverts this."""
 
     label = "kept"
     value = True
@@ -110,18 +112,19 @@ class MallocCandidate(Candidate):
 class Malloc(Rule):
     """Keeps the memory that a step on the CPU frees, for the tensors of the next one.
 
-    glibc's malloc gives blocks of megabytes and the end of its heap back to the kernel when they are freed; the kernel
-    hands them out again page by page, each cleared and mapped when it is first touched. 4,000 page faults in a step of
-    40 ms of a perceptron cost an eighth of it, 1,300 in one of 26 ms of a small GPT as much, on two cores of an EPYC.
+    glibc's malloc returns freed blocks of megabytes and the free end of its heap to the kernel. The kernel hands this
+    memory out again page by page, and clears and maps each page at its first use. On two cores of an EPYC, page faults
+    took an eighth of the step: 4,000 faults in 40 ms for a perceptron, 1,300 in 26 ms for a small GPT.
 
-    A rule, and not a trial: how much a step faults depends on what the heap has been through, so that the steps of a
-    trial after one with memory kept would not be as they were before. Blocks below 32 MiB come from the heap, as they
-    do by themselves in a process that has once freed one of that size; and the heap does not shrink any more.
+    Why no trial: page faults depend on the history of the heap, so a trial with memory kept would change later steps
+    without it. Blocks below 32 MiB come from the heap, as in any process that has once freed a block of this size. The
+    heap no longer shrinks.
 
-    When it helps: tensors of up to 32 MiB. When it hurts: the process keeps the most memory that it has ever used, for
-    other processes to miss. A process whose environment tunes malloc already (MALLOC_TRIM_THRESHOLD_, say) is left
-    alone. Source: PyTorch's performance tuning guide, "Switch memory allocator" (jemalloc and TCMalloc keep memory as
-    well, but have to be there when Python starts); the glibc manual, "Malloc Tunable Parameters".
+    When it helps: tensors of up to 32 MiB. When it hurts: the process keeps its peak memory, which other processes may
+    need. A process whose environment already tunes malloc, for example by MALLOC_TRIM_THRESHOLD_, is left alone.
+
+    Sources: PyTorch's performance tuning guide, "Switch memory allocator" (jemalloc and TCMalloc also keep memory, but
+    must be loaded when Python starts); the glibc manual, "Malloc Tunable Parameters".
     """
 
     name = "malloc"
@@ -129,7 +132,7 @@ class Malloc(Rule):
     rationale = "a step takes the memory that the last one freed: the kernel need not clear and map new pages for it"
 
     def check(self, job: Job) -> None:
-        """A step on the CPU, and glibc's malloc as it came."""
+        """Require a step on the CPU, and glibc's malloc with its defaults."""
         if job.spec.device.type != "cpu":
             raise NotApplicable("training runs on the GPU, whose memory torch keeps anyway")
         reason = why_not()

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 WORTH_NAMING = 0.01
-"""Share of a step's FLOPs from which a layer is worth a word."""
+"""Share of a step's FLOPs from which a layer is reported."""
 
 _ALIGNED = 16  # bytes that a tensor core's instructions load at once
-_TILE = 128  # bytes of a row in a tile: better still, where it costs little
+_TILE = 128  # bytes of a row in a tile, preferred if it costs little
 _FIRST_LAYER = 4  # channels of an image: convolutions have kernels for these
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a size that is not a multiple of what tensor cores load at once.
+    """Layer with a size that tensor cores cannot use fully.
 
     Attributes:
-        names: of the modules that share its weight, as ``named_modules`` has them.
-        kind: its class.
-        sizes: what is odd: name of the size, the size and the next one that suits.
-        multiple: what sizes had better be a multiple of.
+        names: modules that share its weight, by their names in ``named_modules``.
+        kind: the class of the layer.
+        sizes: unsuitable sizes: name, size and the next suitable size.
+        multiple: suitable sizes are multiples of this.
     """
 
     names: tuple[str, ...]
@@ -48,9 +48,10 @@ class Layer:
 
 
 def multiple_of(dtype: torch.dtype, *, tf32: bool) -> int:
-    """What sizes had better be a multiple of, for products in that dtype; 1 where tensor cores do not compute them.
+    """Return the number of which sizes should be a multiple for products in a dtype; 1 without tensor cores for the
+    dtype.
 
-    Sixteen bytes: 8 elements of 16 bits, 16 of 8 bits, 4 of float32 in TF32.
+    The number covers sixteen bytes: 8 elements of 16 bits, 16 of 8 bits, 4 of float32 in TF32.
     """
     if dtype.itemsize > 4 or (dtype.itemsize == 4 and not tf32):
         return 1
@@ -58,7 +59,7 @@ def multiple_of(dtype: torch.dtype, *, tf32: bool) -> int:
 
 
 def better_size(size: int, multiple: int) -> int:
-    """The next multiple; of a whole tile where that is within 5 % of ``size``, as 50304 is of 50257."""
+    """Return the next multiple, or that of a whole tile if it is within 5 % of ``size``, as 50304 is of 50257."""
     tile = _round_up(size, multiple * _TILE // _ALIGNED)
     return tile if tile <= 1.05 * size else _round_up(size, multiple)
 
@@ -68,12 +69,12 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def odd_layers(model: nn.Module, autocast: torch.dtype | None, *, tf32: bool) -> list[Layer]:
-    """The layers of a model that tensor cores cannot use fully: linear, convolutions, and what shares their weight.
+    """Return the linear and convolution layers, and layers with shared weights, that tensor cores cannot use fully.
 
     Args:
         model: in any precision.
-        autocast: what float32 layers compute in.
-        tf32: whether those that compute in float32 do so in TF32.
+        autocast: dtype in which float32 layers compute; None without autocast.
+        tf32: True if float32 products are computed in TF32.
     """
     sharing: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -93,7 +94,7 @@ def odd_layers(model: nn.Module, autocast: torch.dtype | None, *, tf32: bool) ->
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The sizes of a layer's matrix product, by their names. An embedding alone is a look-up, and has none."""
+    """Yield the sizes of a layer's matrix product with their names. An embedding alone is a look-up without sizes."""
     if isinstance(module, nn.Linear):
         yield "in_features", module.in_features
         yield "out_features", module.out_features
@@ -106,10 +107,11 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
 class MultiplesOf8(Advice):
     """Names layers of sizes that the GPU's matrix units (tensor cores) cannot use fully, and the next that suit.
 
-    When it helps: products in 16 bits want sizes that are multiples of 8, in 8 bits of 16 (NVIDIA, "Tips for Optimizing
-    GPU Performance Using Tensor Cores", tip 1); else they run on slower kernels. A vocabulary of 50304 instead of 50257
-    made nanoGPT about 25 % faster (A. Karpathy, 3 February 2023). When it hurts: never by looking; a larger layer is
-    another model, with other checkpoints, so that only its author can change it.
+    When it helps: products in 16 bits need sizes that are multiples of 8, and products in 8 bits multiples of 16
+    (NVIDIA, "Tips for Optimizing GPU Performance Using Tensor Cores", tip 1). Other sizes run on slower kernels. A
+    vocabulary of 50304 instead of 50257 made nanoGPT about 25 % faster (A. Karpathy, 3 February 2023). When it hurts:
+    the advice itself never does. A larger layer makes another model, with other checkpoints, so only its author can
+    change it.
     """
 
     name = "multiples_of_8"
@@ -117,14 +119,14 @@ class MultiplesOf8(Advice):
     expected = "up to 25 %"
 
     def check(self, job: Job) -> None:
-        """A GPU with tensor cores."""
+        """Require a GPU with tensor cores."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which has no tensor cores")
         if torch.cuda.get_device_capability(job.spec.device) < (7, 0):
             raise NotApplicable(f"{torch.cuda.get_device_name(job.spec.device)} has no tensor cores")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """The layers that take a good part of the step's FLOPs."""
+        """Return the layers with a considerable share of the step's FLOPs."""
         layers = odd_layers(job.spec.model, autocast_dtype(job.spec.model), tf32=multiplies_in_tf32(job.spec.device))
         layers = [layer for layer in layers if _share(job, layer) >= WORTH_NAMING]
         if not layers:
@@ -137,6 +139,6 @@ class MultiplesOf8(Advice):
 
 
 def _share(job: Job, layer: Layer) -> float:
-    """The layer's share of a step's FLOPs; 1 where that is not known."""
+    """Return the layer's share of a step's FLOPs; 1 if unknown."""
     shares = [share for name in layer.names if (share := share_of_flops(job.work, name)) is not None]
     return max(shares, default=1.0)

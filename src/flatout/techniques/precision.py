@@ -33,7 +33,7 @@ class AutocastCandidate(Candidate):
         model = self._model()
         if model is None:
             return
-        if self._class is None or self._class.__bases__[-1] is not type(model):  # what is compiled knows the class
+        if self._class is None or self._class.__bases__[-1] is not type(model):  # compiled code depends on the class
             self._class = autocast_class(type(model), self._device_type, DTYPES[self.label])
         model.__class__ = self._class
 
@@ -46,11 +46,12 @@ class AutocastCandidate(Candidate):
 class Precision(CompanionTechnique):
     """Multiplies matrices in 16-bit numbers: bfloat16 where the hardware has it, else float16 with a loss scaler.
 
-    When it helps: matrix units run 16-bit products two to sixteen times faster and activations take half the
-    memory. When it hurts: processors without 16-bit units emulate them, often at half the speed; losses with a
-    large range need float32, which autocast keeps for them. Parameters stay float32 throughout. Where it is slower, it
-    is tried once more beside another attention kernel: on a Zen 5 CPU a small GPT in bf16 is 0.7 times as fast as in
-    float32 with torch's fused kernel, and 1.5 times with plain products.
+    When it helps: matrix units run 16-bit products two to sixteen times faster, and activations take half the memory.
+    When it hurts: processors without 16-bit units emulate them, often at half the speed. Losses with a large range need
+    float32, which autocast keeps for them. Parameters stay float32 throughout.
+
+    If the technique is slower, it is tried again with another attention kernel. On a Zen 5 CPU a small GPT in bf16 is
+    0.7 times as fast as in float32 with torch's fused kernel. With plain products it is 1.5 times as fast.
     """
 
     name = "precision"
@@ -63,7 +64,7 @@ class Precision(CompanionTechnique):
     companions = ("sdpa_backend",)
 
     def check(self, job: Job) -> None:
-        """A model that is float32 throughout and whose forward is its class's."""
+        """Require a float32 model whose forward is its class's."""
         dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
         if dtypes != {torch.float32}:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -76,7 +77,7 @@ class Precision(CompanionTechnique):
             raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """bf16, or fp16 on a GPU that has no bf16 units (there is an optimizer to scale for, then)."""
+        """Return bf16, or fp16 on a GPU without bf16 units, which needs an optimizer for the loss scaler."""
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.spec.optimizer is None:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
@@ -88,7 +89,7 @@ class Precision(CompanionTechnique):
         return value is True or (isinstance(value, str) and value in DTYPES)
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse fp16 without an optimizer, because a loop of the user's own has no loss scaler."""
+        """Reject fp16 without an optimizer, because the user's own loop has no loss scaler."""
         super().check_value(job, value)
         if value == "fp16" and job.spec.optimizer is None:
             raise ValueError("precision='fp16' needs run.step's loss scaler: give the optimizer to optimize()")

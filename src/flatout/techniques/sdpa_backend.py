@@ -45,11 +45,11 @@ SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 """Kernels of ``scaled_dot_product_attention``, as the functions of ``torch.backends.cuda`` name them."""
 
 TORCHS_ATTENTION = (True, True, True, True, [1, 2, 0, 3, 4])
-"""``attention_kernels()`` where nobody has changed them, in torch 2.14."""
+"""Default value of ``attention_kernels()`` in torch 2.14."""
 
 
 def attention_kernels() -> tuple[bool, bool, bool, bool, list[int]]:
-    """Which of ``SDP_KERNELS`` are enabled, and the order in which they are asked, within half a microsecond."""
+    """Return which of ``SDP_KERNELS`` are enabled, and their order, in half a microsecond."""
     return (
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -61,24 +61,24 @@ def attention_kernels() -> tuple[bool, bool, bool, bool, list[int]]:
 
 @process_flag
 class AttentionKernels:
-    """Which kernels ``scaled_dot_product_attention`` may use, and in which order it asks them on CUDA, as it is now."""
+    """Present choice of kernels for ``scaled_dot_product_attention``, and their order on CUDA."""
 
     def __init__(self) -> None:
         *enabled, self._order = attention_kernels()
         self._enabled = dict(zip(SDP_KERNELS, enabled, strict=True))
 
     def restore(self) -> None:
-        """Put both back."""
+        """Restore choice and order."""
         for name, enabled in self._enabled.items():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
         torch._C._set_sdp_priority_order(self._order)
 
 
 class AttentionCandidate(Candidate):
-    """Has ``scaled_dot_product_attention`` ask one kernel before the others.
+    """Makes ``scaled_dot_product_attention`` prefer one kernel.
 
-    On CUDA that is an order, so that inputs which the kernel cannot serve go where they went before. The CPU has two
-    kernels and knows no order: its fused one is turned off in favour of plain products.
+    On CUDA this changes the order, so inputs that the kernel does not support fall back to the other kernels. The CPU
+    has two kernels without an order, so its fused kernel is turned off in favor of plain products.
     """
 
     def __init__(self, kernel: str, device_type: str) -> None:
@@ -102,7 +102,7 @@ class AttentionCandidate(Candidate):
 
 
 class _Attention(TorchDispatchMode):
-    """Notes which kernels attend, and which others could have served."""
+    """Records which kernels compute attention, and which others support its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Attention(TorchDispatchMode):
         self.others: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.scaled_dot_product_attention.default:  # inference mode chooses no kernel before this
+        if func is torch.ops.aten.scaled_dot_product_attention.default:  # inference mode chooses the kernel only here
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         kernel = _OPERATORS.get(func._schema.name)
@@ -131,13 +131,13 @@ class _Attention(TorchDispatchMode):
 class SdpaBackend(StepTechnique):
     """Tries each kernel that torch has for the model's attention (``scaled_dot_product_attention``).
 
-    torch asks them in a fixed order, flash attention first. When it helps: on Hopper cuDNN's kernel is 1.7 to 2.3
-    times as fast as that for the shapes of training, and slower on Ampere and Blackwell (measured in transformers
-    #48163): which is best has to be measured. When it hurts: another kernel rounds in another order and draws other
-    numbers for dropout, so the loss trajectory is compared. Plain products ("math") hold the scores, quadratic in the
-    length of the sequence: they are tried only where the trial's batches come in one shape.
+    torch tries its kernels in a fixed order, flash attention first. When it helps: on Hopper cuDNN's kernel is 1.7 to
+    2.3 times as fast as flash attention for training shapes. On Ampere and Blackwell it is slower (measured in
+    transformers #48163), so only a measurement can decide. When it hurts: another kernel rounds in another order and
+    draws other numbers for dropout, so the loss trajectory is compared. Plain products ("math") store the scores,
+    quadratic in the length of the sequence. They are tried only if the trial's batches have one shape.
 
-    Before compilation, because a compiled model keeps the kernels that it was compiled with.
+    The technique precedes compilation, because a compiled model keeps its attention kernels.
 
     Source: transformers #48163; pytorch's documentation of ``torch.nn.attention.sdpa_kernel``.
     """
@@ -150,14 +150,16 @@ class SdpaBackend(StepTechnique):
     values = f"one of {', '.join(map(repr, KERNELS))}"
 
     def check(self, job: Job) -> None:
-        """A step that calls fused attention, by the operators that were counted."""
+        """Require a step that calls fused attention, by its counted operators."""
         if isinstance(job.spec.model, torch._dynamo.OptimizedModule) or job.spec.model._compiled_call_impl is not None:
             raise NotApplicable("the model comes compiled already, with the attention kernels that were chosen then")
         if job.work.counts and not any("attention" in name for count in job.work.counts for name in count.by_op):
             raise NotApplicable(UNUSED)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Every kernel that serves and is not the one in use: one forward is watched to know."""
+        """Return the kernels that support the model's attention, except for the one in use. One forward is observed for
+        this.
+        """
         seen = self._watch(job)
         if not seen.used:
             raise NotApplicable(UNUSED)
@@ -173,7 +175,7 @@ class SdpaBackend(StepTechnique):
         return isinstance(value, str) and value in KERNELS
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse a kernel that the device does not have."""
+        """Reject a kernel that the device does not have."""
         super().check_value(job, value)
         kernels = [*KERNELS] if job.spec.device.type == "cuda" else ["flash", "math"]
         if value not in kernels:

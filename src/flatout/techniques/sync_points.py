@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 _VALUES = {"item", "cpu", "to", "tolist", "numpy", "print", "equal", "synchronize"}
-"""What needs a value; the others need the size of a result, which the data decide."""
+"""Operators that need a value. All others need the size of a result, which depends on the data."""
 
 
 class SyncPoints(Advice):
     """Names the lines of model and loss that make Python wait for the GPU, and how often in a step.
 
-    When it helps: while Python waits it queues nothing, and behind the wait the GPU idles until there is work again;
-    reading the loss in every step made Python wait for 40 to 50 ms of it (pytorch/torchtune, pull request 522), and
-    Lightning's progress bar did so even while nobody saw it (Lightning-AI/pytorch-lightning, issue 21232). It also
-    breaks the graph that ``torch.compile`` makes, on a CPU as well. When it hurts: never; it takes a few steps, once.
+    When it helps: while Python waits, it queues nothing, and the GPU then idles until there is work again. Reading the
+    loss in every step made Python wait for 40 to 50 ms per step (pytorch/torchtune, pull request 522). Lightning's
+    progress bar did so even while it was hidden (Lightning-AI/pytorch-lightning, issue 21232). A sync point also breaks
+    the graph of ``torch.compile``, even on a CPU. When it hurts: never. The search takes a few steps, once.
 
-    On a GPU torch's own sync debug mode tells; on a CPU the operators that would wait are watched. The loop around the
-    step is seen by ``flatout profile script.py`` and ``run.profile``, which run it.
+    On a GPU, torch's sync debug mode finds the lines. On a CPU, operators that would wait on a GPU are observed.
+    ``flatout profile script.py`` and ``run.profile`` cover the loop around the step, which they run.
     """
 
     name = "sync_points"
     title = "sync points"
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """Lines of the user's code, most frequent first, and what to do about them."""
+        """Return lines of the user's code, most frequent first, with advice."""
         steps, deadline = 0, time.perf_counter() + seconds
         with watching(job.spec.device.type == "cuda") as seen:
             for batch in job.data.batches:
@@ -43,7 +43,7 @@ class SyncPoints(Advice):
                 steps += 1
                 if time.perf_counter() > deadline:
                     break
-        outside, _ = of_frame(sys._getframe())  # to whom falls what torch does, and what flatout does
+        outside, _ = of_frame(sys._getframe())  # place of calls that torch and flatout make
         syncs = (Sync(*found, count / steps) for found, count in seen.most_common())
         lines = _by_line(sync for sync in syncs if sync.where not in ("", outside))
         if not lines:

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 TENSOR_CORES = (8, 0)
-"""Compute capability from which on tensor cores multiply in TF32 (Ampere)."""
+"""Compute capability from which tensor cores multiply in TF32 (Ampere)."""
 
 
 @process_flag
 class Float32Precision:
-    """How float32 matrix products are computed, as it is now.
+    """Present precision of float32 matrix products.
 
-    torch keeps it twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each backend. Writing
-    the newer one alone makes every reader of the older raise (torch.compile is one: pytorch #166387); writing the
-    older one writes both.
+    torch stores it twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each backend. If only
+    the newer flag is written, readers of the older one raise, for example torch.compile (pytorch #166387). A write to
+    the older one sets both.
 
     Attributes:
-        legacy: "highest", "high" or "medium"; None where only the newer flags tell it.
+        legacy: "highest", "high" or "medium"; None if only the newer flags have it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Float32Precision:
         self._flags = [(module, module.fp32_precision, _own(module, parent)) for module, parent in _products()]
 
     def restore(self) -> None:
-        """Put both back; what has not changed is not written."""
+        """Restore both. A value that has not changed is not written."""
         if self.legacy is not None and _legacy_precision() != self.legacy:
             torch.set_float32_matmul_precision(self.legacy)
         for module, effective, own in self._flags:
@@ -45,18 +45,20 @@ class Float32Precision:
 
 
 def _products() -> list[tuple[Any, Any]]:
-    """What holds the flag of matrix products on CUDA and on the CPU, each with what holds the flag behind it."""
+    """Return the holders of the flags of matrix products on CUDA and on the CPU, each with its parent."""
     backends: Any = torch.backends
     return [(backends.cuda.matmul, backends.cudnn), (backends.mkldnn.matmul, backends.mkldnn)]
 
 
 def _own(module: Any, parent: Any) -> str:
-    """The flag to write for the same precision: "none" where it is the parent's, which reading does not tell apart."""
+    """Return the flag to write for the same precision: "none" if it is the parent's, because reading does not
+    distinguish the two.
+    """
     return "none" if module.fp32_precision == parent.fp32_precision else module.fp32_precision
 
 
 def _legacy_precision() -> str | None:
-    """None where the user has set the newer ``fp32_precision`` flags: torch then refuses to tell."""
+    """Return the older setting; None if the user has set the newer flags, because torch then raises."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -64,7 +66,7 @@ def _legacy_precision() -> str | None:
 
 
 class Tf32Candidate(Candidate):
-    """TF32 for matrix products: in torch's older vocabulary, which is the newer too, where that says "highest"."""
+    """Turns on TF32 for matrix products: by torch's older flag, which also sets the newer one, if it is "highest"."""
 
     label = "tf32"
     value = True
@@ -87,14 +89,14 @@ class Tf32Candidate(Candidate):
 class Tf32(StepTechnique):
     """Lets the GPU's matrix units (tensor cores) multiply float32 matrices, rounded to 10 bits of mantissa.
 
-    When it helps: models that compute in float32 on Ampere and newer; a product of 10240 x 10240 matrices takes 0.016 s
-    on an A100 instead of 0.11 (torch's notes on CUDA semantics; pytorch #63951). When it hurts: what needs float32's
-    last digits (products of orthogonal matrices, long chains); the loss trajectory is compared before it is kept.
-    It comes after mixed precision, which leaves it nothing to do.
+    When it helps: models that compute in float32 on Ampere and newer. A product of 10240 x 10240 matrices takes 0.016 s
+    on an A100 instead of 0.11 (torch's notes on CUDA semantics; pytorch #63951). When it hurts: computations that need
+    float32's last digits, such as products of orthogonal matrices and long chains. The loss trajectory is compared
+    before the technique is kept. It follows mixed precision, which leaves no float32 products.
 
-    torch computes cuDNN's convolutions and RNNs in TF32 by default; where somebody has turned that off, or said in any
-    of torch's flags what precision products are to have, that is a decision and stands. ``techniques={"tf32": True}``
-    and ``precision="tf32"`` overrule it for matrix products.
+    torch computes cuDNN's convolutions and RNNs in TF32 by default. If the user has turned that off, or set the
+    precision of products in any of torch's flags, this choice stays. ``techniques={"tf32": True}`` and
+    ``precision="tf32"`` override it for matrix products.
 
     Source: PyTorch's notes on CUDA semantics, "TensorFloat-32 (TF32) on Ampere (and later) devices".
     """
@@ -106,7 +108,7 @@ class Tf32(StepTechnique):
     optimistic_gain = 8.0
 
     def check(self, job: Job) -> None:
-        """A GPU with such tensor cores, and float32 products for them."""
+        """Require a GPU with TF32 tensor cores, and float32 products."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which has no TF32")
         if torch.cuda.get_device_capability(job.spec.device) < TENSOR_CORES:
@@ -120,14 +122,14 @@ class Tf32(StepTechnique):
             raise NotApplicable("TF32 is on already, and stays on")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The one switch, where nobody has said what precision products are to have."""
+        """Return the one candidate, unless the user has set the precision of products."""
         chosen = _chosen_by_hand()
         if chosen:
             raise NotApplicable(f"{chosen} was set by hand: float32 products keep the precision asked for")
         return [Tf32Candidate()]
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate, whatever precision was set by hand."""
+        """Return the candidate, even if the user has set a precision."""
         return Tf32Candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
@@ -139,7 +141,7 @@ class Tf32(StepTechnique):
 
 
 def _chosen_by_hand() -> str:
-    """The flag about float32 products that is not as torch starts with it; empty when all are."""
+    """Return the first flag about float32 products that differs from torch's default; empty if none does."""
     backends: Any = torch.backends
     at_start = {
         "fp32_precision": (backends.fp32_precision, "none"),

@@ -1,4 +1,4 @@
-"""11: TorchScript, where torch.compile is not to be had."""
+"""11: TorchScript, a fallback without torch.compile."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ if TYPE_CHECKING:
 KINDS = ("script", "trace")
 
 RUNS = 3
-"""Calls of a form before its outputs count: TorchScript watches the first ones and rewrites its graph after them."""
+"""Calls of a form before its outputs are compared. TorchScript profiles the first calls and rewrites its graph after
+them.
+"""
 
 
 class ScriptedCall(RoutedCall):
-    """Calls the scripted or traced module for the kinds of input that it was verified with, others plainly.
+    """Calls the scripted or traced module for verified kinds of input, and the plain module for others.
 
-    The first call of a kind, while ``learning``, scripts the module, or traces it where that fails, and compares the
-    outcome with the plain module's: outputs on the inputs as they come, negated, shuffled and resized, in the present
-    modes and in eval mode, and the gradients of the parameters. The plain call also serves while somebody listens on
-    a hook, and for good once an attribute, parameter or submodule is replaced: a script does not see that.
+    While ``learning``, the first call of a kind scripts the module, or traces it if scripting fails. The outputs and
+    the gradients of the parameters are then compared with the plain module's. The comparison uses the original,
+    negated, shuffled and resized inputs, in the present modes and in eval mode. The plain call is used while hooks are
+    registered. It is used for good after an attribute, parameter or submodule is replaced, because a script does not
+    see that.
 
     Args:
-        module: whose call it is.
-        kinds: what to try, of ``KINDS``, in this order.
+        module: the module whose call is replaced.
+        kinds: forms of ``KINDS`` to try, in this order.
     """
 
     title = "TorchScript"
@@ -70,10 +73,10 @@ class ScriptedCall(RoutedCall):
         return None if way is None else lambda: call_as(self._module, way, *args, **kwargs)
 
     def _learn(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find a form that does what the plain module does.
+        """Find a form that computes the same as the plain module.
 
         Raises:
-            NothingBetter: there is none.
+            NothingBetter: no form does.
         """
         reasons = []
         for name in [self.form] if self.form else self._kinds:
@@ -92,7 +95,7 @@ class ScriptedCall(RoutedCall):
             raise _Refused("the model has hooks, which TorchScript does not call")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated, which the row says
+                warnings.simplefilter("ignore", FutureWarning)  # the deprecation, which the row mentions
                 warnings.simplefilter("ignore", DeprecationWarning)
                 form = FORMS[name](module)
                 for mode in dict.fromkeys((module.training, False)):
@@ -108,7 +111,7 @@ class ScriptedCall(RoutedCall):
         return form
 
     def _compare(self, form: ScriptForm | TraceForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plain and other form side by side, in the module's present modes."""
+        """Compare the plain module and the form, in the module's present modes."""
         module, way = self._module, form.way()
         assert way is not None
         allowed = ALLOWED[compute_dtype(module)]
@@ -128,7 +131,7 @@ class ScriptedCall(RoutedCall):
                 raise _Refused(f"it returns {other.kind}, not {plain.kind}, {where}")
             for what, most in (("outputs", allowed.outputs), ("gradients", allowed.gradients)):
                 by, _ = apart(getattr(plain, what), getattr(other, what))
-                if not by <= most:  # unless its numbers are other draws
+                if not by <= most:  # unless both draw other random numbers
                     redrawn = self._results(module._call_impl, inputs, named)
                     most = max(most, 2 * apart(getattr(plain, what), getattr(redrawn, what))[0])
                 if not by <= most:
@@ -149,7 +152,7 @@ class ScriptedCall(RoutedCall):
 
 
 class _Results(NamedTuple):
-    """What one call gave; ``kind`` is the structure of its output."""
+    """Results of one call, with ``kind`` for the structure of its output."""
 
     kind: str
     outputs: Mapping[str, Tensor]
@@ -157,14 +160,14 @@ class _Results(NamedTuple):
 
 
 class _Refused(Exception):
-    """Why a form cannot stand for the module: one clause for the report."""
+    """Reason why a form cannot replace the module: one clause for the report."""
 
 
 AS_THEY_COME = "as they come"
 
 
 def _altered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Inputs that take a model's other branches: as they come, negated, shuffled and resized."""
+    """Yield inputs that reach other branches of a model: original, negated, shuffled and resized."""
     tensors = tensors_of((args, kwargs))
     samples = next((t.size(0) for t in tensors if t.dim()), 0)
 
@@ -187,7 +190,7 @@ def _altered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
 
 
 class TorchScriptCandidate(CallCandidate):
-    """The model's call as TorchScript; what form it took is known from the first call on."""
+    """Replaces the model's call by TorchScript. The first call decides the form."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str] = KINDS) -> None:
         self._kinds = kinds
@@ -195,36 +198,36 @@ class TorchScriptCandidate(CallCandidate):
 
     @property
     def form(self) -> str:
-        """What the model's call became; empty as long as nothing has called it."""
+        """Form of the model's call; empty before the first call."""
         return self.call.form if isinstance(self.call, ScriptedCall) else ""
 
     @property
     def label(self) -> str:  # type: ignore[override]
-        """What the report calls it: the form, or those that are open."""
+        """Name in the report: the form, or all possible ones."""
         return self.form or " or ".join(self._kinds)
 
     @property
     def value(self) -> str | bool:
-        """What a plan stores: the form, or True where it is open."""
+        """Value in a plan: the form, or True before the first call."""
         return self.form or True
 
 
 class TorchScript(StepTechnique):
     """Runs the model's forward without Python, as TorchScript: scripted, or traced where it cannot be scripted.
 
-    TorchScript is deprecated upstream since torch 2.11 in favour of ``torch.compile`` and ``torch.export``: it is
-    tried where ``torch.compile`` is not to be had (no compiler on the machine, or every trial of it failed), or when
-    ``techniques={"torchscript": True}`` asks for it, which leaves ``torch.compile`` out.
+    TorchScript is deprecated upstream since torch 2.11, in favor of ``torch.compile`` and ``torch.export``. It is tried
+    if ``torch.compile`` is not available: without a compiler on the machine, or after all its trials failed.
+    ``techniques={"torchscript": True}`` forces it and forbids ``torch.compile``.
 
-    When it helps: models of many small operators, where Python between them is what takes the time. When it hurts:
-    large operators gain nothing; a script ignores what Python changes later, and a trace holds one side of every
-    branch. So either is compared with the plain model before it is used (outputs on inputs as they come, negated,
-    shuffled and resized, in train and in eval mode; gradients), a ``TracerWarning`` refuses a trace, and the model
-    runs plain again as soon as one of its attributes, parameters or submodules is replaced, or somebody hooks in.
+    When it helps: models of many small operators, whose time is mostly Python. When it hurts: large operators gain
+    nothing. A script ignores later changes by Python, and a trace holds one side of every branch. So each form is
+    compared with the plain model before use, by outputs and gradients. The inputs are original, negated, shuffled and
+    resized, in train and in eval mode. A ``TracerWarning`` rejects a trace. The model runs plain again after an
+    attribute, parameter or submodule is replaced, or a hook is registered.
 
-    Source: https://docs.pytorch.org/docs/stable/jit.html (the deprecation), pytorch #127283 (since which torch), and
-    https://docs.pytorch.org/docs/stable/generated/torch.jit.trace.html (what tracing loses). No gain is published
-    there for training.
+    Sources: https://docs.pytorch.org/docs/stable/jit.html (the deprecation), pytorch #127283 (its first torch version),
+    and https://docs.pytorch.org/docs/stable/generated/torch.jit.trace.html (the limits of traces). No gain for training
+    is published there.
     """
 
     name = "torchscript"
@@ -240,11 +243,11 @@ class TorchScript(StepTechnique):
     optimistic_gain = 1.5
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """Scripting and tracing small models, and the calls that compare them."""
+        """Return the seconds to script, trace and compare small models."""
         return 2.0
 
     def check(self, job: Job) -> None:
-        """A module whose call is free, in the forms where ``optimize`` knows the calls: ``run.step`` and inference."""
+        """Require a module that is not compiled yet, and ``run.step`` or inference, whose calls ``optimize`` knows."""
         reason = comes_compiled(job.spec.model)
         if reason:
             raise NotApplicable(reason)
@@ -254,7 +257,7 @@ class TorchScript(StepTechnique):
             raise NotApplicable("TorchScript serves run.step alone: give the optimizer to optimize()")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """The one switch, where ``torch.compile`` is not to be had."""
+        """Return the one candidate, if ``torch.compile`` is not available."""
         if not why_no_compiler(job.spec.device) and "compile" not in job.failed:
             raise NotApplicable(
                 "it is deprecated upstream since torch 2.11, and torch.compile is to be had here: "

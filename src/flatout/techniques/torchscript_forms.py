@@ -16,9 +16,9 @@ from flatout.core.instance_class import users_class
 
 
 class TakenOver:
-    """What a script or trace took over from Python for good, as it was when it was taken.
+    """Attributes, parameters and modes of a module at the time when a script or trace fixed them.
 
-    Python's own dictionaries are compared, which sees a value replaced and not one that changes inside.
+    Python's own dictionaries are compared. This detects a replaced value, but no change inside a value.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,16 +37,16 @@ class TakenOver:
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """train (True) or eval (False) of every module."""
+        """Mode of every module: train (True) or eval (False)."""
         return tuple([m.training for m in self._modules])
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody listens, whom only the plain call tells."""
+        """True if hooks are registered, which only the plain call runs."""
         return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
 
     def changed(self) -> str:
-        """What is no longer as it was taken; empty when nothing is."""
+        """Return the first change since the record; empty without a change."""
         for slots, _, ids in self._slots:
             if list(map(id, slots.values())) != ids:
                 return "a parameter, buffer or submodule was replaced"
@@ -59,7 +59,7 @@ class TakenOver:
 def _same(now: Any, then: Any) -> bool:
     try:
         return bool(now == then)
-    except Exception:  # of an array's ==, say, which is only asked where there is another array now
+    except Exception:  # raised by ==, for example of arrays, which is called only if an array was replaced
         return False
 
 
@@ -68,7 +68,7 @@ def _first_changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
 
 
 class ScriptForm:
-    """A scripted module, and its modes kept as those of the module it was made from."""
+    """Scripted module, whose modes follow those of the original module."""
 
     def __init__(self, module: nn.Module) -> None:
         with _as_the_user_wrote_it(module):
@@ -79,10 +79,10 @@ class ScriptForm:
         self._modes = [m.training for m, _ in self._pairs]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A script holds both sides of every branch: there is nothing to prepare."""
+        """Do nothing, because a script holds both sides of every branch."""
 
     def way(self) -> Callable[..., Any]:
-        """What to call in the present modes."""
+        """Return the callable for the present modes."""
         modes = [m.training for m, _ in self._pairs]
         if modes != self._modes:
             for (module, scripted), before in zip(self._pairs, self._modes, strict=True):
@@ -93,7 +93,7 @@ class ScriptForm:
 
 
 class TraceForm:
-    """Traces of a module, one for each combination of modes that it was traced in."""
+    """Traces of a module, one for each traced combination of modes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -104,7 +104,7 @@ class TraceForm:
         """Trace the module in its present modes.
 
         Raises:
-            ValueError: the trace would not hold for other inputs.
+            ValueError: the trace would be wrong for other inputs.
         """
         if args and kwargs:
             raise ValueError("a trace takes positional arguments or keywords, not both")
@@ -112,9 +112,9 @@ class TraceForm:
         with contextlib.ExitStack() as stack:
             said = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            torch.jit.TracerWarning.ignore_lib_warnings()  # of torch's own code, on sizes that it checks
+            torch.jit.TracerWarning.ignore_lib_warnings()  # warnings of torch's own code, about sizes that it checks
             stack.enter_context(_as_the_user_wrote_it(self._module))
-            for device in devices:  # its weights in 16 bits would be constants of the trace
+            for device in devices:  # autocast would make 16-bit weights constants of the trace
                 stack.enter_context(torch.autocast(device, enabled=False))
             traced = torch.jit.trace(
                 self._module, args or None, example_kwarg_inputs=kwargs or None, check_trace=False, strict=False
@@ -126,7 +126,7 @@ class TraceForm:
         self._traces[self._modes()] = traced
 
     def way(self) -> Callable[..., Any] | None:
-        """The trace for the present modes; None where there is none."""
+        """Return the trace for the present modes; None without one."""
         return self._traces.get(self._modes())
 
     def _modes(self) -> tuple[bool, ...]:
@@ -138,7 +138,9 @@ FORMS: Mapping[str, Callable[[nn.Module], ScriptForm | TraceForm]] = {"script": 
 
 @contextlib.contextmanager
 def _as_the_user_wrote_it(module: nn.Module) -> Iterator[None]:
-    """Without what was put into this instance, which TorchScript cannot read; what it writes there goes again."""
+    """Remove flatout's changes from an instance inside the block, because TorchScript cannot read them. Attributes that
+    TorchScript adds are removed afterwards.
+    """
     made, module.__class__ = type(module), users_class(type(module))
     call = vars(module).pop("_compiled_call_impl", None)
     names = [(vars(m), set(vars(m))) for m in module.modules()]

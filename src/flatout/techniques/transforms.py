@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Transforms(Advice):
     """Names the transforms that could run on the device, whole batches at once, with file and line. It moves none.
 
-    When it helps: the conversion of bytes to normalized floats often takes a third of a sample's time, and the floats
-    are four times the bytes to copy. When it hurts: it evaluates a few samples, once, before training.
+    When it helps: the conversion of bytes to normalized floats often takes a third of a sample's time, and floats take
+    four times the bytes to copy. When it hurts: a few samples are evaluated once, before training.
     """
 
     name = "transforms"
@@ -26,7 +26,7 @@ class Transforms(Advice):
     title = "transforms on the device"
 
     def check(self, job: Job) -> None:
-        """Refuse loaders whose samples cannot be evaluated beside the training, or are in memory already."""
+        """Reject loaders whose samples cannot be evaluated beside the training, or are already in memory."""
         if type(job.data.loader) is not DataLoader:
             raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
         if not is_rewindable(job.data.loader):
@@ -35,7 +35,7 @@ class Transforms(Advice):
             raise NotApplicable("the samples are in memory, ready made: no transform runs any more")
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """Return the findings of :func:`flatout.data.movable_transforms`, then what to do."""
+        """Return the findings of :func:`flatout.data.movable_transforms`, followed by advice."""
         assert isinstance(job.data.loader, DataLoader)
         try:
             found = movable_transforms(job.data.loader, seconds=seconds)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
 _SHOWS = 0.1
-"""Share of a core per worker from which workers are felt by a step that computes on the same cores."""
+"""Share of a core per worker from which workers slow down a step on the same cores."""
 
 
 class WorkerSource:
-    """The user's DataLoader with other settings of its worker processes.
+    """User's DataLoader with other settings of its worker processes.
 
-    ``value`` holds all of them, by the names of ``DataLoader``'s arguments, so that a plan makes the same loader.
+    ``value`` holds all settings, by the names of ``DataLoader``'s arguments, so that a plan makes the same loader.
     """
 
     def __init__(self, loader: DataLoader[Any], settings: Mapping[str, Any], reason: str = "") -> None:
@@ -44,11 +44,13 @@ class WorkerSource:
 class Workers(SparingTechnique):
     """Makes batches in other processes while the step runs: as many, and as far ahead, as it turns out to need.
 
-    When it helps: decoding or transforming a batch takes longer than a sliver of the step and there are cores to
-    spare. When it hurts: small samples (sending a batch between processes costs more than making it), cores that
-    the step itself needs, and more workers than cores. A loader with more workers than this process may use cores
-    is tried with fewer even where no step waits; fewer need not be faster then, only not slower. Random augmentation
-    would draw other numbers, so a dataset that is seen to draw any stays where the user has it.
+    When it helps: decoding or transforming a batch takes a considerable part of the step, and cores are free. When it
+    hurts: small samples cost more to send between processes than to make. Workers may also take cores that the step
+    needs, or outnumber the cores.
+
+    A loader with more workers than usable cores is tried with fewer workers, even if no step waits. In this case fewer
+    workers need not be faster, only not slower. A dataset that draws random numbers keeps the user's workers, because
+    other workers would draw other numbers.
     """
 
     name = "workers"
@@ -59,7 +61,9 @@ class Workers(SparingTechnique):
     rationale = "batches are made while the step runs, by as many worker processes as pay"
 
     def check(self, job: Job) -> None:
-        """An exact DataLoader, whose samples other processes make alike, that data in memory has not replaced."""
+        """Require an exact DataLoader that is not replaced by data in memory, and whose samples do not depend on the
+        process.
+        """
         if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
         if type(job.data.loader) is not DataLoader:
@@ -76,19 +80,21 @@ class Workers(SparingTechnique):
             raise NotApplicable(f"{reason}: in other processes it would draw other numbers")
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """All the waiting for batches; workers beyond the cores slow the step down, too."""
+        """Return the waiting time for batches, plus the step's time if there are more workers than cores, which slow
+        the step down.
+        """
         return pace.load_ms + (pace.step_ms if self.spares(job) else 0.0)
 
     def spares(self, job: Job) -> bool:
-        """Fewer of too many workers."""
+        """Return True if there are more workers than cores, because candidates have fewer."""
         return isinstance(job.data.loader, DataLoader) and job.data.loader.num_workers > usable_cores()
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """What ``tune`` takes: some rounds of all workers where batches are slow."""
+        """Return the seconds of ``tune``: some rounds of all workers if batches are slow."""
         return max(SECONDS, 8 * pace.load_ms / 1e3)
 
     def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
-        """What suits the step; fewer where it computes on the cores that workers use; none where the user has some."""
+        """Return the tuned number of workers, fewer if they share the step's cores, and 0 if the user has some."""
         loader = _loader_of(job)
         tuned = tune(loader, pace.step_ms / 1e3)
         numbers = [tuned.workers]
@@ -106,7 +112,7 @@ class Workers(SparingTechnique):
         return others
 
     def found(self, candidate: WorkerSource) -> str:
-        """The sentence of ``tune``."""
+        """Return the sentence of ``tune``."""
         return candidate.reason
 
     def accepts(self, value: Any) -> bool:
@@ -121,7 +127,7 @@ class Workers(SparingTechnique):
         )
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Refuse arguments that ``DataLoader`` refuses."""
+        """Reject arguments that ``DataLoader`` rejects."""
         super().check_value(job, value)
         try:
             self.candidate_of(job, value)
@@ -142,7 +148,7 @@ class Workers(SparingTechnique):
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader's workers are like, its start method aside."""
+    """Return the settings of a loader's workers, without their start method."""
     if loader.num_workers == 0:
         return {"num_workers": 0}
     return {name: getattr(loader, name) for name in _SETTINGS[:3]}
@@ -161,7 +167,7 @@ def _label(settings: Mapping[str, Any]) -> str:
 
 
 def _loader_of(job: Job) -> DataLoader[Any]:
-    """The DataLoader that batches come from by now: the user's, or one over samples in memory."""
+    """Return the DataLoader of the batches: the user's, or one over samples in memory."""
     loader = job.data.source if isinstance(job.data.source, DataLoader) else job.data.loader
     assert isinstance(loader, DataLoader)
     return loader
