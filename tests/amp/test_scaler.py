@@ -9,6 +9,7 @@ import torch
 
 import flatout.amp as fa
 import flatout.optim as fo
+from tests.optim.rules import RULES
 
 BAD = (1, 2, 6)  # steps with an infinity in them
 
@@ -16,8 +17,8 @@ BAD = (1, 2, 6)  # steps with an infinity in them
 def train(scaler_class, optimizer_module, name, form, dtype=torch.float32):
     torch.manual_seed(0)
     p, q = (torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (33, 70_000))
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    optimizer = getattr(optimizer_module, name)([{"params": [p]}, {"params": [q], "lr": 1e-2}], lr=1e-3, **options)
+    groups = [{"params": [p]}, {"params": [q], "lr": 1e-2}]
+    optimizer = getattr(optimizer_module, name)(groups, lr=1e-3, **RULES[name].options)
     scaler = scaler_class("cpu", init_scale=512.0, growth_interval=3)
     scales = []
     for step in range(9):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import flatout.amp as fa
 import flatout.optim as fo
+from tests.optim.rules import IN_TORCH, RULES
 
 INF, NAN = math.inf, math.nan
 REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -163,7 +164,7 @@ def train(step, scaler_class, module, name="AdamW", bad=(1, 4), enabled=True, **
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9})])
+@pytest.mark.parametrize(("name", "options"), [(name, RULES[name].varied) for name in IN_TORCH])
 @pytest.mark.parametrize("module", [torch.optim, fo], ids=["torch_optim", "flatout_optim"])
 @pytest.mark.parametrize("step", [plain, clip_while_scaled, clip_unscaled, penalise, accumulate])
 def test_loops_of_torchs_documentation_give_torchs_result(step, module, name, options, enabled):
@@ -176,7 +177,7 @@ def test_loops_of_torchs_documentation_give_torchs_result(step, module, name, op
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_autocast_with_fused_optimizers_in_both_orders(name, dtype, unscale_first):
     def run(scaler_class, optimizer_class, **options):
         model, batches = model_and_batches()

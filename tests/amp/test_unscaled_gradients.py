@@ -10,13 +10,12 @@ import torch
 import flatout.amp as fa
 import flatout.optim as fo
 from flatout.optim.update import update
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 from tests.training.recovery import harness
 
 SIZES = [(1,), (3,), (0,), (5, 7), (129, 33), (16384,), (16385,)]
 SCALE = 1536.0  # no power of 2: products are rounded
 REAL = [torch.float32, torch.float64, torch.bfloat16]
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
-OPTIONS = {"SGD": {"momentum": 0.9}}
 
 
 def scaled(dtype, seed=0, sizes=SIZES):
@@ -58,7 +57,7 @@ def test_a_plain_step_leaves_torchs_gradients(name, dtype, bad):
         grads[-1][-1] = bad
     params = parameters([g.clone() for g in grads])
     versions = [p.grad._version for p in params]
-    optimizer = getattr(fo, name)(params, lr=0.1, **OPTIONS.get(name, {}))
+    optimizer = getattr(fo, name)(params, lr=0.1, **RULES[name].options)
     scaler = scaler_of()
     scaler.step(optimizer)
     assert bool(scaler.last_step_skipped) == (bad is not None)
@@ -98,7 +97,7 @@ def test_the_lazy_form_leaves_gradients_as_they_are(dtype, clip):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_infinite_max_grad_norm_is_the_plain_step_without_writing(name, dtype):
     plain, lazy = (parameters(scaled(dtype)) for _ in range(2))
-    optimizers = [getattr(fo, name)(ps, **OPTIONS.get(name, {})) for ps in (plain, lazy)]
+    optimizers = [getattr(fo, name)(ps, **RULES[name].options) for ps in (plain, lazy)]
     scaler = scaler_of()
     scaler.step(optimizers[0]), scaler.step(optimizers[1], max_grad_norm=math.inf)
     assert_equal(plain, lazy)
@@ -227,7 +226,7 @@ def test_step_pre_hooks_see_unscaled_gradients(dtype):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, fa.GradScaler], ids=["torch_scaler", "flatout_scaler"])
 def test_torchs_fused_optimizers_leave_the_same(scaler, name, unscale):
     """A scale of the user's own, multiplied with the scaler's, is divided out of gradients as well."""

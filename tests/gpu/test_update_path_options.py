@@ -17,6 +17,7 @@ from flatout.optim import update
 from tests.gpu.trace import traced
 from tests.optim.bounds import away_from_zero
 from tests.optim.cases import BRAIN, CODES, FLOAT, HALF, Case, Run, Step, bits, cases, weight_of
+from tests.optim.rules import NAMES, RULES
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -33,7 +34,6 @@ EVERYTHING: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BRAIN, {"moment_dtype": CODES, "master_weights": "remainder"}),
     (BRAIN, {"moment_dtype": CODES, "stochastic_rounding": True, "seed": 5}),
 ]
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
 storages = pytest.mark.parametrize(
     ("dtype", "additions"), EVERYTHING, ids=lambda v: ",".join(v) if isinstance(v, dict) else str(v)
 )
@@ -75,11 +75,7 @@ def test_a_state_dict_in_the_middle_changes_nothing(case):
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.sanitize), *NAMES[1:]])
 @storages
 def test_every_storage_at_odd_sizes_and_offsets(name, dtype, additions):
-    rule = {"SGD": {"momentum": 0.9, "nesterov": True}, "Lion": {"betas": (0.9, 0.99)}}
-    options = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
-    options |= rule.get(name, {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": True})
-    if name == "SGD":
-        options["dampening"] = 0
+    options = {"lr": 0.1, "weight_decay": 0.1, "maximize": False, **RULES[name].with_state[-1]}
     shapes = [(1,), (0,), (16_385,), (7, 9), (2, 3, 4, 5)]
     layouts = ["contiguous", "offset", "offset", "transposed", "channels_last"]
     tensors = tuple((shape, dtype, layout) for shape, layout in zip(shapes, layouts, strict=True))
@@ -155,8 +151,7 @@ def test_thousands_of_tensors_equal_one(name, count):
     sizes = [1 + (i * 37) % 700 for i in range(count)]
     [whole] = parameters([sum(sizes)])
     pieces = [torch.nn.Parameter(piece.clone()) for piece in whole.detach().split(sizes)]
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    one, many = (getattr(fo, name)(params, lr=1e-2, **options) for params in ([whole], pieces))
+    one, many = (getattr(fo, name)(params, lr=1e-2, **RULES[name].options) for params in ([whole], pieces))
     for step in range(3):
         set_grads([whole], 1 + step)
         for piece, grad in zip(pieces, whole.grad.split(sizes), strict=True):
@@ -320,10 +315,9 @@ def on_a_side_stream(run: Any) -> None:
 def test_replays_equal_eager_steps(name, dtype, additions):
     """Warm-up, capture, replays with a skipped one between, eager steps again, replays again: bit for bit."""
     sizes = [1000, 0, 16_385, 3]
-    options = {"momentum": 0.9, "dampening": 0.3} if name == "SGD" else {}
     lrs = [torch.tensor(0.1, device="cuda") for _ in range(2)]
     (ours, graphed), (theirs, eager) = (
-        (params, getattr(fo, name)(params, lr=lr, **options, **additions))
+        (params, getattr(fo, name)(params, lr=lr, **RULES[name].varied, **additions))
         for params, lr in zip((parameters(sizes, dtype), parameters(sizes, dtype)), lrs, strict=True)
     )
     inv_scale = torch.tensor(0.5, device="cuda")

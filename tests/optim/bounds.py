@@ -99,53 +99,6 @@ def _complaint(actual: Tensor, expected: Near, low: Tensor, high: Tensor, right:
     return f"{what}[{i}] of {right.shape}: {at[0]!r}, want {at[1]!r} ± {at[2]:.2g}: between {at[3]!r} and {at[4]!r}"
 
 
-def adam(
-    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, eps: float, weight_decay: float,
-    amsgrad: bool, decoupled: bool,
-) -> tuple[Near, list[Near]]:  # fmt: skip
-    """Kingma & Ba 2015, algorithm 1; amsgrad after Reddi et al. 2018; decoupled decay after Loshchilov & Hutter 2019.
-
-    ``states``: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. ``step``: of this update, from 1.
-    """
-    beta1, beta2 = betas
-    if decoupled:
-        weight = weight * (1 - lr * weight_decay)
-    else:
-        grad = grad + weight * weight_decay
-    first = states[0] * beta1 + grad * (1 - beta1)
-    second = states[1] * beta2 + grad * grad * (1 - beta2)
-    largest = states[2].maximum(second) if amsgrad else second
-    update = first / (1 - beta1**step) / ((largest / (1 - beta2**step)).sqrt() + eps)
-    return weight - update * lr, [first, second, *([largest] if amsgrad else [])]
-
-
-def sgd(
-    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, momentum: float, dampening: float,
-    nesterov: bool, weight_decay: float,
-) -> tuple[Near, list[Near]]:  # fmt: skip
-    """Sutskever et al. 2013 in torch's form: the buffer is the bare gradient in the first step taken."""
-    direction = grad + weight * weight_decay
-    if not momentum:
-        return weight - direction * lr, []
-    buffer = direction if step == 1 else states[0] * momentum + direction * (1 - dampening)
-    direction = direction + buffer * momentum if nesterov else buffer
-    return weight - direction * lr, [buffer]
-
-
-def lion(
-    weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, weight_decay: float
-) -> tuple[Near, list[Near]]:
-    """Chen et al. 2023, algorithm 2. A direction whose sign float32 cannot know may go either way."""
-    beta1, beta2 = betas
-    direction = states[0] * beta1 + grad * (1 - beta1)
-    unsure = direction.value.abs() <= direction.error
-    # What is exactly zero (no gradient, no momentum) stays: there is nothing that could round to something else.
-    unsure &= (states[0].value != 0) | (grad.value != 0)
-    sign = Near(direction.value.sign(), unsure.double() * 2, weight.dtype)
-    momentum = states[0] * beta2 + grad * (1 - beta2)
-    return weight * (1 - lr * weight_decay) - sign * lr, [momentum]
-
-
 def join(high: Tensor, remainder: Tensor) -> Tensor:
     """The float32 weight behind a bfloat16 parameter and its int16 remainder.
 
@@ -227,13 +180,3 @@ def assert_encoded(codes: Tensor, absmax: Tensor, expected: Near, has_sign: bool
     if not right.all():
         i = int((~right).nonzero()[0])
         raise AssertionError(f"{what}[{i}]: code {found[i]}, want {first[i]} to {last[i]}")
-
-
-RULES = {"AdamW": adam, "Adam": adam, "SGD": sgd, "Lion": lion}
-STATES = {
-    "AdamW": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-    "Adam": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-    "SGD": ["momentum_buffer"],
-    "Lion": ["exp_avg"],
-}
-"""Keys of the moments in ``optimizer.state[p]``, as in torch."""

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import flatout.optim as fo
 from flatout.optim import update
-from tests.optim import bounds
 from tests.optim.bounds import (
     UNIT,
     Near,
@@ -28,12 +27,14 @@ from tests.optim.bounds import (
     decoded,
     join,
 )
+from tests.optim.rules import NAMES, RULES
 
 CODES = torch.uint8
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4, 5), (0, 4), (130, 129)]
 LAYOUTS = ["contiguous", "transposed", "channels_last", "strided", "offset"]
-BETAS = [(0.9, 0.999), (0.0, 0.0), (0.5, 0.75)]
+NUMBERS = {"betas": [(0.9, 0.999), (0.0, 0.0), (0.5, 0.75)], "eps": [1e-8, 1e-3]}
+"""Values of options that are drawn for every rule which has these options."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,14 @@ class Case:
 
 @st.composite
 def options_of(draw: Any, name: str) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    variant = draw(st.sampled_from(list(RULES[name].variants.values())))
+    return {
         "lr": draw(st.sampled_from([1e-3, 0.1])),
         "weight_decay": draw(st.sampled_from([0, 0.1])),
+        "maximize": draw(st.booleans()),
+        **variant,
+        **{key: draw(st.sampled_from(NUMBERS[key])) for key in variant if key in NUMBERS},
     }
-    options["maximize"] = draw(st.booleans())
-    if name == "SGD":
-        options["momentum"] = draw(st.sampled_from([0, 0.9]))
-        if options["momentum"]:
-            options["nesterov"] = draw(st.booleans())
-            options["dampening"] = 0 if options["nesterov"] else draw(st.sampled_from([0, 0.3]))
-    else:
-        options["betas"] = draw(st.sampled_from(BETAS))
-    if name in ("Adam", "AdamW"):
-        options["amsgrad"], options["eps"] = draw(st.booleans()), draw(st.sampled_from([1e-8, 1e-3]))
-    return options
 
 
 @st.composite
@@ -132,7 +126,7 @@ def steps_of(draw: Any, count: int, half: bool) -> Step:
 
 @st.composite
 def cases(draw: Any, skips: bool = True) -> Case:
-    name = draw(st.sampled_from(["AdamW", "Adam", "SGD", "Lion"]))
+    name = draw(st.sampled_from(NAMES))
     dtypes = draw(
         st.sampled_from([[FLOAT], [HALF], [BRAIN], [BRAIN], [DOUBLE], [FLOAT, BRAIN], [FLOAT, DOUBLE, HALF, BRAIN]])
     )
@@ -207,11 +201,6 @@ def weight_of(optimizer: Any, p: torch.nn.Parameter) -> torch.Tensor:
 
 
 def moments_of(case: Case, optimizer: Any, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    keys = bounds.STATES[case.name]
-    if case.name == "SGD" and not case.options.get("momentum"):
-        keys = []
-    if case.name in ("Adam", "AdamW") and not case.options["amsgrad"]:
-        keys = keys[:2]
     state = optimizer.state.get(p, {})
 
     in_8_bits = case.moment_dtype(p) == CODES
@@ -223,7 +212,7 @@ def moments_of(case: Case, optimizer: Any, p: torch.nn.Parameter) -> dict[str, t
             return decoded(copied(state[key]), copied(state[f"{key}_absmax"]), not key.endswith("_sq"))
         return copied(state[key])
 
-    return {key: moment(key) for key in keys}
+    return {key: moment(key) for key in RULES[case.name].states(case.options)}
 
 
 @dataclass
@@ -279,16 +268,11 @@ def check(
         factor = Near(inverse * coefficient, inverse * coefficient * 4 * UNIT[precision], compute)
         grad = Near(copied(p.grad).double() * (-1 if case.options["maximize"] else 1), 0, compute) * factor
         options = {key: value for key, value in case.options.items() if key != "maximize"}
-        if case.name == "SGD":
-            options = {"momentum": 0, "dampening": 0, "nesterov": False} | options
-        if case.name in ("Adam", "AdamW"):
-            options["decoupled"] = case.name == "AdamW"
         # The numbers that codes stand for are known to two units in the last place.
         unsure = 2.0**-22 if case.moment_dtype(p) == CODES else 0.0
         start = [Near(value.double(), value.double().abs() * unsure, compute) for value in was.moments.values()]
-        weight, moments = bounds.RULES[case.name](
-            Near(was.weight.double(), 0, compute), grad, start, was.taken + 1, **options
-        )
+        began = Near(was.weight.double(), 0, compute)
+        weight, moments = RULES[case.name].reference(began, grad, start, was.taken + 1, **options)
         check_stored(case, optimizer, p, was, weight, dict(zip(was.moments, moments, strict=True)), f"tensor {i}")
 
 

@@ -21,6 +21,7 @@ import flatout.optim as fo
 from flatout.optim import update
 from tests.helpers import bits
 from tests.optim.harness import only_native
+from tests.optim.rules import RULES
 
 F32, BF16 = torch.float32, torch.bfloat16
 WORLD = 4
@@ -32,12 +33,6 @@ PLACEMENTS = {
 }
 SHAPES = [(5, 7), (3, 2), (1, 4), (64, 3), (8, 8)]
 """On four ranks: uneven parts, one and three ranks with nothing, and even ones."""
-BASIC = {
-    "AdamW": {"amsgrad": True},
-    "Adam": {"weight_decay": 0.1},
-    "SGD": {"momentum": 0.9, "dampening": 0.3},
-    "Lion": {"weight_decay": 0.1},
-}
 ADDITIONS = [
     (F32, {}),
     (F32, {"moment_dtype": BF16, "low_precision_copy": BF16, "ema_decay": 0.9}),
@@ -130,7 +125,7 @@ def assert_twins(ours, theirs, place):
 
 def steps_are_those_of_plain_tensors(name, place):
     for dtype, additions in ADDITIONS:
-        theirs, ours, plain, spread_out = twins(name, place, dtype, **BASIC[name], **additions)
+        theirs, ours, plain, spread_out = twins(name, place, dtype, **RULES[name].varied, **additions)
         with only_native():
             for step in range(3):
                 set_grads(plain, spread_out, place, step)
@@ -143,7 +138,7 @@ def steps_are_those_of_plain_tensors(name, place):
 
 
 def states_are_torchs(name, place):
-    options = BASIC[name]
+    options = RULES[name].varied
     plain = parameters(F32)
     ours, theirs = distributed(plain, place), distributed(plain, place)
     optimizer, reference = getattr(fo, name)(ours, **options), getattr(torch.optim, name)(theirs, **options)
@@ -168,9 +163,9 @@ def states_are_torchs(name, place):
 def fused_and_back(name, place):
     plain = parameters(F32)
     ours = distributed(plain, place)
-    optimizer = getattr(torch.optim, name)(ours, **BASIC[name])
+    optimizer = getattr(torch.optim, name)(ours, **RULES[name].varied)
     assert fo.why_not_fusable(optimizer) is None
-    reference = getattr(fo, name)(plain, **BASIC[name])
+    reference = getattr(fo, name)(plain, **RULES[name].varied)
     for step in range(4):
         set_grads(plain, ours, place, step)
         if step == 1:

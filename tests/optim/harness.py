@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flatout.optim as fo
 from flatout.optim.native_step import NativeStep
 
 
@@ -58,8 +56,3 @@ class Calls(TorchDispatchMode):
         """Return the numbers of all buckets both made and freed inside the block."""
         freed = [args[0] for name, args, _ in self.calls if name == "free_bucket"]
         return [bucket for bucket in freed if bucket in self.made()]
-
-
-def torch_class(name: str) -> Any:
-    """Return the reference class for an optimizer of this name: torch's class, or flatout's own loop for Lion."""
-    return fo.Lion._torch_class if name == "Lion" else getattr(torch.optim, name)

@@ -11,16 +11,14 @@ import torch
 import flatout.optim as fo
 from tests.optim.bounds import away_from_zero, join
 from tests.optim.helpers import assert_same, parameters, set_grads, state_of
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
-MOMENTS = {"AdamW": ["exp_avg", "exp_avg_sq"], "Adam": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
-MOMENTS["Lion"] = ["exp_avg"]
+MOMENTS = {name: rule.states(rule.options) for name, rule in RULES.items()}
 
 
 def make(name, params, **options):
-    basic = {"lr": 1e-3, **({"momentum": 0.9} if name == "SGD" else {})}
-    return getattr(fo, name)(params, **{**basic, **options})
+    return getattr(fo, name)(params, **{"lr": 1e-3, **RULES[name].options, **options})
 
 
 def in_single_precision(params):
@@ -83,9 +81,8 @@ def test_small_updates_are_not_lost():
 def test_moments_of_another_dtype(name, dtype, moments):
     params = parameters(dtype)
     wide = [torch.nn.Parameter(p.detach().double()) for p in params]
-    basic = {"lr": 1e-2, **({"momentum": 0.9} if name == "SGD" else {})}
     optimizer = make(name, params, moment_dtype=moments, lr=1e-2)
-    exact = (fo.Lion if name == "Lion" else getattr(torch.optim, name))(wide, **basic)
+    exact = RULES[name].torch_class(wide, lr=1e-2, **RULES[name].options)
     set_grads(params, 0)
     for p, q in zip(wide, params, strict=True):
         p.grad = q.grad.double()
@@ -132,7 +129,7 @@ def test_groups_may_differ():
 
 
 def test_without_additions_groups_are_torchs():
-    for name in ("AdamW", "Adam", "SGD"):
+    for name in IN_TORCH:
         p = torch.nn.Parameter(torch.ones(1))
         ours = getattr(fo, name)([p], stochastic_rounding=False, seed=0, ema_decay=None)
         theirs = getattr(torch.optim, name)([p])
@@ -167,8 +164,8 @@ def test_invalid_options_of_an_added_group_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [q], **options})
     assert len(optimizer.param_groups) == 1
-    theirs = None if name == "Lion" else getattr(torch.optim, name)([p])
-    if theirs is not None:
+    if name in IN_TORCH:
+        theirs = getattr(torch.optim, name)([p])
         with pytest.raises(ValueError, match=message):
             fo.fuse(theirs, **options)
         assert type(theirs) is getattr(torch.optim, name)

@@ -11,16 +11,12 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from tests.optim.harness import Calls, only_native, torch_class
+from tests.optim.harness import Calls, only_native
 from tests.optim.helpers import assert_same, parameters, saved_state, set_grads
+from tests.optim.rules import NAMES, RULES
 
 SHAPES = [(3,), (5, 7), (0,), (8, 8)]
-ALL = {
-    "AdamW": {"amsgrad": True},
-    "Adam": {"weight_decay": 0.1},
-    "SGD": {"momentum": 0.9, "dampening": 0.3},
-    "Lion": {"lr": 1e-2, "weight_decay": 0.1},
-}
+OPTIONS = {name: {"lr": 1e-2, **rule.varied} for name, rule in RULES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -138,11 +134,11 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_change_between_steps(name, change):
     def run(cls, **options):
         params = parameters(torch.float32, SHAPES)
-        optimizer = cls(list(params), **options, **ALL[name])
+        optimizer = cls(list(params), **options, **OPTIONS[name])
         for step in range(5):
             set_grads(params, step)
             change(optimizer, params, step)
@@ -152,7 +148,7 @@ def test_a_change_between_steps(name, change):
             optimizer.step()
         return optimizer, params
 
-    reference, theirs = run(torch_class(name), foreach=False)
+    reference, theirs = run(RULES[name].torch_class, foreach=False)
     optimizer, ours = run(getattr(fo, name))
     assert_same(theirs, ours, torch.float32)
     assert [p in reference.state for p in theirs] == [p in optimizer.state for p in ours]
@@ -166,11 +162,11 @@ def test_a_change_between_steps(name, change):
         assert_same(reference.state[p].values(), kept.values(), torch.float32)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_may_move_between_groups(name):
     def run(cls):
         params = parameters(torch.float32, SHAPES)
-        optimizer = cls([{"params": params[:3]}, {"params": params[3:], "lr": 0.5}], **ALL[name])
+        optimizer = cls([{"params": params[:3]}, {"params": params[3:], "lr": 0.5}], **OPTIONS[name])
         first, second = optimizer.param_groups
         for step in range(4):
             set_grads(params, step)
@@ -180,7 +176,7 @@ def test_parameters_may_move_between_groups(name):
             optimizer.step()
         return params
 
-    assert_same(run(torch_class(name)), run(getattr(fo, name)), torch.float32)
+    assert_same(run(RULES[name].torch_class), run(getattr(fo, name)), torch.float32)
 
 
 def test_a_parameter_may_get_another_dtype_in_the_same_memory():
@@ -316,10 +312,10 @@ def test_masters_of_views_follow_a_write_before_a_step_without_a_gradient():
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_copies_go_on_by_themselves(name, clone):
     params = parameters(torch.float32, SHAPES)
-    optimizer = getattr(fo, name)(params, **ALL[name])
+    optimizer = getattr(fo, name)(params, **OPTIONS[name])
     set_grads(params, 0)
     optimizer.step()
     before = [p.detach().clone() for p in params]

@@ -13,9 +13,9 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 from tests.optim import dtensor_checks as checks
 from tests.optim import dtensor_gradients as gradients
+from tests.optim.rules import IN_TORCH, NAMES
 
 PLACES = list(checks.PLACEMENTS)
-NAMES = list(checks.BASIC)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_steps_are_those_of_plain_tensors(ranks, name, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_states_are_torchs(ranks, name, place):
     ranks(checks.states_are_torchs, name, place)
 

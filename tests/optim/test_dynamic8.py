@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 import flatout.optim as fo
 from flatout.core.snapshot import Snapshot
 from flatout.optim import dynamic8
+from flatout.optim.options import EXTRA_STATE
 from tests.optim.bounds import SMALLEST_SCALE, decoded, dynamic_map, in_memory_order, nearest_code
 from tests.optim.cases import BRAIN, CODES, DOUBLE, FLOAT, HALF, Case, Run, Step
 from tests.optim.harness import Calls
 from tests.optim.helpers import set_grads
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
 MOMENTS = {True: "exp_avg", False: "exp_avg_sq"}
 """By whether there is a sign."""
 signs = pytest.mark.parametrize("has_sign", [True, False], ids=["signed", "unsigned"])
 
 
 def make(name, params, **options):
-    basic = {"lr": 1e-2, **({"momentum": 0.9} if name == "SGD" else {})}
-    return getattr(fo, name)(params, **{**basic, "moment_dtype": torch.uint8, **options})
+    return getattr(fo, name)(params, **{"lr": 1e-2, **RULES[name].options, "moment_dtype": torch.uint8, **options})
 
 
 def parameters(*shapes, dtype=FLOAT, seed=0):
@@ -42,7 +42,7 @@ def stepped(optimizer, params, steps):
 
 
 def moments_of(optimizer, p):
-    return {key: value for key, value in optimizer.state[p].items() if "exp_avg" in key or "momentum" in key}
+    return {key: value for key, value in optimizer.state[p].items() if key not in ("step", *EXTRA_STATE)}
 
 
 def same(a, b):
@@ -192,14 +192,8 @@ COMPOSITIONS = [
 def test_a_step_is_the_reference_rounded_to_codes(name, composition):
     """Sizes around a block, a stage and a chunk, odd layouts, a skipped step, a clip, and all options of an update."""
     dtype, additions = COMPOSITIONS[composition]
-    variant = (composition + NAMES.index(name)) % 2
-    options = {"lr": 0.01, "weight_decay": 0.1, "maximize": bool(variant)}
-    if name == "SGD":
-        options |= {"momentum": 0.9, "nesterov": bool(variant), "dampening": 0 if variant else 0.3}
-    else:
-        options["betas"] = (0.9, 0.99)
-    if name in ("AdamW", "Adam"):
-        options |= {"amsgrad": bool(variant), "eps": 1e-8}
+    variants, turn = RULES[name].with_state, composition + NAMES.index(name)
+    options = {"lr": 0.01, "weight_decay": 0.1, "maximize": bool(turn % 2)} | variants[turn % len(variants)]
     tensors = (
         ((16_384 + 257,), dtype, "offset"),
         ((4096,), dtype, "contiguous"),
@@ -380,10 +374,10 @@ def test_codes_round_trip_to_the_bit(name, clone):
         stepped(one, params, [7]), stepped(two, others, [7])
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_a_float_state_is_encoded_when_it_is_loaded(name):
     theirs, ours, mine = (parameters((70, 80), (12,)) for _ in range(3))
-    basic = {"lr": 1e-2, **({"momentum": 0.9} if name == "SGD" else {})}
+    basic = {"lr": 1e-2, **RULES[name].options}
     for source in (getattr(torch.optim, name)(theirs, **basic), getattr(fo, name)(mine, **basic)):
         sources = source.param_groups[0]["params"]
         stepped(source, sources, range(2))

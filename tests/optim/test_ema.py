@@ -12,8 +12,7 @@ import flatout.optim as fo
 from flatout.core.snapshot import Snapshot
 from tests.optim.bounds import join
 from tests.optim.helpers import parameters, set_grads
-
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
+from tests.optim.rules import NAMES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -12,9 +12,10 @@ import torch
 import flatout.optim as fo
 from tests.optim.harness import Calls
 from tests.optim.helpers import assert_same, parameters, set_grads
+from tests.optim.rules import IN_TORCH, RULES
 from tests.reasons import fusing
 
-ALL = [("AdamW", {}), ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9, "dampening": 0.1})]
+VARIED = [(name, RULES[name].varied) for name in IN_TORCH]
 
 
 def make(name, options):
@@ -23,7 +24,7 @@ def make(name, options):
 
 
 @pytest.mark.parametrize("scheduler", ["before", "after", "none"])
-@pytest.mark.parametrize(("name", "options"), ALL, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "options"), VARIED, ids=lambda v: v if isinstance(v, str) else "")
 def test_fuse_and_unfuse_in_the_middle_of_a_run(name, options, scheduler):
     def run(convert):
         optimizer, params = make(name, options)
@@ -103,7 +104,7 @@ def test_why_not():
     patched = torch.optim.SGD(params)
     patched.step = lambda: None
     cases = [
-        ("no-native-form", torch.optim.Adagrad(params)),
+        ("no-native-form", torch.optim.LBFGS(params)),
         ("no-native-form", Mine(params)),
         ("is-native", fo.SGD(params)),
         ("step-is-wrapped", patched),

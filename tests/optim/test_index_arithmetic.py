@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 import flatout.optim  # noqa: F401  (loads the operators)
 from tests.chunks import CHUNK, at_offset, sizes
+from tests.optim.rules import VARIANTS
 
-RULES = {
-    "adam": (2, [0.9, 0.99, 1e-8, 1.0]),
-    "amsgrad": (3, [0.9, 0.99, 1e-8, 0.0]),
-    "sgd": (0, [0.0, 0.0, 0.0]),
-    "momentum": (1, [0.9, 0.3, 0.0]),
-    "lion": (1, [0.9, 0.99]),
-}
 # The weight's dtype, then those of gradient, states, average and 16-bit companion (None: there is none).
 f64, f32, f16, bf16, i16 = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int16
 u8 = torch.uint8
@@ -41,8 +35,9 @@ STORAGES = [
 ]
 
 
-def streams(rule, storage, sizes, offsets):
+def streams(variant, storage, sizes, offsets):
     """weights, grads, states, absmaxes, steps, averages, lows, ids: the tensor lists of ``step_``."""
+    rule, options = VARIANTS[variant]
     weight, grad, state, average, low = storage
     generator = torch.Generator().manual_seed(0)
 
@@ -53,7 +48,7 @@ def streams(rule, storage, sizes, offsets):
         return [at_offset(make(n).to(dtype), offsets[i]) for n in sizes]
 
     weights, grads = stream(weight, 0), stream(grad, 1)
-    states = [t for k in range(RULES[rule][0]) for t in stream(state, 2 + k)]
+    states = [t for k in range(len(rule.states(options))) for t in stream(state, 2 + k)]
     steps = [torch.full((), float(i)) for i in range(len(sizes))]
     absmaxes = []
     if state == u8:
@@ -67,7 +62,7 @@ def streams(rule, storage, sizes, offsets):
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=sizes,
-    rule=st.sampled_from(list(RULES)),
+    variant=st.sampled_from(list(VARIANTS)),
     storage=st.sampled_from(STORAGES),
     offsets=st.lists(st.integers(0, 9), min_size=7, max_size=7),
     together=st.booleans(),
@@ -77,19 +72,19 @@ def streams(rule, storage, sizes, offsets):
     threads=st.sampled_from([32, 128, 512]),
 )
 def test_blocks_and_threads_do_what_the_cpu_loop_does(
-    sizes, rule, storage, offsets, together, stochastic, unscale, skipped, threads
+    sizes, variant, storage, offsets, together, stochastic, unscale, skipped, threads
 ):
     if together:
         offsets = offsets[:1] * 7
-    lists = streams(rule, storage, sizes, offsets)
+    lists = streams(variant, storage, sizes, offsets)
     copies, before = ([[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists] for _ in "ab")
     seed = 3 if stochastic and bf16 in storage else None
-    name = {"amsgrad": "adam", "momentum": "sgd"}.get(rule, rule)
-    options = dict(lr=0.1, weight_decay=0.1, maximize=rule == "amsgrad", ema_decay=0.9, seed=seed)
+    rule, chosen = VARIANTS[variant]
+    options = dict(lr=0.1, weight_decay=0.1, maximize=variant == "adam, amsgrad", ema_decay=0.9, seed=seed)
     options |= dict(grad_factor=torch.tensor(0.7), found_inf=torch.tensor(float(skipped)), unscale_grads=unscale)
-    launches = torch.ops.flatout_testing.step_(name, *lists, RULES[rule][1], **options, threads=threads)
+    launches = torch.ops.flatout_testing.step_(rule.operator, *lists, rule.numbers(chosen), **options, threads=threads)
     assert launches == -(-len(sizes) // 3)
-    torch.ops.flatout.step_(name, *copies, RULES[rule][1], **options, lr_tensor=None)
+    torch.ops.flatout.step_(rule.operator, *copies, rule.numbers(chosen), **options, lr_tensor=None)
     for played, expected in zip(lists[:7], copies[:7], strict=True):
         for a, b in zip(played, expected, strict=True):
             # The CPU's loops may fuse multiplications and additions that the played code does not.
@@ -118,7 +113,7 @@ def test_blocks_and_threads_do_what_the_cpu_loop_does(
 def test_codes_are_played_exactly(storage, offset):
     """Halves and eighths: with or without fused multiply-adds every number is rounded once, to the same bits."""
     lists = streams(
-        "momentum", storage, [CHUNK + 300, 70, 0, 256, 255, 4097], [offset, 3 * offset, 5 * offset] + [0] * 4
+        "sgd, momentum", storage, [CHUNK + 300, 70, 0, 256, 255, 4097], [offset, 3 * offset, 5 * offset] + [0] * 4
     )
     copies = [[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists]
     numbers = dict(lr=0.125, weight_decay=0.0, maximize=False, ema_decay=0.5, seed=4 if storage[0] == bf16 else None)
@@ -134,7 +129,7 @@ def test_codes_are_played_exactly(storage, offset):
 def test_remainders_are_played_exactly():
     """The weight is the parameter and its remainder together: compared as float32, which the test above cannot."""
     for offsets in ([0] * 7, [1] * 7, [0, 1, 2, 3, 4, 5, 6]):
-        lists = streams("momentum", (bf16, bf16, f32, None, i16), [CHUNK + 13, 70, 0], offsets)
+        lists = streams("sgd, momentum", (bf16, bf16, f32, None, i16), [CHUNK + 13, 70, 0], offsets)
         copies = [[t.clone() if isinstance(t, torch.Tensor) else t for t in ts] for ts in lists]
         options = dict(lr=0.1, weight_decay=0.1, maximize=False, ema_decay=0.0, seed=None)
         torch.ops.flatout_testing.step_("sgd", *lists, [0.9, 0.0, 0.0], **options, threads=64)
@@ -185,6 +180,6 @@ def test_two_16_bit_types_are_refused(where):
     message = "grads" if where == "grads" else "float16.*bfloat16"
     with pytest.raises(RuntimeError, match=message):
         torch.ops.flatout.step_(
-            "adam", *lists, RULES["adam"][1], lr=0.1, lr_tensor=None, weight_decay=0.0, maximize=False,
+            "adam", *lists, [0.9, 0.99, 1e-8, 1.0], lr=0.1, lr_tensor=None, weight_decay=0.0, maximize=False,
             ema_decay=0.0, seed=None, grad_factor=None, found_inf=None,
         )  # fmt: skip

@@ -7,15 +7,11 @@ import torch
 
 import flatout.optim as fo
 from flatout.optim.bucket import overlaps_itself
-from tests.optim.harness import only_native, torch_class
+from tests.optim.harness import only_native
 from tests.optim.helpers import assert_same, parameters, set_grads
+from tests.optim.rules import NAMES, RULES
 
-ALL = {
-    "AdamW": {"lr": 0.1, "amsgrad": True},
-    "Adam": {"lr": 0.1, "weight_decay": 0.1},
-    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-    "Lion": {"lr": 0.1},
-}
+OPTIONS = {name: {"lr": 0.1, "weight_decay": 0.1, **rule.with_state[-1]} for name, rule in RULES.items()}
 
 
 @pytest.fixture
@@ -129,12 +125,12 @@ def gradient(p, step, scale=1.0):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("native")
 def test_equals_torchs_loop(name, kind):
     theirs, ours = kind(), kind()
-    reference = torch_class(name)(theirs, foreach=False, **ALL[name])
-    optimizer = getattr(fo, name)(ours, **ALL[name])
+    reference = RULES[name].torch_class(theirs, foreach=False, **OPTIONS[name])
+    optimizer = getattr(fo, name)(ours, **OPTIONS[name])
     for step in range(4):
         for p, q in zip(theirs, ours, strict=True):
             p.grad, q.grad = gradient(p, step), gradient(q, step, 4.0)
@@ -167,10 +163,10 @@ def test_a_parameter_twice_in_a_group_is_stepped_twice():
     assert optimizer.state[q]["step"] == 6
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_parameter_that_overlaps_itself_is_refused(name):
     params = [parameter(flat(3)), torch.ones(1).expand(4).requires_grad_()]
-    optimizer = getattr(fo, name)(params, **ALL[name])
+    optimizer = getattr(fo, name)(params, **OPTIONS[name])
     before = params[0].detach().clone()
     for p in params:
         p.grad = torch.ones(p.shape)

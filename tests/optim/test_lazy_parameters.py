@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import flatout.optim as fo
+from tests.optim.rules import IN_TORCH, NAMES
 
 
 def lazy_model():
@@ -17,7 +18,7 @@ def lazy_model():
     return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_fuse_leaves_them_alone_until_they_are_initialized(name):
     model = lazy_model()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
@@ -29,7 +30,7 @@ def test_fuse_leaves_them_alone_until_they_are_initialized(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"moment_dtype": torch.uint8}, {"ema_decay": 0.5}], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
+@pytest.mark.parametrize("name", NAMES)
 def test_they_train_once_they_are_initialized(name, options):
     lazy, eager = lazy_model(), lazy_model()
     batch = torch.ones(2, 5)

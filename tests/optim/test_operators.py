@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flatout.optim  # noqa: F401  (loads the operators)
+from tests.optim.rules import VARIANTS
 
 ops = torch.ops.flatout
 NUMBERS = dict(lr=0.1, lr_tensor=None, weight_decay=0.1, maximize=False, ema_decay=0.9, seed=None)
@@ -21,14 +22,14 @@ def steps():
     return [torch.zeros(()) for _ in SHAPES]
 
 
-def step_arguments(rule, dtype):
-    states, options = {"adam": (3, [0.9, 0.99, 1e-8, 1.0]), "sgd": (1, [0.9, 0.1, 0.0]), "lion": (1, [0.9, 0.99])}[rule]
+def step_arguments(variant, dtype):
+    rule, options = VARIANTS[variant]
     masters = dtype == torch.bfloat16
     wide = torch.float32 if masters else dtype
     lists = [
         tensors(wide),
         tensors(dtype),
-        [t for _ in range(states) for t in tensors(wide)],
+        [t for _ in rule.states(options) for t in tensors(wide)],
         [],
         steps(),
         tensors(wide),
@@ -36,13 +37,13 @@ def step_arguments(rule, dtype):
         [],
     ]
     scalars = dict(grad_factor=torch.tensor(0.5), found_inf=torch.tensor(0.0))
-    return (rule, *lists, options), NUMBERS | scalars
+    return (rule.operator, *lists, rule.numbers(options)), NUMBERS | scalars
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_", "adam", "sgd", "lion"])
+@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_", *VARIANTS])
 def test_opcheck(name, dtype):
-    if name in ("adam", "sgd", "lion"):
+    if name in VARIANTS:
         args, kwargs = step_arguments(name, dtype)
         operator = ops.step_.default
     else:

@@ -1,10 +1,10 @@
 """torch's own table of optimizer inputs (``common_optimizers.optim_db``), against torch's for-loop implementation.
 
-Of each class in it that flatout has (AdamW, Adam, SGD) every generator runs, the ones for GPUs included: they differ
-in ``capturable``, which torch refuses on a CPU and flatout takes anywhere, and in rates and betas that are tensors.
-Its ``differentiable`` variants must be refused. Not applicable: the scheduler inputs (they build schedulers, not
-optimizers) and ``metadata_for_sparse`` (learning rates for a convergence test). Lion, which torch does not have,
-stands against the paper's rule in float64.
+Of each class in the table that flatout has, every generator runs. Those for GPUs run too: their inputs differ in
+``capturable``, which torch refuses on a CPU and flatout takes anywhere, and in rates and betas that are tensors.
+The ``differentiable`` variants of the table must be refused. Not applicable: the scheduler inputs (they build
+schedulers, not optimizers) and ``metadata_for_sparse`` (learning rates for a convergence test). Lion, which torch does
+not have, stands against the paper's rule in float64.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import importlib.util
 import sys
 import warnings
+from inspect import signature
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -20,11 +21,10 @@ import pytest
 import torch
 
 import flatout.optim as fo
-from tests.optim import bounds
 from tests.optim.bounds import Near, assert_rounded_once
 from tests.optim.helpers import parameters, set_grads
+from tests.optim.rules import IN_TORCH, RULES
 
-CLASSES = ("AdamW", "Adam", "SGD")
 LOW = [torch.float16, torch.bfloat16]
 
 
@@ -48,13 +48,13 @@ def load_table() -> Any:
 
 
 TABLE = load_table()
-INFO = {info.name: info for info in TABLE.optim_db if info.name in CLASSES}
+INFO = {info.name: info for info in TABLE.optim_db if info.name in IN_TORCH}
 
 
 def inputs(dtype: torch.dtype | None = None) -> list[Any]:
     """(class name, keyword arguments) of every generator, for every device it knows, each once."""
     found = {}
-    for name in CLASSES:
+    for name in IN_TORCH:
         for device in ("cpu", "mps", "cuda"):
             for entry in INFO[name].optim_inputs_func(device, dtype):
                 found.setdefault((name, repr(entry.kwargs)), (name, entry.kwargs, entry.desc))
@@ -65,7 +65,7 @@ def flagged() -> list[Any]:
     """Every input without flags, and with each one of those that contradict each other."""
     return [
         pytest.param(name, {**entry.kwargs, **flags}, id="-".join((name, entry.desc, *flags)))
-        for name in CLASSES
+        for name in IN_TORCH
         for entry in INFO[name].optim_inputs_func("cpu")
         for flags in ({}, *({flag: True} for flag in INFO[name].supported_impls))
     ]
@@ -106,7 +106,7 @@ def assert_same_after(steps: int, name: str, kwargs: dict[str, Any], dtype: torc
 
 
 def test_the_table_has_what_is_expected_of_it():
-    assert set(INFO) == set(CLASSES)
+    assert set(INFO) == set(IN_TORCH)
     assert len(inputs()) >= 30, "5 and 5 + 1 inputs of Adam and AdamW, twice, and 9 of SGD"
     assert {"foreach", "fused", "differentiable"} <= {flag for case in flagged() for flag in case.values[1]}
 
@@ -165,31 +165,27 @@ def test_one_step_is_rounded_once(name, kwargs, warm, dtype):
     for i, (p, q) in enumerate(zip(ours, exact, strict=True)):
         began = states[i] if states else [torch.zeros_like(start[i])] * 3
         weight, grad, *near_states = (Near(t) for t in (start[i], sign * p.grad.double(), *began))
-        bound, bound_states = bounds.RULES[name](weight, grad, near_states, 1 + warm, **options)
+        bound, bound_states = RULES[name].reference(weight, grad, near_states, 1 + warm, **options)
         # The value is torch's, the bound around it ours.
         assert_rounded_once(p.detach(), Near(q.detach(), bound.error), f"parameter {i}")
         torch.testing.assert_close(bound.value, q.detach(), rtol=1e-12, atol=1e-12)
-        for key, moment in zip(bounds.STATES[name], bound_states, strict=False):
+        for key, moment in zip(RULES[name].states(options), bound_states, strict=True):
             assert_rounded_once(optimizer.state[p][key], Near(twin.state[q][key], moment.error), f"{key} {i}")
             assert optimizer.state[p][key].dtype == dtype, "torch's dtype for them"
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, name: str) -> list[list[torch.Tensor]]:
-    return [[s[key] for key in bounds.STATES[name] if s.get(key) is not None] for s in optimizer.state.values()]
+    keys = RULES[name].states(optimizer.param_groups[0])
+    return [[s[key] for key in keys if s.get(key) is not None] for s in optimizer.state.values()]
 
 
 def rule_options(group: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the options of a param group that the float64 rule needs, as numbers."""
     number = lambda x: x.item() if isinstance(x, torch.Tensor) else x  # noqa: E731
-    keys = {
-        "SGD": ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
-        "Lion": ("lr", "betas", "weight_decay"),
-    }.get(name, ("lr", "betas", "eps", "weight_decay", "amsgrad"))
+    keys = signature(RULES[name].reference).parameters.keys() & group.keys()
     options = {key: number(group[key]) for key in keys}
     if "betas" in options:
         options["betas"] = tuple(map(number, options["betas"]))
-    if "eps" in options:
-        options["decoupled"] = name == "AdamW"
     return options
 
 
@@ -209,7 +205,7 @@ def test_one_float32_step_is_within_one_unit_in_the_last_place(name):
         assert (units <= 1)[q.abs() >= 10 * 1e-3].all()
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_complex_parameters_equal_torchs_loop(name):
     if not INFO[name].supports_complex:
         pytest.fail(f"torch's {name} took complex parameters when this was written")
@@ -229,7 +225,7 @@ def test_complex_parameters_equal_torchs_loop(name):
 
 def errors() -> list[Any]:
     found = {}
-    for name in CLASSES:
+    for name in IN_TORCH:
         for device in ("cpu", "cuda"):
             # The inputs for CUDA allocate one tensor there; what they are about is flags, so it may lie elsewhere.
             with patch.object(torch, "empty", lambda *size, device, dtype: torch.zeros(*size, dtype=dtype)):
@@ -292,7 +288,7 @@ def test_lion_equals_the_paper(kwargs, dtype):
             momentum = optimizer.state[p].get("exp_avg", torch.zeros_like(p)) if p in optimizer.state else p * 0
             tensors = (p.detach().double(), p.grad.double() * sign, momentum.detach().double())
             weight, grad, state = (Near(t, 0, compute) for t in tensors)
-            expected.append(bounds.lion(weight, grad, [state], 1, **rule_options(group, "Lion")))
+            expected.append(RULES["Lion"].reference(weight, grad, [state], 1, **rule_options(group, "Lion")))
         optimizer.step()
         for i, (p, (weight, [momentum])) in enumerate(zip(ours, expected, strict=True)):
             assert_rounded_once(p.detach(), weight, f"parameter {i} at step {step}")

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import flatout.optim as fo
+from flatout.optim.native_step import NativeStep
 from tests.optim.harness import only_native
 from tests.optim.helpers import parameters, set_grads
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 
-ALL = [("AdamW", {"amsgrad": True}), ("Adam", {}), ("SGD", {"momentum": 0.9, "dampening": 0.2})]
+VARIED = [(name, RULES[name].varied) for name in IN_TORCH]
 
 
 def same_state_dict(a, b):
@@ -26,8 +28,13 @@ def same_state_dict(a, b):
             assert getattr(value, "dtype", None) == getattr(other, "dtype", None)
 
 
+def test_the_table_of_rules_has_every_optimizer():
+    exported = (value for value in vars(fo).values() if isinstance(value, type) and issubclass(value, NativeStep))
+    assert {cls.__name__: cls._torch_class for cls in exported} == {k: rule.torch_class for k, rule in RULES.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "options"), ALL, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "options"), VARIED, ids=lambda v: v if isinstance(v, str) else "")
 def test_state_dict_round_trips_bit_exactly_both_ways(name, options, dtype):
     theirs, mine = (getattr(m, name)(parameters(dtype), **options) for m in (torch.optim, fo))
     for source, target in ((theirs, mine), (mine, theirs)):
@@ -40,7 +47,7 @@ def test_state_dict_round_trips_bit_exactly_both_ways(name, options, dtype):
         target.step()  # and it goes on from there
 
 
-@pytest.mark.parametrize(("name", "options"), ALL, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "options"), VARIED, ids=lambda v: v if isinstance(v, str) else "")
 def test_pickle_and_deepcopy_keep_class_and_state(name, options):
     optimizer = getattr(fo, name)(parameters(torch.float32), **options)
     set_grads(optimizer.param_groups[0]["params"], 0)
@@ -149,7 +156,12 @@ def test_differentiable_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("AdamW", "betas"), ("Adam", "eps"), ("Lion", "weight_decay"), ("SGD", "momentum"), ("SGD", "dampening")],
+    [
+        (name, option)
+        for name in NAMES
+        for option, value in getattr(fo, name)([torch.ones(1)]).defaults.items()
+        if option != "lr" and type(value) in (int, float, tuple)
+    ],
 )
 def test_numbers_that_only_the_device_knows_are_torchs(name, option):
     p = torch.nn.Parameter(torch.ones(3))

@@ -7,8 +7,8 @@ import torch
 
 import flatout.optim as fo
 from flatout.optim import update
-from tests.optim.harness import torch_class
 from tests.optim.helpers import assert_same, parameters, set_grads, state_of, step_both, twins
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ADAM = [
@@ -81,11 +81,10 @@ def test_update_without_need_looks_at_nothing():
         torch.testing.assert_close(p.detach(), b - 0.25)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_skipped_step_changes_nothing(name, bad):
-    options = {"momentum": 0.9} if name == "SGD" else {"amsgrad": True}
-    _, optimizer, _, ours = twins(name, torch.float32, **options)
+    _, optimizer, _, ours = twins(name, torch.float32, **RULES[name].varied)
     set_grads(ours, 0), optimizer.step()
     before = [p.detach().clone() for p in ours]
     state = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
@@ -168,12 +167,13 @@ def test_half_precision_step_is_rounded_once():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_infinite_weight_affects_the_same_values_as_in_torch(name, decay):
     """Without decay it has no say in the gradient: 0 x inf would make the moments NaN."""
     theirs, ours = (torch.nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf"), 2.0] * 20)) for _ in range(2))
-    options = {"lr": 0.5, "weight_decay": decay, **({"momentum": 0.9} if name == "SGD" else {})}
-    reference, optimizer = torch_class(name)([theirs], **options, foreach=False), getattr(fo, name)([ours], **options)
+    options = {"lr": 0.5, "weight_decay": decay, **RULES[name].options}
+    reference = RULES[name].torch_class([theirs], **options, foreach=False)
+    optimizer = getattr(fo, name)([ours], **options)
     for step in range(3):
         theirs.grad, ours.grad = (torch.full_like(theirs, 1.0 + step) for _ in range(2))
         reference.step(), optimizer.step()

@@ -10,6 +10,7 @@ import torch
 
 import flatout.optim as fo
 from tests.optim.helpers import parameters, saved_state, set_grads
+from tests.optim.rules import IN_TORCH, NAMES, RULES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ADDITIONS = [
@@ -19,13 +20,11 @@ ADDITIONS = [
     {"moment_dtype": F32, "stochastic_rounding": True, "seed": 3},
     {"ema_decay": 0.9, "low_precision_copy": BF16},
 ]
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
 
 
 def make(name, dtypes=(BF16, F32), module=fo, **options):
     params = [p for dtype in dtypes for p in parameters(dtype, [(5,), (6, 3), (0,)])]
-    basic = {"lr": 1e-2, **({"momentum": 0.9, "dampening": 0.2} if name == "SGD" else {})}
-    return getattr(module, name)(params, **basic, **options), params
+    return getattr(module, name)(params, lr=1e-2, **RULES[name].varied, **options), params
 
 
 def stepped(optimizer, params, step):
@@ -70,20 +69,20 @@ def test_additions_round_trip_to_the_bit_and_go_on(name, additions):
 
 
 @pytest.mark.parametrize("additions", ADDITIONS, ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_torchs_class_takes_what_it_knows(name, additions):
     (one, theirs), (two, ours) = make(name, **additions), make(name, module=torch.optim)
     for step in range(2):
         stepped(one, theirs, step)
     two.load_state_dict(one.state_dict())
     for p, q in zip(theirs, ours, strict=True):
-        for key in {"exp_avg", "exp_avg_sq", "momentum_buffer"} & one.state[p].keys():
+        for key in RULES[name].states(RULES[name].varied):
             assert torch.equal(two.state[q][key], one.state[p][key].to(q.dtype))
     stepped(two, ours, 3)
 
 
 @pytest.mark.parametrize("additions", ADDITIONS, ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", IN_TORCH)
 def test_from_torch_into_additions(name, additions):
     """The loading optimizer keeps its options. State that torch lacks starts as at a first step."""
     (one, theirs), (two, ours) = make(name, module=torch.optim), make(name, **additions)
@@ -94,7 +93,7 @@ def test_from_torch_into_additions(name, additions):
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     assert additions.items() <= two.param_groups[0].items()
     for p, q, r in zip(theirs, ours, own, strict=True):
-        for key in {"exp_avg", "exp_avg_sq", "momentum_buffer"} & one.state[p].keys():
+        for key in RULES[name].states(RULES[name].varied):
             dtype = fresh.state[r][key].dtype
             assert torch.equal(two.state[q][key], one.state[p][key].to(dtype))
             assert two.state[q][key].dtype == dtype

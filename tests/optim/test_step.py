@@ -6,21 +6,10 @@ import pytest
 import torch
 
 import flatout.optim  # noqa: F401  (loads the operators)
-from tests.optim import bounds
 from tests.optim.bounds import Near, assert_rounded_once, away_from_zero, join
+from tests.optim.rules import VARIANTS
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-# Per case: the operator's rule, the rule in float64, states per weight, the operator's options, and those in words.
-ADAM = dict(betas=(0.9, 0.99), eps=1e-8)
-RULES = {
-    "adamw": ("adam", "AdamW", 2, [0.9, 0.99, 1e-8, 1.0], dict(**ADAM, amsgrad=False, decoupled=True)),
-    "adam, amsgrad": ("adam", "Adam", 3, [0.9, 0.99, 1e-8, 0.0], dict(**ADAM, amsgrad=True, decoupled=False)),
-    "sgd": ("sgd", "SGD", 0, [0.0, 0.0, 0.0], dict(momentum=0.0, dampening=0.0, nesterov=False)),
-    "sgd, momentum": ("sgd", "SGD", 1, [0.9, 0.0, 0.0], dict(momentum=0.9, dampening=0.0, nesterov=False)),
-    "sgd, dampening": ("sgd", "SGD", 1, [0.9, 0.3, 0.0], dict(momentum=0.9, dampening=0.3, nesterov=False)),
-    "sgd, nesterov": ("sgd", "SGD", 1, [0.9, 0.0, 1.0], dict(momentum=0.9, dampening=0.0, nesterov=True)),
-    "lion": ("lion", "Lion", 1, [0.9, 0.99], dict(betas=(0.9, 0.99))),
-}
 # weights, gradients, states, 16-bit companions
 STORAGES = [
     (F64, F64, F64, None),
@@ -60,30 +49,31 @@ def make(weight, grad, state, low, n_states, seed=0):
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda s: "-".join(str(d).removeprefix("torch.") for d in s))
-@pytest.mark.parametrize("rule", RULES)
-def test_a_native_step_is_float64s_rounded_once(rule, storage):
-    operator, name, n_states, options, words = RULES[rule]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_native_step_is_float64s_rounded_once(variant, storage):
+    rule, options = VARIANTS[variant]
     compute = F64 if storage[0] == F64 else F32
     remainder = storage[3] == torch.int16
-    weights, grads, states, steps, averages, lows = lists = make(*storage, n_states)
+    weights, grads, states, steps, averages, lows = lists = make(*storage, len(rule.states(options)))
     starts = [[t.clone() for t in tensors] for tensors in lists]
     torch.ops.flatout.step_(
-        operator, *lists[:3], [], *lists[3:], [], options, lr=0.01, weight_decay=0.1, maximize=True, ema_decay=0.9,
-        lr_tensor=None, seed=None, grad_factor=torch.tensor(0.5), found_inf=None,
+        rule.operator, *lists[:3], [], *lists[3:], [], rule.numbers(options),
+        lr=0.01, lr_tensor=None, weight_decay=0.1, maximize=True, ema_decay=0.9, seed=None,
+        grad_factor=torch.tensor(0.5), found_inf=None,
     )  # fmt: skip
     n = len(SHAPES)
     for i in range(n):
         weight, grad, average = (tensors[i] for tensors in (starts[0], starts[1], starts[4]))
         if remainder:
             weight = join(weight, starts[5][i])
-        new, moments = bounds.RULES[name](
+        new, moments = rule.reference(
             Near(weight.double(), 0, compute),
             Near(grad.double() * -0.5, 0, compute),
             [Near(state.double(), 0, compute) for state in starts[2][i::n]],
             4,
             lr=0.01,
             weight_decay=0.1,
-            **words,
+            **options,
         )
         now = join(weights[i], lows[i]) if remainder else weights[i]
         assert_rounded_once(now, new, f"weight {i}")

@@ -9,12 +9,11 @@ import torch
 
 import flatout.optim as fo
 from tests.optim.helpers import assert_same, parameters, set_grads, twins
-
-NAMES = ["AdamW", "Adam", "SGD", "Lion"]
+from tests.optim.rules import NAMES, RULES
 
 
 def make(name, params, **options):
-    return getattr(fo, name)(params, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}), **options)
+    return getattr(fo, name)(params, lr=0.1, **RULES[name].options, **options)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

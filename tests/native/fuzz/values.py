@@ -13,10 +13,12 @@ from torch import Tensor
 
 from flatout.native import _host
 from tests.native.fuzz.signatures import Signature
+from tests.optim.rules import RULES
 
 INTS = (0, 1, -1, 2, 3, 5, -2, 7, 64, 255, 256, 1 << 31, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63), 1 << 64)
 FLOATS = (0.0, 1.0, 2.0, 0.5, 0.9, 1e-3, -1.0, 1e300, 1e-300, math.inf, -math.inf, math.nan)
-STRINGS = ("adam", "sgd", "lion", "forward", "", "\0", "é" * 300)
+NAMES = (*dict.fromkeys(rule.operator for rule in RULES.values()), "forward")
+STRINGS = (*NAMES, "", "\0", "é" * 300)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATING, torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (4,), (257,), (0,), (3, 5), (2, 3, 4, 5), (1, 0, 2), (40_000,))
@@ -259,7 +261,7 @@ BY_TYPE: dict[str, Callable[[Values], Any]] = {
     "List[float]": lambda v: [v.floating() for _ in range(v.rng.choice((v.numbers, v.numbers, v.numbers, 3)))],
     "Sequence[float]": lambda v: [v.floating() for _ in range(v.rng.choice((0, 5, 6, 7)))],
     "bool": lambda v: v.chance(0.5),
-    "str": lambda v: v.rng.choice(STRINGS if v.chance(0.2) else STRINGS[:4]),
+    "str": lambda v: v.rng.choice(STRINGS if v.chance(0.2) else NAMES),
     "ScalarType": lambda v: v.rng.choice(DTYPES),
     "Device": lambda v: v.rng.choice(("cpu", "meta")),
     "Any": Values.anything,
