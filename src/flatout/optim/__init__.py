@@ -1,4 +1,16 @@
-"""Optimizers that move the least memory an update can: subclasses of torch's, and one-call updates."""
+"""Optimizers that move the least memory an update can: subclasses of torch's, and one-call updates.
+
+Files to write for another optimizer rule:
+
+1. ``csrc/optim/rules.h``: the rule, its config, and lines in ``RuleName``, ``rule_named`` and ``with_config``.
+2. ``csrc/library.cpp``: states and options of the rule, in the comment of ``step_``.
+3. A module here: a subclass of ``NativeStep`` and of torch's class, as in ``sgd.py``. Its ``_streams`` and ``_options``
+   have the order of ``rules.h``.
+4. This file: import and ``__all__``. Add a class that torch has to ``_NATIVE`` in ``fuse.py``, too.
+5. ``tests/optim/rules.py``: the rule in float64, and its row of the table that all tests of optimizers read.
+
+In 8 bits the first of ``_streams`` has a sign. The others have none, and their names end in ``_sq``.
+"""
 
 from flatout import native  # noqa: F401  (loads the operators)
 from flatout.core.deprecated import old_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatout.optim.native_step import NativeStep
 
@@ -20,9 +21,9 @@ class _NativeAdam(NativeStep):
     def _counts(self, group: dict[str, Any]) -> bool:
         return True
 
-    def _options(self, group: dict[str, Any]) -> list[float]:
+    def _options(self, group: dict[str, Any]) -> list[float | Tensor]:
         beta1, beta2 = group["betas"]
-        return [float(beta1), float(beta2), float(group["eps"]), float(group["decoupled_weight_decay"])]
+        return [beta1, beta2, group["eps"], group["decoupled_weight_decay"]]
 
 
 class Adam(_NativeAdam, torch.optim.Adam):

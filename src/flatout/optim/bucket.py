@@ -31,7 +31,7 @@ class Kind:
     """What the parameters of a bucket have in common."""
 
     rule: str
-    """"adam", "sgd" or "lion"."""
+    """Name of the rule in csrc/optim/rules.h."""
     group: int
     """Position of the param group."""
     streams: tuple[str, ...]

@@ -20,11 +20,8 @@ from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
-_FLATOUT_CLASS: dict[type, type[NativeStep]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-    torch.optim.SGD: SGD,
-}
+_NATIVE: dict[type, type[NativeStep]] = {native._torch_class: native for native in (AdamW, Adam, SGD)}
+"""Classes of ``torch.optim`` that :func:`fuse` converts, with the native class of each."""
 
 
 def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
@@ -32,8 +29,9 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if isinstance(optimizer, NativeStep):
         return f"{name} is native already."
-    if type(optimizer) not in _FLATOUT_CLASS:
-        return f"{name} has no native form (AdamW, Adam and SGD of torch.optim have, subclasses have not)."
+    if type(optimizer) not in _NATIVE:
+        *others, last = (cls.__name__ for cls in _NATIVE)
+        return f"{name} has no native form ({', '.join(others)} and {last} of torch.optim have, subclasses have not)."
     if is_patched(optimizer):
         return "optimizer.step was replaced on the instance, and not by an LR scheduler."
     for i, group in enumerate(optimizer.param_groups):
@@ -51,7 +49,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
-    """Gives a ``torch.optim.AdamW``, ``Adam`` or ``SGD`` its native step, in place and at any time.
+    """Give an optimizer of ``torch.optim`` its native step, in place and at any time.
 
     The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) stay what they are;
     only its class changes, to the subclass of the same name in ``flatout.optim``. :func:`unfuse` undoes it.
@@ -80,7 +78,7 @@ def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
         target.update(additions)
     if not isinstance(optimizer, NativeStep):
         before_fuse[optimizer] = optimizer.__dict__.get("step")
-        _become(optimizer, _FLATOUT_CLASS[type(optimizer)])
+        _become(optimizer, _NATIVE[type(optimizer)])
     return optimizer
 
 

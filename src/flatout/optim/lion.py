@@ -108,6 +108,5 @@ class Lion(NativeStep, _TorchLion):
     def _counts(self, group: dict[str, Any]) -> bool:
         return False
 
-    def _options(self, group: dict[str, Any]) -> list[float]:
-        beta1, beta2 = group["betas"]
-        return [float(beta1), float(beta2)]
+    def _options(self, group: dict[str, Any]) -> list[float | Tensor]:
+        return list(group["betas"])

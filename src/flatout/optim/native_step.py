@@ -88,8 +88,11 @@ class NativeStep(torch.optim.Optimizer):
         """Whether the rule needs step counts."""
         raise NotImplementedError
 
-    def _options(self, group: dict[str, Any]) -> list[float]:
-        """The rule's own numbers, in the operator's order."""
+    def _options(self, group: dict[str, Any]) -> list[float | Tensor]:
+        """Return the numbers of the rule as ``group`` has them, in the operator's order.
+
+        A number may be a tensor on a device. This method does not read the tensor, so that no step waits for a device.
+        """
         raise NotImplementedError
 
     # Groups and the step
@@ -186,7 +189,8 @@ class NativeStep(torch.optim.Optimizer):
         # All memory is there now, but for the tables of CUDA launches, which are small, and made once.
         for i, bucket in enumerate(ready):
             try:
-                bucket.step(self._options(self.param_groups[bucket.kind.group]), **scalars[i])
+                numbers = map(float, self._options(self.param_groups[bucket.kind.group]))
+                bucket.step(list(numbers), **scalars[i])
             except RuntimeError as error:
                 if i and ran_out_of_memory(error):
                     raise PartialUpdateError(self) from error
@@ -210,13 +214,18 @@ class NativeStep(torch.optim.Optimizer):
         """The buckets with something to do, their gradients set; None: torch's own step is to do it."""
         if self.__dict__.get("_swapped"):
             raise RuntimeError("step() inside optimizer.ema.swap(): the parameters hold their averages")
-        if any(map(_only_the_device_knows, self.param_groups)):
+        if any(map(self._only_the_device_knows, self.param_groups)):
             return None
         if "_plan" not in self.__dict__:
             self._plan = BucketPlan()
         # State made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)
+
+    def _only_the_device_knows(self, group: dict[str, Any]) -> bool:
+        """Return True if a number that the kernels take from the host lies on a device."""
+        numbers = (group["weight_decay"], *self._options(group))
+        return any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
 
     def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:
         """What parameters of ``dtype`` in a group have in common, those with moments in 8 bits or the others."""
@@ -381,12 +390,6 @@ class NativeStep(torch.optim.Optimizer):
             del entries[p]
         super().__setstate__(state)
         entries.update(extras)
-
-
-def _only_the_device_knows(group: dict[str, Any]) -> bool:
-    """Numbers that the kernels take from the host lie on a device: reading them would wait for it."""
-    numbers = (*map(group.get, ("weight_decay", "eps", "momentum", "dampening")), *group.get("betas", ()))
-    return any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:

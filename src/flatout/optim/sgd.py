@@ -32,8 +32,8 @@ class SGD(NativeStep, torch.optim.SGD):
     def _counts(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"] != 0 and group["dampening"] != 0)
 
-    def _options(self, group: dict[str, Any]) -> list[float]:
-        return [float(group["momentum"]), float(group["dampening"]), float(group["nesterov"])]
+    def _options(self, group: dict[str, Any]) -> list[float | Tensor]:
+        return [group["momentum"], group["dampening"], group["nesterov"]]
 
     def _published(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         result = super()._published(group, state)
