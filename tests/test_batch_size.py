@@ -181,9 +181,14 @@ def test_the_report_shows_the_scaled_rate_and_warns_of_large_batches():
     smaller = reasons(row_of(optimize(loader_of(pairs(4096), batch_size=64), batch_size=512)))
     assert smaller == large - {"large-batch-warning"}
     assert "lr-kept" in reasons(row_of(optimize(loader_of(), batch_size=16, lr_rule="none")))
+
+
+@pytest.mark.parametrize(("name", "is_needed"), [("Adam", True), ("RMSprop", True), ("Adagrad", False)])
+def test_the_report_names_the_square_root_rule_where_a_paper_derives_it(name, is_needed):
     model = net()
-    adam = torch.optim.Adam(model.parameters())
-    assert "adam-needs-sqrt-rule" in reasons(row_of(optimize(loader_of(), model, adam, batch_size=16)))
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    found = reasons(row_of(optimize(loader_of(), model, optimizer, batch_size=16)))
+    assert ("adam-needs-sqrt-rule" in found) == is_needed
 
 
 def test_a_plan_has_the_batch_size_and_refuses_another(tmp_path):

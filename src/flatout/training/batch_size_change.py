@@ -25,7 +25,18 @@ loss, with the linear rule and the warm-up.
 """
 
 
-ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+ADAPTIVE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+)
+"""Optimizers whose learning rate scales with the square root of the batch size.
+
+Malladi et al. (2022, arXiv:2205.10287) derive this rule for Adam and RMSprop, but not for Adagrad and Adadelta.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class BatchSizeChange:
             how = f"warmed up over {self.warmup:,} updates" if self.warmup else "at once"
             told.append(f"learning rate {changed} ({self.rule} rule), {how}")
         if self.rule == "linear" and isinstance(optimizer, ADAPTIVE):
-            told.append("Adam's rule is the square root (Malladi et al., 2022): lr_rule='sqrt'")
+            told.append("Adam and RMSprop scale with the square root (Malladi et al., 2022): lr_rule='sqrt'")
         if after > before and after >= GENERALISES_BELOW:
             told.append(
                 f"models may generalise worse with {GENERALISES_BELOW:,} samples and more (Keskar et al., 2017): "
