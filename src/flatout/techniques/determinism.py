@@ -49,10 +49,12 @@ class DeterministicCandidate(Candidate):
 class Determinism(PricedRule):
     """Makes two runs equal bit for bit: algorithms that repeat their results, and a seed for every random number.
 
-    With a ``seed``, random augmentation gets a seed for each sample, so it is the same for any number of workers. When
-    it helps: debugging and bitwise comparison of runs. When it hurts: deterministic kernels can be slower, by the
-    factor in the row. Operators without one raise. Source: PyTorch's notes on reproducibility (docs.pytorch.org,
-    "Reproducibility").
+    With a ``seed``, random augmentation gets a seed for each sample, so it is the same for any number of workers.
+
+    When it helps: debugging and bitwise comparison of runs. When it hurts: deterministic kernels can be slower, by the
+    factor in the row. Operators without a deterministic kernel raise.
+
+    Source: PyTorch's notes on reproducibility (docs.pytorch.org, "Reproducibility").
     """
 
     name = "determinism"
