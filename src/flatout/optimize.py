@@ -175,8 +175,9 @@ def assemble(session: Session, outcome: Outcome) -> Run:
 
 
 def _notes(session: Session) -> tuple[str, ...]:
-    """Return notes for the report: what was tuned, unless it is the training of ``run.step``, and what the figures
-    leave out.
+    """Return notes for the report.
+
+    The notes name the tuned loop, unless it is the training of ``run.step``, and costs outside of the figures.
     """
     spec, size = session.job.spec, size_of(session.job)
     notes = [session.apart] if session.apart else []
@@ -196,8 +197,9 @@ def _notes(session: Session) -> tuple[str, ...]:
 
 
 def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the checklist by number, followed by rows without a number. Techniques that are not built yet are
-    included.
+    """Return the checklist by number, followed by rows without a number.
+
+    Techniques that are not built yet are included.
     """
     planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
     return tuple(sorted([*rows, *planned], key=lambda row: row.number or 1000))

@@ -93,8 +93,9 @@ class Resumable:
         self._adopt(checkpoint.read(path), f"{path} is")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the training, made of tensors, numbers, strings and containers. Tensors are the
-        live ones.
+        """Return the whole state of the training, made of tensors, numbers, strings and containers.
+
+        Tensors are the live ones.
 
         The state holds the model, the loss module, the optimizer with its averages, the loss scaler and the scheduler.
         It also holds pending gradients, the loader's position and generators, the global generators of torch, NumPy and

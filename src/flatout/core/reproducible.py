@@ -16,8 +16,10 @@ from flatout.core.random_state import RandomState
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_CONFIGS = (":4096:8", ":16:8")
-"""Workspace settings that make cuBLAS results repeatable. The first is faster and takes 24 MiB (cuBLAS documentation,
-"Results reproducibility")."""
+"""Workspace settings that make cuBLAS results repeatable. The first is faster and takes 24 MiB.
+
+Source: cuBLAS documentation, "Results reproducibility".
+"""
 
 
 _Flags = tuple[bool, bool, bool, bool, bool]

@@ -41,8 +41,10 @@ larger parts of batches that are faster (``Tuner._decide_memory``).
 """
 
 Scope = Literal["update", "epoch", "once"]
-"""Earliest moment at which a running training can switch a candidate: between two updates, between two epochs, or
-never. It is for decisions during training, which are not built yet.
+"""Earliest moment at which a running training can switch a candidate.
+
+The moment is between two updates, between two epochs, or never. Decisions during training, which are not built yet,
+will use it.
 """
 
 

@@ -42,8 +42,9 @@ class Signature(NamedTuple):
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """Return the signature of a call. Gradient mode is part of the signature; ``inference_mode`` and ``no_grad`` count
-    as one.
+    """Return the signature of a call.
+
+    Gradient mode is part of the signature; ``inference_mode`` and ``no_grad`` count as one.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

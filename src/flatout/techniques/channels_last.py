@@ -58,10 +58,10 @@ class ChannelsLastCandidate(Candidate):
 class ChannelsLast(StepTechnique):
     """Stores images with all channels of a pixel side by side, the order that convolutions run best in.
 
-    When it helps: convolutional nets, most of all in 16 bits on tensor cores. CPUs also profit if their convolution
-    libraries need no reordering. When it hurts: operators without a channels_last kernel convert back and forth. A
-    ``view`` of an activation may fail with the new strides, which a trial detects. Expected: PyTorch's tutorial on
-    memory formats, for nets on a V100 under mixed precision.
+    When it helps: convolutional nets, most of all in 16 bits on tensor cores. CPUs also profit if the format saves
+    their convolution libraries a reordering. When it hurts: operators without a channels_last kernel convert back and
+    forth. A ``view`` of an activation may fail with the new strides, which a trial detects. Expected: PyTorch's
+    tutorial on memory formats, for nets on a V100 under mixed precision.
     """
 
     name = "channels_last"

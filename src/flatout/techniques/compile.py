@@ -297,8 +297,9 @@ class Compile(StepTechnique):
             raise NotApplicable(reason)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the default mode, and CUDA graphs if possible. ``max-autotune`` takes minutes, so it requires a
-        request.
+        """Return the default mode, and CUDA graphs if possible.
+
+        ``max-autotune`` takes minutes, so it requires a request.
         """
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
         return [_switch(job, mode) for mode in modes]
@@ -332,8 +333,9 @@ def _switch(job: Job, mode: str) -> Candidate:
 
 
 def _compiles_loss(job: Job) -> bool:
-    """Return whether model and loss can be compiled as one call: its batches fit one signature, and no wrapper listens
-    to the model.
+    """Return whether model and loss can be compiled as one call.
+
+    The batches must have one signature, and no wrapper may listen to the model.
     """
     if (
         job.spec.optimizer is None

@@ -109,7 +109,7 @@ class CudnnBenchmark(StepTechnique):
     flag.
 
     A flag that the user has set stays on without observation. No trial can measure it, because its search is over
-    before trials begin. If batches vary, the row recommends to turn it off.
+    before trials begin. If batches vary, the row recommends turning it off.
 
     Source: pytorch's Performance Tuning Guide, "Enable cuDNN auto-tuner"; pytorch #2759, #45372.
     """

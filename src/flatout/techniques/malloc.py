@@ -63,8 +63,9 @@ class _Statistics(ctypes.Structure):
 
 
 def _mmap_threshold(libc: Any) -> int:
-    """Return the size in bytes from which malloc maps a block separately, within 6 %. Freeing such a block raises the
-    threshold.
+    """Return the size in bytes from which malloc maps a block separately, within 6 %.
+
+    Freeing such a block raises the threshold.
     """
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,

@@ -48,10 +48,10 @@ class Layer:
 
 
 def multiple_of(dtype: torch.dtype, *, tf32: bool) -> int:
-    """Return the number of which sizes should be a multiple for products in a dtype; 1 without tensor cores for the
-    dtype.
+    """Return the number of which sizes should be a multiple, for products in a dtype.
 
-    The number covers sixteen bytes: 8 elements of 16 bits, 16 of 8 bits, 4 of float32 in TF32.
+    The result is 1 if tensor cores do not compute the dtype. Otherwise it covers sixteen bytes: 8 elements of 16 bits,
+    16 of 8 bits, 4 of float32 in TF32.
     """
     if dtype.itemsize > 4 or (dtype.itemsize == 4 and not tf32):
         return 1

@@ -157,8 +157,9 @@ class SdpaBackend(StepTechnique):
             raise NotApplicable(UNUSED)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the kernels that support the model's attention, except for the one in use. One forward is observed for
-        this.
+        """Return the kernels that support the model's attention, except for the one in use.
+
+        One forward is observed for this.
         """
         seen = self._watch(job)
         if not seen.used:

@@ -51,8 +51,9 @@ def _products() -> list[tuple[Any, Any]]:
 
 
 def _own(module: Any, parent: Any) -> str:
-    """Return the flag to write for the same precision: "none" if it is the parent's, because reading does not
-    distinguish the two.
+    """Return the flag to write for the same precision.
+
+    The flag is "none" if it is the parent's, because reading does not distinguish the two.
     """
     return "none" if module.fp32_precision == parent.fp32_precision else module.fp32_precision
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 KINDS = ("script", "trace")
 
 RUNS = 3
-"""Calls of a form before its outputs are compared. TorchScript profiles the first calls and rewrites its graph after
-them.
+"""Calls of a form before its outputs are compared.
+
+TorchScript profiles the first calls and rewrites its graph after them.
 """
 
 

@@ -138,8 +138,9 @@ FORMS: Mapping[str, Callable[[nn.Module], ScriptForm | TraceForm]] = {"script": 
 
 @contextlib.contextmanager
 def _as_the_user_wrote_it(module: nn.Module) -> Iterator[None]:
-    """Remove flatout's changes from an instance inside the block, because TorchScript cannot read them. Attributes that
-    TorchScript adds are removed afterwards.
+    """Remove flatout's changes from an instance inside the block, because TorchScript cannot read them.
+
+    Attributes that TorchScript adds are removed afterwards.
     """
     made, module.__class__ = type(module), users_class(type(module))
     call = vars(module).pop("_compiled_call_impl", None)

@@ -61,8 +61,9 @@ class Workers(SparingTechnique):
     rationale = "batches are made while the step runs, by as many worker processes as pay"
 
     def check(self, job: Job) -> None:
-        """Require an exact DataLoader that is not replaced by data in memory, and whose samples do not depend on the
-        process.
+        """Require an exact DataLoader that is not replaced by data in memory.
+
+        Its samples must not depend on the process that makes them.
         """
         if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
@@ -80,8 +81,9 @@ class Workers(SparingTechnique):
             raise NotApplicable(f"{reason}: in other processes it would draw other numbers")
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """Return the waiting time for batches, plus the step's time if there are more workers than cores, which slow
-        the step down.
+        """Return the waiting time for batches.
+
+        Workers beyond the cores slow the step down, so the step's time is added for them.
         """
         return pace.load_ms + (pace.step_ms if self.spares(job) else 0.0)
 

@@ -13,8 +13,9 @@ from flatout.training.learning_rate import ScaledSchedule, lr_factor
 
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = 0.1
-"""Length of the warm-up to a larger learning rate (Goyal et al., 2017, arXiv:1706.02677). In a short training the
-warm-up takes at most ``WARMUP_SHARE`` of all updates.
+"""Length of the warm-up to a larger learning rate (Goyal et al., 2017, arXiv:1706.02677).
+
+In a short training the warm-up takes at most ``WARMUP_SHARE`` of all updates.
 """
 
 GENERALISES_BELOW = 1024

@@ -51,8 +51,9 @@ class Buffers:
                     self._means[position].add_(now - bits, alpha=share)
 
     def conclude(self) -> None:
-        """Write the result of one update. Buffers that cannot be averaged, such as counts, keep the value of the last
-        part.
+        """Write the result of one update.
+
+        Buffers that cannot be averaged, such as counts, keep the value of the last part.
         """
         with torch.no_grad():
             for position, mean in self._means.items():
@@ -83,7 +84,8 @@ class Buffers:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module, by name, in the mapping that the module reads. A ScriptModule returns a copy,
-    because its buffers are never replaced.
+    """Return the buffers of a module, by name, in the mapping that the module reads.
+
+    A ScriptModule returns a copy, because its buffers are never replaced.
     """
     return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers

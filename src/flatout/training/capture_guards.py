@@ -75,8 +75,9 @@ class CaptureGuards:
         return next((what for what, read, then in self._facts if read(stepper) != then), "")
 
     def written(self) -> bool:
-        """Return whether a parameter with a master weight was written to. Only an eager step copies the write to the
-        master.
+        """Return whether a parameter with a master weight was written to.
+
+        Only an eager step copies the write to the master.
         """
         return bool(self._masters) and list(map(_version, self._masters)) != self._versions
 

@@ -84,8 +84,9 @@ def _scripted(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def export_weights(model: nn.Module, path: str | Path) -> None:
-    """Save parameters and buffers as safetensors. Tied weights are saved once, as ``safetensors.torch.load_model``
-    expects.
+    """Save parameters and buffers as safetensors.
+
+    Tied weights are saved once, as ``safetensors.torch.load_model`` expects.
 
     Raises:
         ImportError: the package safetensors is not installed.

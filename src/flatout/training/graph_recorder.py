@@ -53,8 +53,9 @@ class CudaRecorder:
         self._pool: Any = None
 
     def aside(self, work: Callable[[], Result]) -> Result:
-        """Run the work on the side stream. Memory allocated there is safe to free on any stream, because both streams
-        wait for each other.
+        """Run the work on the side stream.
+
+        Memory allocated there is safe to free on any stream, because both streams wait for each other.
         """
         current, side = torch.cuda.current_stream(self._device), self._stream()
         side.wait_stream(current)
@@ -87,8 +88,9 @@ class CudaRecorder:
         return result
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Record a CUDA graph. All graphs of a recorder share memory, because no graph's results are needed after the
-        next replay.
+        """Record a CUDA graph.
+
+        All graphs of a recorder share memory, because no graph's results are needed after the next replay.
         """
         failures: list[BaseException] = []
         results: list[Result] = []

@@ -22,8 +22,9 @@ from flatout.training.micro_batches import Part
 from flatout.training.stepper import PhaseOf, Stepper
 
 WARM_UP = 3
-"""Eager steps of a signature before its capture, as in torch's ``make_graphed_callables``. The first two load
-libraries, search for algorithms and compile code, which a capture forbids.
+"""Eager steps of a signature before its capture, as in torch's ``make_graphed_callables``.
+
+The first two load libraries, search for algorithms and compile code, which a capture forbids.
 """
 
 MOST_GRAPHS = 4
@@ -170,8 +171,9 @@ class GraphedStep:
         self._constants.note_writes()
 
     def _learn(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
-        """Warm up and capture at once. This takes several steps, so only trials call it, which restore the training
-        state.
+        """Warm up and capture at once.
+
+        This takes several steps, so only trials call it, which restore the training state.
 
         Raises:
             Unsuitable: the step cannot be replayed.
@@ -257,8 +259,9 @@ class GraphedStep:
 
 
 def _is_under_a_mode(device: torch.device) -> bool:
-    """Return whether a mode forbids replays: no gradients, or the user's own autocast, which may have cast weights
-    before a capture.
+    """Return whether a mode forbids replays: no gradients, or the user's own autocast.
+
+    The user's autocast may have cast weights before a capture.
     """
     return not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
 

@@ -66,8 +66,9 @@ class _Sent(NamedTuple):
 
 
 class Logs:
-    """Numbers that training logs. Logging never waits: values on a GPU are copied to pinned memory in stream order, and
-    read by a later call.
+    """Numbers that training logs. Logging never waits.
+
+    Values on a GPU are copied to pinned memory in stream order, and read by a later call.
 
     Values arrive in the order of ``log``. Listeners run in the thread that logs or flushes, so they never run beside
     the training. A slow listener slows the training down. Iterating waits for values on their way, then yields the last

@@ -17,8 +17,9 @@ from flatout.training.spec import Spec
 
 
 def part_sizes(samples: int, most: int) -> list[int]:
-    """Return the sizes of the fewest parts of at most ``most`` samples, as even as possible. If the batch size is a
-    multiple of 8, so are the sizes.
+    """Return the sizes of the fewest parts of at most ``most`` samples, as even as possible.
+
+    If the batch size is a multiple of 8, so are the sizes.
 
     Args:
         samples: samples of the batch, >= 1.
@@ -159,8 +160,9 @@ class MicroBatches:
 
 
 def _is_mean_over_samples(loss_fn: Any) -> bool:
-    """Return whether a loss module is known to be a mean over samples or a sum. Losses that ignore some targets are
-    neither.
+    """Return whether a loss module is known to be a mean over samples or a sum.
+
+    A mean that ignores some targets is no mean over samples.
     """
     leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
     return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)

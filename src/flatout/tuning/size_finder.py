@@ -68,17 +68,17 @@ def find(
     Of the sizes within ``WITHIN`` of the best rate, the search chooses the nearest to ``start``, in ratio. Rates come
     from the fitted curve if its error is at most ``NOISE``, else from the measured times.
 
-    *Memory.* The search tries no size whose expected memory exceeds ``limit``. The estimate is the steepest of the line
-    from ``resident`` to the largest size that fitted, the line through the two largest sizes, and the parabola through
-    all three points. After a size was too large, smaller sizes are tried only with a margin. The estimate is then the
-    line to the size that was too large, if its bytes are known. Otherwise the estimate is the parabola, or quadratic
-    growth while there are only two points.
+    *Memory.* The search tries no size whose expected memory exceeds ``limit``. The estimate is the steepest of three
+    curves: the line from ``resident`` to the largest size that fitted, the line through the two largest sizes, and the
+    parabola through all three points. After a size was too large, smaller sizes are tried only with a margin. The
+    estimate is then the line to the size that was too large, if its bytes are known. Otherwise the estimate is the
+    parabola, or quadratic growth while there are only two points.
 
     *Guarantee.* Assume six probes, times without noise and known bytes. Then the choice has at least 95 % of the best
     rate of all sizes that fit, in two cases:
 
     * all times are on one line;
-    * a sample costs at least 1.5 times as much above one size, this size is between ``start / 4`` and ``16 * start``,
+    * a sample costs at least 1.5 times as much above one size. This size is between ``start / 4`` and ``16 * start``,
       and the overhead is at most a twentieth of the time there.
 
     Noise reduces the rate by its own size, and may hide a cliff. There is no guarantee for cliffs that are lower,

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MARGIN = 0.1
-"""Share of a device's memory that stays free. torch's caching allocator cannot use fragments, libraries allocate
-workspaces, and later batches may be longer.
+"""Share of a device's memory that stays free.
+
+torch's caching allocator cannot use fragments, libraries allocate workspaces, and later batches may be longer.
 """
 
 TIMED = 2
@@ -89,8 +90,9 @@ class SizeTrials:
         return height is not None and height <= memory_limit(self._job)
 
     def most_that_fit(self, most: int) -> int | None:
-        """Return the largest number of samples that fits in memory, predicted from a small step; None if one sample
-        does not fit.
+        """Return the largest number of samples that fits in memory; None if one sample does not fit.
+
+        The number is predicted from a small step.
 
         Speed is not considered.
         """
@@ -106,8 +108,9 @@ class SizeTrials:
         return foretold if foretold > samples and self.fits(foretold) else samples
 
     def _height(self, batch: Any) -> int | None:
-        """Return the peak memory of a step in bytes, after optimizer state exists. Gradients count as memory of the
-        step.
+        """Return the peak memory of a step in bytes, after optimizer state exists.
+
+        Gradients count as memory of the step.
         """
         self._job.stepper.zero_grad()
         allocated = step_memory(self._stepping(batch), self._job.spec.device, is_warm=True)
@@ -148,8 +151,9 @@ def resident_bytes(job: Job) -> int:
 
 
 def memory_limit(job: Job) -> float:
-    """Return the memory limit of training in bytes: the device's free memory with a margin, up to
-    ``job.spec.memory_limit``.
+    """Return the memory limit of training in bytes, at most ``job.spec.memory_limit``.
+
+    The limit is the device's free memory with a margin.
 
     On a GPU, the trials' own copy of model and optimizer state counts as used.
     """

@@ -19,8 +19,9 @@ FEWEST_PAIRS = 6
 
 SAVES_BELOW = 0.95
 WORTH_SAVING = 16 * 2**20
-"""Limits of a memory saving: a candidate that is no slower is kept if a step takes at most this share of its memory,
-and saves at least these bytes.
+"""Limits of a memory saving that pays.
+
+A candidate that is no slower is kept if a step takes at most this share of its memory, and saves at least these bytes.
 """
 
 NO_SLOWER = 0.98

@@ -59,8 +59,9 @@ def mapped(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Return one key for all tensors over the same elements. A ``state_dict`` makes one tensor for each name of a tied
-    weight.
+    """Return one key for all tensors over the same elements.
+
+    A ``state_dict`` makes one tensor for each name of a tied weight.
     """
     if tensor.layout is not torch.strided or tensor.data_ptr() == 0:
         return id(tensor)

@@ -14,8 +14,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Context manager that delays SIGTERM and SIGINT: inside the block they set ``asked``; after the block they take
-    effect.
+    """Context manager that delays SIGTERM and SIGINT.
+
+    Inside the block the signals set ``asked``. After the block they take effect.
 
     A second SIGINT takes effect at once. Ignored signals stay ignored. Outside the main thread nothing changes, because
     Python handles signals only there.
