@@ -330,6 +330,29 @@ def test_a_forbidden_rule_is_not_applied(rule: Rule) -> None:
     assert "forbidden" in reasons(row.why)
 
 
+def test_a_rule_is_forbidden_by_false_alone() -> None:
+    with pytest.raises(ValueError, match="malloc"):
+        tuned(techniques={"malloc": 0})
+
+
+def test_numbers_are_checked_before_a_plan_is_used() -> None:
+    plan = tuned().plan
+    with pytest.raises(ValueError, match="accumulate must be >= 1"):
+        tuned(plan=plan, batch_size=64, accumulate=0)
+
+
+class Unmeasured(list):  # type: ignore[type-arg]
+    """Loader whose length raises an error of its own."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length here")
+
+
+def test_a_loader_without_length_is_not_asked_if_the_steps_are_given() -> None:
+    run = tuned(Unmeasured(batches()), expected_steps=100)
+    assert run.report.row("batch_size").status != "kept"
+
+
 def test_a_forbidden_rule_changes_nothing() -> None:
     model, loader, _ = make_job()
     flatout.optimize(model, loader, techniques=NO_TECHNIQUES | {"evaluation": False}, budget=0)

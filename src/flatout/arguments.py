@@ -14,7 +14,7 @@ from flatout.core.reproducible import check_seed
 from flatout.data.loaders import check_reiterable
 from flatout.plan import Plan
 from flatout.training.learning_rate import lr_factor
-from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of
+from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
 from flatout.tuning.request import Request
 
 
@@ -26,8 +26,7 @@ def validate(request: Request) -> Choices:
         ValueError: an argument has a wrong value, or two arguments contradict each other.
     """
     r = request
-    plan = r.plan if r.plan is None or isinstance(r.plan, Plan) else Plan.load(r.plan)
-    choices = choices_of(r.techniques, r.precision, plan, r.batch_size, r.accumulate)
+    choices = choices_of(r.techniques, r.precision)
     check_arguments(r.model, r.loader, r.optimizer, r.loss_fn, r.compute_loss, r.loss_weight)
     check_precision(r.model, r.precision)
     check_schedule(r.optimizer, r.scheduler, r.accumulate, r.max_grad_norm, r.loss_weight, r.batch_size, r.memory_limit)
@@ -35,7 +34,10 @@ def validate(request: Request) -> Choices:
     check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
     if r.seed is not None:
         check_seed(r.seed)
-    return choices
+    if r.plan is None:
+        return choices
+    plan = r.plan if isinstance(r.plan, Plan) else Plan.load(r.plan)
+    return planned(choices, plan, r.batch_size, r.accumulate)
 
 
 def check_precision(model: nn.Module, precision: str) -> None:

@@ -16,14 +16,14 @@ from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Row, Summary
 from flatout.run import Run
-from flatout.techniques import PLANNED
+from flatout.techniques import PLANNED, REGISTRY
 from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.request import Request
 from flatout.tuning.search import Outcome, confirm, search
-from flatout.tuning.session import Session, length_of
+from flatout.tuning.session import Session
 
 
 def optimize(
@@ -151,8 +151,9 @@ def assemble(session: Session, outcome: Outcome) -> Run:
     if request.seed is not None:
         seed_all(request.seed)
     toggles = [*ledger.rules.values(), *ledger.candidates]
-    epochs = length_of(session.loader), length_of(job.data.loader)
-    schedule = scaled_schedule(bench, request.scheduler, rule=request.lr_rule, own_size=session.own_size, epochs=epochs)
+    schedule = scaled_schedule(
+        bench, request.scheduler, rule=request.lr_rule, own_size=session.own_size, own_loader=session.loader
+    )
     summary = Summary(
         rows=_in_order(ledger.rows),
         environment=environment_of(job.spec.device),
@@ -202,4 +203,5 @@ def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
     Techniques that are not built yet are included.
     """
     planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
-    return tuple(sorted([*rows, *planned], key=lambda row: row.number or 1000))
+    position = {technique.name: i for i, technique in enumerate(REGISTRY)}
+    return tuple(sorted([*rows, *planned], key=lambda row: (row.number or 1000, position.get(row.technique, 1000))))

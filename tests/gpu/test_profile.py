@@ -78,9 +78,9 @@ def test_a_wait_is_found_at_its_line_and_blamed_for_the_gap() -> None:
 def test_a_script_has_its_copies_and_its_syncs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    profile, ended = profile_script(str(path), [], steps=5, warmup=2, keep_going=False)
+    recording, ended = profile_script(str(path), [], steps=5, warmup=2, keep_going=False)
     assert ended.error is None
-    assert profile is not None
+    profile = recording.profile()
     assert min(profile.phases[phase] for phase in ("h2d", "forward", "backward", "update")) > 0
     assert profile.device_phases["h2d"] > 0
     assert "train.py:12" in {sync.where for sync in profile.syncs}

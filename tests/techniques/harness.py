@@ -12,12 +12,13 @@ from unittest import mock
 from torch import Tensor
 
 import flatout
+from flatout.core.errors import Unsuitable
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.loaders import LoaderPosition
 from flatout.data.tuning import Tuned
 from flatout.report.model import Pace, Row
-from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, NothingBetter, StepTechnique
+from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, StepTechnique
 from flatout.techniques.cuda_graph import CudaGraph, GraphCandidate, why_not_captured
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.training import step_flops
@@ -59,14 +60,14 @@ def share_of_flops(job: Job, module: str) -> float | None:
 
 def unable(reason: str) -> Exception:
     """Return the error that a candidate raises if it cannot be used."""
-    return NothingBetter(reason)
+    return Unsuitable(reason)
 
 
 def refused(work: Callable[[], Any]) -> set[str] | None:
     """Return the reason codes if the work refuses the job, else None."""
     try:
         work()
-    except (NotApplicable, NothingBetter) as reason:
+    except (NotApplicable, Unsuitable) as reason:
         return _codes(str(reason))
     return None
 

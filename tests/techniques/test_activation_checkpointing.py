@@ -175,3 +175,65 @@ def test_it_is_kept_on_request(clock):
     assert run.report.row("activation_checkpointing").status == "kept"
     losses = [run.step(batch) for batch in run.loader]
     assert all(loss.isfinite() for loss in losses)
+
+
+class Small(nn.Sequential):
+    """Model whose memory ends above 8 samples with checkpoints, and above none without."""
+
+    def forward(self, x):
+        most = 0 if type(self[0]) is Block else 8
+        if torch.is_grad_enabled() and len(x) > most:
+            raise torch.OutOfMemoryError("no memory")
+        return super().forward(x)
+
+
+def tuned(**settings):
+    model = Small(*blocks())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return flatout.optimize(model, batches(), optimizer, functional.cross_entropy, **{"budget": 0} | settings)
+
+
+def test_its_plan_can_be_applied():
+    run = tuned(memory_limit=10**12)
+    assert run.report.row("activation_checkpointing").status == "kept"
+    assert run.micro_batch is not None
+    again = tuned(plan=run.plan)
+    assert again.micro_batch == run.micro_batch
+    assert again.plan.decisions == run.plan.decisions
+
+
+def test_batches_are_split_where_they_need_both():
+    run = tuned(techniques={"activation_checkpointing": True}, memory_limit=10**12)
+    assert run.micro_batch is not None
+    assert run.micro_batch <= 8
+
+
+class Fickle(Block):
+    """Block that keeps other tensors in each forward, which a checkpoint refuses."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x if self.calls % 2 else x.exp())
+
+
+def test_blocks_that_cannot_be_repeated_stay_as_they_are(clock):
+    model = nn.Sequential(*(Fickle() for _ in range(4)), LastToken(8, 4))
+    model.register_forward_hook(lambda *_: clock.advance(0.02))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    its_job = job(blocks(count=4))
+    limit = SizeTrials(its_job).height(SAMPLES // 2)
+    techniques = NO_TECHNIQUES | {"activation_checkpointing": None}
+    techniques.pop("batch_size")
+    run = flatout.optimize(
+        model,
+        batches(),
+        optimizer,
+        functional.cross_entropy,
+        techniques=techniques,
+        memory_limit=limit,
+        budget=1000,
+    )
+    assert run.report.row("activation_checkpointing").status == "rejected"
+    assert run.micro_batch is not None

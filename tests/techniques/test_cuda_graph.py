@@ -659,6 +659,16 @@ def recorders():
         yield made
 
 
+def test_a_forced_graph_of_a_step_that_cannot_be_recorded_is_an_error(recorders):
+    recorders.error = unable("a step waits for the device")
+    model = Net()
+    opt, techniques = torch.optim.AdamW(model.parameters()), NO_TECHNIQUES | {"cuda_graph": True}
+    techniques.pop("fused_optimizer")
+    with pytest.raises(ValueError, match=r"techniques\['cuda_graph'\]") as refused:
+        flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques=techniques, budget=0)
+    assert "waits-for-device" in reasons(str(refused.value))
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("error", [None, unable("a step waits for the device")])
 def test_a_trial_leaves_no_trace(recorders, error, stepped, clock):

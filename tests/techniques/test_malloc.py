@@ -28,8 +28,7 @@ def optimized() -> flatout.Run:
 def in_another_process(script: str) -> None:
     """Run a script in a new process, whose heap holds few objects.
 
-    glibc stops adapting a threshold that was set once, and any object may keep a block from being freed. Therefore, the
-    scripts import only the module that sets malloc.
+    glibc stops adapting a threshold that was set once, and any object may keep a block from being freed.
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
@@ -48,7 +47,7 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
         import resource
         from pathlib import Path
         import torch
-        from flatout import _malloc
+        from flatout.techniques import malloc
 
         def step() -> None:
             [torch.ones(2**22) for _ in range(5)]  # 16 MiB each, 4,096 pages
@@ -63,10 +62,10 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
             return int(Path("/proc/self/statm").read_text().split()[1])
 
         assert faults() > 4_000
-        _malloc.keep(True)
+        malloc.keep(True)
         assert faults() < 100
         kept = resident()
-        _malloc.keep(False)
+        malloc.keep(False)
         assert resident() < kept - 16_000
         """)
 
@@ -75,7 +74,7 @@ def test_pages_of_freed_tensors_are_not_asked_for_again():
 def test_the_threshold_is_the_one_that_glibc_came_to():
     in_another_process("""
         import ctypes
-        from flatout import _malloc
+        from flatout.techniques import malloc
 
         class Statistics(ctypes.Structure):  # struct mallinfo
             _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
@@ -96,9 +95,9 @@ def test_the_threshold_is_the_one_that_glibc_came_to():
         came_to = 2**24
         libc.free(libc.malloc(came_to))  # mapped: its free raises the threshold to its size
         assert not is_mapped(came_to - 2**16)
-        _malloc.keep(True)
+        malloc.keep(True)
         assert not is_mapped(2 * came_to - 2**16)
-        _malloc.keep(False)
+        malloc.keep(False)
         assert not is_mapped(came_to - 2**16)
         assert is_mapped(int(1.16 * came_to))
         """)

@@ -15,6 +15,7 @@ def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique],
     """Function that makes a technique the only one of ``optimize``, because no argument adds a technique."""
 
     def register(technique: Technique) -> None:
-        monkeypatch.setattr(sys.modules["flatout.tuning.search"], "REGISTRY", (technique,))
+        for module in ("session", "search"):
+            monkeypatch.setattr(sys.modules[f"flatout.tuning.{module}"], "REGISTRY", (technique,))
 
     return register

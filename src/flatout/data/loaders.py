@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,14 @@ def is_rewindable(loader: Any) -> bool:
     if type(batch_sampler) is BatchSampler:
         return type(batch_sampler.sampler) in _REWINDABLE_SAMPLERS
     return batch_sampler is None and type(loader.sampler) in _REWINDABLE_SAMPLERS
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    """Return the batches per epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 1000
 
 
 class LoaderPosition:

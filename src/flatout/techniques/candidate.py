@@ -25,11 +25,7 @@ class Candidate(Toggle):
     moves_storage: ClassVar[bool] = False
 
     def __enter__(self) -> None:
-        try:
-            self.enable()
-        except BaseException:
-            self.disable()
-            raise
+        self.enable()
 
     def __exit__(self, *exception: object) -> None:
         self.disable()
@@ -89,8 +85,13 @@ class PairCandidate(Candidate):
         return self.parts[0].failure or self.parts[1].failure
 
     def _turn_on(self) -> None:
-        for part in self.parts:
-            part.enable()
+        first, second = self.parts
+        first.enable()
+        try:
+            second.enable()
+        except BaseException:
+            first.disable()
+            raise
 
     def _turn_off(self) -> None:
         for part in reversed(self.parts):

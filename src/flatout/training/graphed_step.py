@@ -83,14 +83,12 @@ class GraphedStep:
         learning: True to capture every signature at its first batch.
         failure: reason why all later steps are eager; empty without a failure.
         replays: number of replayed steps.
-        eager_steps: number of eager steps.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.learning = True
         self.failure = ""
         self.replays = 0
-        self.eager_steps = 0
         self._recorder = recorder
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: Counter[Hashable] = Counter()
@@ -102,7 +100,6 @@ class GraphedStep:
         """Run one step by replay, capture or eagerly. Arguments and result are those of ``Stepper.step``."""
         signed = None if self.failure or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
-            self.eager_steps += 1
             return stepper.eager_step([Part(batch)], phase)
         self._compare(stepper)
         key, tensors = signed
@@ -160,7 +157,6 @@ class GraphedStep:
         """Run an eager step, which warms up its signature."""
         if key in self._seen or len(self._seen) < MOST_SIGNATURES:
             self._seen[key] += 1
-        self.eager_steps += 1
         loss = self._recorder.aside(lambda: stepper.eager_step([Part(batch)], phase))
         self._note(stepper)
         return loss
@@ -255,7 +251,7 @@ class GraphedStep:
         """Run all later steps eagerly, and warn once."""
         self._drop()
         self.failure = reason
-        warnings.warn(f"whole-step CUDA graphs are off from here on: {reason}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"whole-step CUDA graphs are off from here on: {reason}", RuntimeWarning, stacklevel=7)
 
 
 def _is_under_a_mode(device: torch.device) -> bool:

@@ -203,9 +203,8 @@ class Recovery:
         return self._micro.add_gradients(parts, lambda p: self._part(p, phase, height), moved)
 
     def _part(self, part: Part, phase: PhaseOf, height: int | None) -> Tensor:
-        parts = self._parts_of(part)
-        if len(parts) > 1:  # an earlier part has failed
-            return self._in_parts(parts, phase, height=height)
+        if self._micro.splits(part.batch):  # an earlier part has failed
+            return self._in_parts(self._parts_of(part), phase, height=height)
         begun = self._begin(in_parts=True)
         try:
             return self._stepper.add_gradients(part, phase)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flatout.techniques import REGISTRY, NotApplicable, StepTechnique
-from flatout.techniques.batch_size import size_of
+from flatout.data.loaders import length_of
+from flatout.techniques import REGISTRY, StepTechnique
+from flatout.techniques.batch_size import BatchCandidate, size_of
 from flatout.training.batch_size_change import BatchSizeChange
 from flatout.training.learning_rate import ScaledSchedule
 from flatout.tuning.bench import Bench
@@ -51,20 +52,22 @@ def apply_batch_size(
     bench.rewind()
     if not checks_memory:
         return
+    failure: torch.OutOfMemoryError | None = None
     try:
-        _impose_parts(tuner, bench)
-    except torch.OutOfMemoryError:
-        free = [technique for technique in memory_techniques if choices.of(technique) is None]
-        if not any(_fits_with(technique, tuner, bench) for technique in free):
-            raise
+        parts = parts_that_fit(job)
+    except torch.OutOfMemoryError as error:
+        failure = error
+    bench.rewind()
+    if failure is None:
+        _impose_parts(parts, tuner, bench)
+        return
+    free = [technique for technique in memory_techniques if choices.of(technique) is None]
+    if not any(_fits_with(technique, tuner, bench) for technique in free):
+        raise failure
 
 
-def _impose_parts(tuner: Tuner, bench: Bench) -> None:
+def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> None:
     """Split batches that do not fit in memory."""
-    try:
-        parts = parts_that_fit(bench.job)
-    finally:
-        bench.rewind()
     if parts is not None:
         result = bench.job.stepper.micro_batches.result()
         why = f"whole batches do not fit into memory: they are computed in parts, {result}"
@@ -76,21 +79,19 @@ def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
     try:
         technique.check(bench.job)
         candidate = technique.candidates(bench.job)[0]
-    except NotApplicable:
-        return False
-    with contextlib.suppress(torch.OutOfMemoryError):
         with candidate:
-            parts_that_fit(bench.job)
+            parts = parts_that_fit(bench.job)
+    except Exception:  # of the model, which may not allow the change, or because memory holds no sample
+        return False
+    finally:
         bench.rewind()
-        tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
-        _impose_parts(tuner, bench)
-        return True
-    bench.rewind()
-    return False
+    tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
+    _impose_parts(parts, tuner, bench)
+    return True
 
 
 def scaled_schedule(
-    bench: Bench, scheduler: Any, *, rule: str, own_size: int, epochs: tuple[int, int]
+    bench: Bench, scheduler: Any, *, rule: str, own_size: int, own_loader: Iterable[Any]
 ) -> ScaledSchedule | None:
     """Return the schedule of learning rates for another batch size; None if the size is the user's own.
 
@@ -99,7 +100,7 @@ def scaled_schedule(
         scheduler: the user's scheduler; None without one.
         rule: ``lr_rule`` of ``optimize``.
         own_size: samples per batch of the user's loader.
-        epochs: batches per epoch, of the user's loader and of the present loader.
+        own_loader: the user's loader.
     """
     job = bench.job
     optimizer, accumulate, size = job.spec.optimizer, job.spec.accumulate, size_of(job)
@@ -108,7 +109,7 @@ def scaled_schedule(
     change = BatchSizeChange(
         rule=rule,
         samples=(own_size * accumulate, size * accumulate),
-        updates=(math.ceil(epochs[0] / accumulate), math.ceil(epochs[1] / accumulate)),
+        updates=(math.ceil(length_of(own_loader) / accumulate), math.ceil(length_of(job.data.loader) / accumulate)),
         training=math.ceil(job.data.expected_steps / accumulate),
     )
     row = bench.ledger.row(BATCH_SIZE.name)

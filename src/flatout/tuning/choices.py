@@ -95,14 +95,8 @@ class Choices:
             self.plan.check_choice(technique.name, value)
 
 
-def choices_of(
-    techniques: Mapping[str, Any] | None,
-    precision: str,
-    plan: Plan | None = None,
-    batch_size: str | int = "keep",
-    accumulate: int = 1,
-) -> Choices:
-    """Return the choices that the arguments of ``optimize`` make.
+def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> Choices:
+    """Return the choices that ``techniques=`` and ``precision=`` make.
 
     Raises:
         TypeError: ``techniques`` is not a mapping.
@@ -120,11 +114,26 @@ def choices_of(
     errors = {name: f"techniques[{name!r}] must serve this job, got {given[name]!r}" for name in given}
     errors |= {name: f"precision must serve this job, got {precision!r}" for name in by_precision}
     errors = {name: begins for name, begins in errors.items() if forces(given | by_precision, name)}
-    if plan is None:
-        return Choices(asked, asked, errors)
+    return Choices(asked, asked, errors)
+
+
+def planned(choices: Choices, plan: Plan, batch_size: str | int, accumulate: int) -> Choices:
+    """Return the user's choices with those of a plan.
+
+    Args:
+        choices: result of ``choices_of``.
+        plan: the plan.
+        batch_size: argument of ``optimize``, in samples per update if it is an int.
+        accumulate: batches per update.
+
+    Raises:
+        ValueError: the plan decides about an unknown technique, or was made for another batch size.
+    """
     plan.check_decisions()
-    values = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)} | asked
-    return Choices(values | _planned_batch_size(values[BATCH_SIZE.name], batch_size, accumulate), asked, errors, plan)
+    values = {t.name: plan.decisions.get(t.name, False) for t in REGISTRY if isinstance(t, Measured)}
+    values |= choices.asked
+    values |= _planned_batch_size(values[BATCH_SIZE.name], batch_size, accumulate)
+    return Choices(values, choices.asked, choices.errors, plan)
 
 
 def forces(choices: Mapping[str, Any], name: str) -> bool:
@@ -134,8 +143,8 @@ def forces(choices: Mapping[str, Any], name: str) -> bool:
 
 def _merged(given: Mapping[str, Any], by_precision: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Return the choices of ``techniques=`` and ``precision=`` if they agree."""
-    for name in given.keys() & by_precision.keys():
-        if given[name] != by_precision[name]:
+    for name, value in by_precision.items():
+        if given.get(name, value) != value:
             raise ValueError(
                 f"techniques[{name!r}] must agree with precision={precision!r}, got {given[name]!r}. Give only one"
             )
@@ -178,7 +187,7 @@ def _check_choice(name: str, value: Any) -> None:
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(names)}"
         raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
-    if isinstance(technique, Rule) and not (technique.is_forbiddable and value in (False, None)):
+    if isinstance(technique, Rule) and not (technique.is_forbiddable and (value is False or value is None)):
         governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"
         allowed = "be False" if technique.is_forbiddable else "not be given"
         raise ValueError(

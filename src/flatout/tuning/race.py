@@ -41,7 +41,10 @@ def race(bench: Bench) -> Paces:
     bench.rewind()
     candidates = [decision.candidate for decision in won if decision.candidate is not None]
     replaced_loader = any(decision.candidate is None for decision in won)
-    times, paces = (_race_loops if bench.rewindable else _race_steps)(bench, candidates, replaced_loader)
+    if bench.rewindable:
+        times, paces = _race_loops(bench, candidates, replaced_loader)
+    else:
+        times, paces = _race_steps(bench, candidates)
     gain = paired_gain(*times)
     if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
         _revert(bench, candidates, replaced_loader, gain)
@@ -63,7 +66,7 @@ def _race_loops(bench: Bench, candidates: Sequence[Candidate], replaced_loader: 
     return times, (old.pace.scaled(scale), new.pace)
 
 
-def _race_steps(bench: Bench, candidates: Sequence[Candidate], replaced_loader: bool) -> tuple[Times, Paces]:
+def _race_steps(bench: Bench, candidates: Sequence[Candidate]) -> tuple[Times, Paces]:
     """Race on the trial's batches alone, because the race must not read the loader."""
     job, new = bench.job, bench.turns()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from flatout.core.cleanup import add_note, run_all
 from flatout.core.reproducible import is_reproducible
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
-from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches
+from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches, length_of
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.plan import fingerprint
@@ -137,7 +137,7 @@ class Session:
             if not isinstance(rule, Rule):
                 continue
             if self.choices.of(rule) is False:
-                self.ledger.add(Decision(rule.row("not tried", f"{self.choices.chooser} does without it")))
+                self.ledger.add(Decision(rule.row("not tried", "techniques= does without it")))
                 continue
             try:
                 rule.check(self.job)
@@ -185,11 +185,3 @@ def announced(what: str) -> Iterator[None]:
     status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
     with mfu.nvtx_range(f"flatout: {what}"), status:
         yield
-
-
-def length_of(loader: Iterable[Any]) -> int:
-    """Return the batches per epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 1000

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from flatout.core import formatting
+from flatout.core.errors import Unsuitable
 from flatout.report.model import Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -63,7 +64,7 @@ class Tuner:
             row = self._decide(technique, choice)
         except NotApplicable as reason:
             row = ledger.add(Decision(technique.row("not applicable", str(reason))))
-        except NothingBetter as reason:
+        except Unsuitable as reason:
             row = ledger.add(Decision(technique.row("rejected", str(reason))))
         if row.status != "kept":
             self._choices.refuse(technique, self._bench.job, row.why)
@@ -114,7 +115,8 @@ class Tuner:
                 raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
             bench.use(candidate.make())
             return bench.ledger.add(Decision(row, "choice", candidate.value))
-        warm_up(bench, candidate)
+        if technique.goal != "memory":  # whole batches may not fit yet
+            warm_up(bench, candidate)
         bench.rewind()
         # The warm-up may have settled the candidate's label and value.
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
@@ -254,16 +256,20 @@ class Tuner:
             return self._not_tried(technique, "memory holds whole batches")
         if self._choices.of(BATCH_SIZE) is not None:
             return self._not_tried(technique, f"{self._choices.chooser} sets the parts of batches")
-        pairs = []
+        pairs, failure = [], "memory holds no larger parts of batches with it"
         for candidate in technique.candidates(job):
             bench.rewind()
-            with candidate:
-                parts = parts_that_fit(job) or BATCH_SIZE.whole(job)
+            try:
+                with candidate:
+                    parts = parts_that_fit(job) or BATCH_SIZE.whole(job)
+            except Exception as error:  # of the model, which may not allow the change
+                failure = formatting.first_line(error)
+                continue
             if (parts.micro_batch or math.inf) > size:
                 pairs.append(PairCandidate(candidate, parts, f"{candidate.label}, {parts.label}"))
         bench.rewind()
         if not pairs:
-            raise NothingBetter("memory holds no larger parts of batches with it")
+            raise NothingBetter(failure)
         trials, best = self._try_all(pairs, technique, BATCH_SIZE)
         row = verdict(technique.row("kept", technique.rationale), trials, best and best[0])
         if best is None:

@@ -142,7 +142,7 @@ def test_views_of_the_same_memory_stay_apart():
 @pytest.mark.slow
 def test_a_process_that_ends_finishes_what_it_writes(tmp_path):
     script = (
-        "import sys, torch; from flatout.checkpoint import Writer\n"
+        "import sys, torch; from flatout.training.checkpoint import Writer\n"
         "writer = Writer(); writer.write(sys.argv[1], {'w': torch.ones(3_000_000)}, asynchronous=True)"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path / "a.pt"], check=True, timeout=120)
