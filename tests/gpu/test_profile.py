@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.profile import Profile
+from flatout.profile import Profile, nsight
 from flatout.profile.gaps import busy, gaps
 from flatout.profile.script import capture_script, profile_script
 from flatout.profile.trace import Trace
@@ -80,7 +80,7 @@ def test_a_script_has_its_copies_and_its_syncs(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
     recording, ended = profile_script(str(path), [], steps=5, warmup=2, keep_going=False)
     assert ended.error is None
-    profile = recording.profile()
+    profile = recording.profile(commands=nsight.commands(str(path), [], 5, 2))
     assert min(profile.phases[phase] for phase in ("h2d", "forward", "backward", "update")) > 0
     assert profile.device_phases["h2d"] > 0
     assert "train.py:12" in {sync.where for sync in profile.syncs}
