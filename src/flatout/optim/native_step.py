@@ -51,8 +51,7 @@ class NativeStep(torch.optim.Optimizer):
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
     _rule: ClassVar[str]
-    # torch.amp.GradScaler then hands `grad_scale` and `found_inf` over as tensors instead of asking with
-    # .item().
+    # torch.amp.GradScaler then passes `grad_scale` and `found_inf` as tensors, without .item().
     _step_supports_amp_scaling = True
 
     def __init__(
