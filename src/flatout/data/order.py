@@ -30,7 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.data.openmp import serial
+from flatout.core.openmp import serial
 
 Position = dict[str, Any]
 """Where in an epoch the next batch begins: what an order of the same samplers needs to go on there. Made of tensors,

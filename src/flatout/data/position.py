@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from flatout.core.kinds import check_kinds, check_number
+from flatout.core.openmp import serial
 from flatout.core.random_state import RandomState, generators_in
 from flatout.data.custom_order import Asked
 from flatout.data.loaders import TORCHS_SAMPLERS
-from flatout.data.openmp import serial
 from flatout.data.order import IndexSpan, OpaqueBatch, Order, Position, RecordedOrder, blocks_of
 
 _VERSION = 1

@@ -4,7 +4,8 @@ A technique is one file, one class and one line in ``techniques/__init__.py``. I
 ``rationale``, ``check`` and ``candidates``. The first sentence of its docstring is its row in the README, and the
 docstring says "When it helps:" and "When it hurts:". The tuner asks ``check`` if the technique applies, times each
 candidate against the present state, keeps the best and reverts the others. ``check`` and ``check_value`` of a forced
-technique also run before there are batches: ``job.data.batches`` is empty then.
+technique also run before there are batches: ``job.data.batches`` is empty then. If ``check`` refuses because the user
+has already made the change, ``is_so`` returns True, so that forcing the technique is no error.
 
 There are three patterns for a candidate:
 
