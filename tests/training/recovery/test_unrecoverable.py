@@ -138,3 +138,16 @@ def test_hooks_that_use_gradients_in_the_backward():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run.step(batches_of(16)[0])
     assert "hooks-use-gradients" in reasons(str(caught.value))
+
+
+def test_an_error_of_loss_weight_passes_and_draws_nothing():
+    def weigh(batch):
+        torch.rand(1)
+        raise KeyError("weight")
+
+    run = make(loss_weight=weigh)
+    run.load_state_dict(run.state_dict() | {"micro_batch": 4})
+    before = picture(run)
+    with pytest.raises(KeyError, match="weight"):
+        run.step(batches_of(8)[0])
+    assert picture(run) == before
