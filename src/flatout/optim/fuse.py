@@ -23,6 +23,9 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _NATIVE: dict[type, type[NativeStep]] = {native._torch_class: native for native in (AdamW, Adam, SGD)}
 """Classes of ``torch.optim`` that :func:`fuse` converts, with the native class of each."""
 
+FUSABLE = tuple(cls.__name__ for cls in _NATIVE)
+"""Names of these classes."""
+
 
 def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
     """Why :func:`fuse` would leave ``optimizer`` as it is, in one sentence; None when it would convert it."""
@@ -30,7 +33,7 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
     if isinstance(optimizer, NativeStep):
         return f"{name} is native already."
     if type(optimizer) not in _NATIVE:
-        *others, last = (cls.__name__ for cls in _NATIVE)
+        *others, last = FUSABLE
         return f"{name} has no native form ({', '.join(others)} and {last} of torch.optim have, subclasses have not)."
     if is_patched(optimizer):
         return "optimizer.step was replaced on the instance, and not by an LR scheduler."

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from flatout.core import formatting
 from flatout.core.machine import usable_cores
+from flatout.optim.fuse import FUSABLE
 from flatout.profile.profile_data import Cause, ProfileData
 from flatout.profile.sections import ms
 from flatout.profile.trace import Trace
@@ -75,7 +76,7 @@ def _update(profile: ProfileData, trace: Trace) -> Advice:
     names = {event.name for event in trace.host}
     if any(name.startswith(("aten::_fused_", "flatout::step")) for name in names):
         remedy = " in one fused pass: only fewer of them help, with gradients accumulated over more batches."
-    elif any(f"Optimizer.step#{name}.step" in names for name in ("Adam", "AdamW", "SGD")):
+    elif any(f"Optimizer.step#{name}.step" in names for name in FUSABLE):
         remedy = (
             ". One fused pass does it in a fraction: flatout.optim.AdamW (or fused=True of torch's), or "
             "flatout.optim.fuse(optimizer)."
