@@ -7,9 +7,14 @@ Files to write for another optimizer rule:
 3. A module here: a subclass of ``NativeStep`` and of torch's class, as in ``sgd.py``. Its ``_streams`` and ``_options``
    have the order of ``rules.h``.
 4. This file: import and ``__all__``. Add a class that torch has to ``_NATIVE`` in ``fuse.py``, too.
-5. ``tests/optim/rules.py``: the rule in float64, and its row of the table that all tests of optimizers read.
+5. ``tests/optim/rules.py``: the rule in float64, and its row of the table that most tests of optimizers read.
+6. ``tests/optim/test_parity.py``: parity with torch's class.
 
-In 8 bits the first of ``_streams`` has a sign. The others have none, and their names end in ``_sq``.
+``make .venv/.native`` builds the changed C++. The CUDA kernels need no line: ``with_config`` instantiates them.
+
+In 8 bits the first of ``_streams`` has a sign. The others have none, and their names end in ``_sq``. Another layout of
+signs also needs a change of ``fetch`` in ``step_cpu.cpp``, of ``step_codes.h`` and of ``dynamic8.has_sign``. New state
+begins with zeros (``keep_moment`` in ``bucket.py``).
 """
 
 from flatout import native  # noqa: F401  (loads the operators)
