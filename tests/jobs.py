@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import flatout
 from flatout.techniques import REGISTRY, Measured
@@ -54,6 +54,17 @@ class SlowSamples(Dataset):
 
     def __getitem__(self, i):
         return torch.tensor([float(i + k) for k in range(8)]), i % 3
+
+
+class Stream(IterableDataset):
+    """Stream that yields each sample once over all iterators."""
+
+    def __init__(self, n):
+        self.left = iter(range(n))
+
+    def __iter__(self):
+        for i in self.left:
+            yield torch.full((8,), float(i)), i % 3
 
 
 def make_job(optimizer=torch.optim.Adam, **changes):

@@ -342,7 +342,7 @@ def test_numbers_are_checked_before_a_plan_is_used() -> None:
 
 
 class Unmeasured(list):  # type: ignore[type-arg]
-    """Loader whose length raises an error of its own."""
+    """Loader whose ``len()`` raises an error other than TypeError."""
 
     def __len__(self) -> int:
         raise RuntimeError("no length here")

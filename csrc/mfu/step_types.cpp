@@ -320,9 +320,9 @@ void bind_steps(py::module_& m) {
   m.add_object("PHASES", names);
   all_phase_names = py::str(", ").attr("join")(names).release().ptr();
   phase_type = make_type(m, "flatout.native._host.Phase", sizeof(PhaseObject), phase_methods.data(),
-                         phase_dealloc, "A phase of a step: a block whose time is told apart.");
+                         phase_dealloc, "Context manager that measures the time of one phase of a step.");
   step_type = make_type(m, "flatout.native._host.Step", sizeof(StepObject), step_methods.data(), step_dealloc,
-                        "One step under way: what `with counter.step(...) as step` gives.");
+                        "The running step, as returned by `with counter.step(...) as step`.");
   unheard = make_phase(nullptr, nullptr, StepTimer::kNext, 0, nullptr);
   if (unheard == nullptr) throw py::error_already_set();
 }

@@ -169,7 +169,7 @@ def assemble(session: Session, outcome: Outcome) -> Run:
         scheduler=request.scheduler if schedule is None else schedule,
         plan=Plan(decisions=ledger.values, fingerprint=session.fingerprint),
         report=Report(summary),
-        switches=toggles if schedule is None else [*toggles, schedule],
+        toggles=toggles if schedule is None else [*toggles, schedule],
         example=example_of(session.taken[0]),
         peak_flops=outcome.peak_flops,
     )

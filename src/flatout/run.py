@@ -62,7 +62,7 @@ class Run(Resumable):
         scheduler: Any,
         plan: Plan,
         report: Report,
-        switches: Sequence[Toggle],
+        toggles: Sequence[Toggle],
         example: Any,
         peak_flops: float | None = None,
     ) -> None:
@@ -71,12 +71,12 @@ class Run(Resumable):
         self.report = report
         self.logs = Logs()
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
-        observers = [switch.on_batch for switch in switches if isinstance(switch, ObservingCandidate)]
+        observers = [toggle.on_batch for toggle in toggles if isinstance(toggle, ObservingCandidate)]
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
         self._example = example
         self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
-        self._switches = list(switches)
-        attach(job.spec.model, self._switches)
+        self._toggles = list(toggles)
+        attach(job.spec.model, self._toggles)
 
     def __iter__(self) -> Iterator[Any]:
         """Unpack as ``model, loader = flatout.optimize(model, loader)``."""
@@ -327,7 +327,7 @@ class Run(Resumable):
         Weights and optimizer state keep the values that training has given them. ``run.loader`` is the user's own
         loader again.
         """
-        if is_attached(self.model, self._switches):  # else reverted already, or replaced by a later optimize
+        if is_attached(self.model, self._toggles):  # else reverted already, or replaced by a later optimize
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original

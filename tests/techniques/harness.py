@@ -46,7 +46,7 @@ def step(job: Job, batch: Any) -> Tensor:
 
 
 def count_work(job: Job, batch: Any) -> None:
-    """Count the FLOPs of a step, as ``optimize`` does before it considers techniques."""
+    """Count the FLOPs of a step. ``optimize`` does so before it asks the techniques for candidates."""
     job.work(batch)
 
 

@@ -5,13 +5,13 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 import flatout
 from flatout.data import tune
 from flatout.plan import Plan
 from flatout.report.model import Pace
-from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, job_of, only
+from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, Stream, job_of, only
 from tests.reasons import reasons
 from tests.techniques.harness import (
     STARVED,
@@ -277,17 +277,6 @@ def test_the_users_other_settings_stay():
 
 
 # -- what is left alone --------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    """Stream that yields each sample once over all iterators."""
-
-    def __init__(self, n):
-        self.left = iter(range(n))
-
-    def __iter__(self):
-        for i in self.left:
-            yield torch.full((8,), float(i)), i % 3
 
 
 class Subclassed(DataLoader):

@@ -3,23 +3,12 @@
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import flatout
 from tests.helpers import bits
-from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job, tried
+from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, SlowSamples, Stream, make_data, make_job, tried
 from tests.reasons import reasons
-
-
-class Stream(IterableDataset):
-    """Each sample is seen once, whatever is iterated how often."""
-
-    def __init__(self, n):
-        self.left = iter(range(n))
-
-    def __iter__(self):
-        for i in self.left:
-            yield torch.full((8,), float(i)), i % 3
 
 
 def test_a_source_that_cannot_rewind_loses_no_sample_and_is_not_replaced(clock):

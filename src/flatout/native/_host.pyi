@@ -57,13 +57,13 @@ class StepTimer:
     """Base of timers that are written in Python."""
 
 class Phase:
-    """A phase of a step: a block whose time is told apart."""
+    """Context manager that measures the time of one phase of a step."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 
 class Step:
-    """One step under way: what ``with counter.step(...) as step`` gives."""
+    """The running step, as returned by ``with counter.step(...) as step``."""
 
     def phase(self, name: str, /) -> Phase:
         """Tells what the step does inside the block: a name of ``Phases``, such as ``"forward"``.

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which takes its colors from the page's style sheet."""
+"""Charts as inline SVG. The page's style sheet sets their colors."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ class RoutedCall(ABC):
 
 
 class CallCandidate(Candidate):
-    """Installs a call in its owner and removes it. A module stays the same object with the same keys.
+    """Sets a call as an attribute of its owner, and removes it again. The owner stays the same object, and a
+    module keeps its ``state_dict`` keys.
 
     The candidate holds the call only while it is removed, so that it does not keep the model alive.
 

@@ -130,7 +130,7 @@ class Tf32(StepTechnique):
         return [Tf32Candidate()]
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate, even if the user has set a precision."""
+        """Return the candidate. A forced technique replaces a precision that the user has set."""
         return Tf32Candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:

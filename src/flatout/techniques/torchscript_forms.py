@@ -42,7 +42,7 @@ class TakenOver:
 
     @property
     def hooked(self) -> bool:
-        """True if hooks are registered, which only the plain call runs."""
+        """True if hooks are registered. A TorchScript call would skip them, and so the plain call is used."""
         return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
 
     def changed(self) -> str:

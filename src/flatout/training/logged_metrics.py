@@ -140,7 +140,7 @@ class Logs:
             return next((each.value for each in reversed(self._arrived) if each.name == name), None)
 
     def __iter__(self) -> Iterator[Logged]:
-        """Iterate over the last values, after waiting for those on their way."""
+        """Wait until all logged values have arrived, and iterate over the last ones."""
         self.flush()
         with self._lock:
             return iter(tuple(self._arrived))

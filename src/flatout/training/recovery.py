@@ -27,7 +27,8 @@ class Recovery:
     batch's first random numbers. A module that ran before memory ended keeps the buffers of the whole batch. Later
     batches are split from the start.
 
-    *The update* is repeated as a whole, because it allocates before it changes anything.
+    *The update* is tried once more, as a whole, after cached memory is freed. flatout's optimizers allocate before they
+    change a parameter. Another optimizer that fails in the middle of its step raises ``PartialUpdateError``.
 
     Before a step only cheap facts are recorded: the positions of the generators, the versions of buffers, and those of
     gradients while they accumulate. Buffers are copied only after a failed step.

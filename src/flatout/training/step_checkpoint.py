@@ -1,4 +1,4 @@
-"""Checkpoint of a step, as far as it is cheap, and the rollback after a failed step."""
+"""Cheap record of the state before a step, and the rollback after a failed step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Random:
 
 
 class StepCheckpoint:
-    """State before a step, or before a part of one, as far as it is cheap to record.
+    """Cheap record of the state before a step, or before a part of one: positions and versions,
+    not copies of buffers.
 
     Args:
         stepper: runs the step.

@@ -22,8 +22,8 @@ Paces = tuple[Pace | None, Pace | None]
 def race(bench: Bench) -> Paces:
     """Time the original loop against the tuned loop.
 
-    Each technique was measured together with those kept before it. Only a race shows that all together pay. Techniques
-    that a choice keeps stay on in both loops.
+    A trial measures one technique, with those kept before it in use. The race measures the gain of all techniques
+    that won a trial. Kept techniques that won none, such as forced ones, are on in both loops.
 
     Returns:
         The paces of both loops.

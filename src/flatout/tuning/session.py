@@ -52,6 +52,11 @@ class Session:
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
+        bench: measures the steps of the job; set by ``prepare``, like all below.
+        taken: the batches for trials, from ``loader``.
+        fingerprint: of model, optimizer, device and first batch, for the plan.
+        first_step_fits: result of the first step.
+        tuner: runs the trials.
     """
 
     def __init__(self, request: Request, choices: Choices) -> None:

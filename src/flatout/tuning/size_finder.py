@@ -16,7 +16,7 @@ WITHIN = 0.02
 _FURTHEST = 8
 """Largest ratio of a size to the next larger or smaller one that is tried."""
 _CHEAPER = 0.75
-"""Assumed cost of a sample below an unknown cliff, as a share of the cost above."""
+"""Assumed cost of a sample below a cliff that no probe has found yet, as a share of its cost above the cliff."""
 _SLOWEST = 0.85
 """Smallest rate of a size that is tried in search of a cliff, as a share of the best rate."""
 _SPARE = 0.9

@@ -20,8 +20,6 @@ _HEAD = struct.Struct("<7sBQ")
 _CHECKSUM = struct.Struct("<I")
 _TRAILER_SIZE = _HEAD.size + _CHECKSUM.size
 _BLOCK = 1 << 20
-
-
 _ZIP = b"PK\x03\x04"
 
 
@@ -32,8 +30,12 @@ class CorruptCheckpointError(ValueError):
 def write(path: str | Path, state: Any) -> None:
     """Write ``state`` to ``path``. Readers find the old file or the new one, even after a power cut.
 
-    The file is that of ``torch.save`` with a trailer, little endian: name (7 bytes), version (1), size of the file
-    before the trailer (8), and CRC-32 of all bytes before it (4). ``torch.load`` ignores the trailer.
+    The file is a file of ``torch.save`` with a trailer, which ``torch.load`` ignores. The trailer is little endian:
+
+    - 7 bytes: name of the format
+    - 1 byte: its version
+    - 8 bytes: size of the file without the trailer
+    - 4 bytes: CRC-32 of all bytes before this field
 
     Args:
         path: the file, in an existing folder. An existing file is replaced.
