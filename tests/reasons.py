@@ -114,6 +114,7 @@ PATTERNS: dict[str, str] = {
     "random-numbers-per-part": "random numbers .* are drawn for each part",
     "random-samples": "a sample draws|dataset is random",
     "ranks-apart": r"synchronized between \d+ ranks",
+    "reseeded": r"other (numbers|masks) of the same distribution",
     "sample-failed": r"raised \w+",
     "sample-fails-here": "cannot load a sample itself",
     "samples-change": "samples may change from epoch to epoch",

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from tests.clock import TimedStep
 from tests.helpers import snapshot
-from tests.jobs import NO_TECHNIQUES, job_of
+from tests.jobs import NO_TECHNIQUES, job_of, only
+from tests.reasons import reasons
 from tests.techniques.harness import candidates, decided, forced, refusal
 
 
@@ -121,6 +122,93 @@ def test_a_view_in_evaluation_only_is_detected(clock):
     row = outcome.rows["channels_last"]
     assert row.status == "rejected"
     assert "view" in row.trials[0].failure  # torch's message
+
+
+# -- random numbers ------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Convolutions with random masks between them.
+
+    Args:
+        mask: draws a mask of its input's shape and applies it.
+        wrong: factor of the output in channels_last.
+    """
+
+    def __init__(self, mask, wrong=1.0):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8 * 16, 3)
+        self._mask, self._wrong = mask, wrong
+
+    def forward(self, x):
+        x = self.one(x)
+        factor = 1.0 if x.is_contiguous() else self._wrong
+        x = self._mask(x) if self.training else x
+        return factor * self.head(self.two(x).flatten(1))
+
+
+@torch.library.custom_op("flatout_tests::masked", mutates_args=())
+def masked(x: torch.Tensor) -> torch.Tensor:
+    """Drop half of ``x`` in the order of memory, as a fused kernel that torch's operators do not show."""
+    keep = torch.empty(x.numel()).random_(2).as_strided(x.shape, x.stride())
+    return x * keep * 2
+
+
+masked.register_autograd(lambda ctx, gradient: gradient)
+
+MASKS = {
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "noise": lambda x: x + torch.randn_like(x),
+    "fused": masked,
+}
+
+
+def tuned(clock, mask="dropout", wrong=1.0, **options):
+    torch.manual_seed(0)
+    model = Dropping(MASKS[mask], wrong)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    data = TensorDataset(torch.randn(64, 3, 6, 6), torch.randint(0, 3, (64,)))
+    loss_fn = TimedStep(clock, lambda _, active: 0.005 if "channels_last" in active else 0.01).watch(model)
+    loader = DataLoader(data, batch_size=16)
+    options = {"techniques": only("channels_last"), "budget": 1000} | options
+    run = flatout.optimize(model, loader, opt, loss_fn, **options)
+    return run.report.row("channels_last")
+
+
+@pytest.mark.parametrize("mask", ["dropout", "noise"])
+def test_masks_are_compared_in_logical_order(mask, clock):
+    row = tuned(clock, mask)
+    assert row.status == "kept"
+    assert "reseeded" in reasons(row)
+    (trial,) = row.trials
+    assert trial.output_difference < 1e-4
+    assert trial.gradient_difference < 1e-3
+
+
+def test_masks_of_fused_kernels_are_compared_with_those_of_another_seed(clock):
+    row = tuned(clock, "fused")
+    assert row.status == "kept"
+    assert row.trials[0].output_difference > 0.1
+
+
+def test_wrong_outputs_do_not_hide_behind_random_masks(clock):
+    row = tuned(clock, wrong=1.2)
+    assert row.status == "rejected"
+    assert "numerics-differ" in reasons(row)
+
+
+def test_deterministic_training_keeps_its_masks(clock):
+    row = tuned(clock, deterministic=True)
+    assert row.status == "not tried"
+    assert "deterministic" in reasons(row)
+
+
+def test_the_row_of_a_model_without_random_numbers_says_nothing_of_masks():
+    model, loader, opt = make()
+    techniques = NO_TECHNIQUES | {"channels_last": True}
+    run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
+    assert "reseeded" not in reasons(run.report.row("channels_last"))
 
 
 def test_models_without_convolutions_have_a_reason():

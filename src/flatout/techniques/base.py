@@ -75,6 +75,7 @@ class Technique(ABC):
         title: name in the report.
         rationale: reason in the row when the technique is kept.
         effect: change of numerics.
+        reseeds: the random numbers that differ where the effect is "reseeded", for the row.
         goal: resource that the technique saves.
         scope: moment at which a running training could switch the technique.
         expected: expected gain in speed from the literature, for the report. The source of numbered rows is the
@@ -87,6 +88,7 @@ class Technique(ABC):
     title: str
     rationale: str = ""
     effect: Effect = "exact"
+    reseeds: str = ""
     goal: Goal = "speed"
     scope: Scope = "once"
     expected: str = ""
@@ -105,6 +107,15 @@ class Technique(ABC):
 
     def check(self, job: Job) -> None:
         """Raise ``NotApplicable`` if this job cannot use the technique."""
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return the change of numerics for a job to which the technique applies."""
+        return self.effect
+
+    def rationale_on(self, job: Job) -> str:
+        """Return the reason in the row when the technique is kept for this job."""
+        is_said = self.reseeds and self.effect_on(job) == "reseeded"
+        return f"{self.rationale}; {self.reseeds}" if is_said else self.rationale
 
     def row(self, status: Status, why: str, chosen: str = "") -> Row:
         """Return the technique's line in the report."""
@@ -196,12 +207,15 @@ class StepTechnique(Measured):
     Attributes:
         checks_evaluation: True if a trial also compares the outputs in eval mode, because the technique can break a
             branch that training does not take.
+        reorders_memory: True if activations lie in memory in another order, in which torch then draws random numbers. A
+            trial draws them in logical order (``tuning/logical_order.py``), so that the numbers are the same.
         optimistic_gain: the largest gain to expect. A setup that cannot pay even with this gain is not begun.
     """
 
     effect: Effect = "rounding"
     scope: Scope = "update"
     checks_evaluation: ClassVar[bool] = False
+    reorders_memory: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -60,15 +60,22 @@ class ChannelsLast(StepTechnique):
 
     When it helps: convolutional nets, most of all in 16 bits on tensor cores. CPUs also profit if the format saves
     their convolution libraries a reordering. When it hurts: operators without a channels_last kernel convert back and
-    forth. A ``view`` of an activation may fail with the new strides, which a trial detects. Expected: PyTorch's
-    tutorial on memory formats, for nets on a V100 under mixed precision.
+    forth. A ``view`` of an activation may fail with the new strides, which a trial detects. Dropout draws its mask in
+    the order of memory, so the same seed gives another mask of the same distribution. Expected: PyTorch's tutorial on
+    memory formats, for nets on a V100 under mixed precision.
     """
 
     name = "channels_last"
     title = "channels_last"
     expected = "8–35 %"
     rationale = "convolutions read and write their channels side by side, with no reordering in between"
+    reseeds = "dropout draws other masks of the same distribution"
     checks_evaluation = True
+    reorders_memory = True
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "reseeded" if a step draws random numbers, because torch draws them in the order of memory."""
+        return "reseeded" if job.objective.draws else self.effect
 
     def check(self, job: Job) -> None:
         """Require a model with 2-d convolutions whose weights are in the default format."""

@@ -1,4 +1,4 @@
-"""Check of a job's first forward: the type of its loss, and the batch tensors that it overwrites."""
+"""Check of a job's first forward: the type of its loss, the tensors that it overwrites, and its random numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
 from flatout.training.job import Job
 from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
 
 
 def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
-    """Run one forward on a copy of the batch and set ``Objective.writes_batches``.
+    """Run one forward on a copy of the batch, and set ``Objective.writes_batches`` and ``Objective.draws``.
 
     Args:
         job: a job before any technique is applied.
@@ -31,6 +32,7 @@ def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
         ValueError: the loss is not a scalar, or does not depend on a trainable parameter.
     """
     given = cloned(batch)
+    random = RandomState.capture([*job.spec.modules, *job.spec.code])
     try:
         with state.extended():
             result = job.objective.infer(given) if job.spec.inference else job.objective.loss(given)
@@ -46,6 +48,7 @@ def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
             raise
         return False
     finally:
+        job.objective.draws = random.moved() is not None
         job.objective.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
     return True
 

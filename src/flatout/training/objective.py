@@ -23,10 +23,12 @@ class Objective:
     Attributes:
         compiled: replaces ``loss`` in training steps, and may fall back on it; None: steps call ``loss``.
         writes_batches: True if forward or loss change tensors of their batch in place.
+        draws: True if forward or loss draw random numbers, as dropout does.
     """
 
     compiled: Callable[[Any], Tensor] | None = None
     writes_batches: bool = False
+    draws: bool = False
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from flatout.techniques import (
     StepTechnique,
 )
 from flatout.tuning.bench import Bench, off
-from flatout.tuning.equivalence import LEEWAY, Difference, compare, nudge, observe
+from flatout.tuning.equivalence import LEEWAY, Difference, Observed, compare, nudge, observe
 from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.logical_order import LogicalOrder
 from flatout.tuning.trial import seconds, trial_of
 
 HOPELESS = 3.0
@@ -177,22 +179,28 @@ def _differences(bench: Bench, candidate: Candidate, techniques: Sequence[StepTe
     if not any(t.is_verified for t in techniques) or scale_of(candidate) != 1.0:  # other samples have other outputs
         return []
     job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)
-    batches = job.data.batches
+    draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
+    order = LogicalOrder() if draws_other_numbers and any(t.reorders_memory for t in techniques) else None
+
+    def seen() -> Observed:
+        with order or nullcontext():
+            return observe(job, job.data.batches, evaluation=evaluation)
+
     bench.rewind()
-    baseline = observe(job, batches, evaluation=evaluation)
+    baseline = seen()
     bench.rewind()
     with candidate:
-        observed = observe(job, batches, evaluation=evaluation)
+        observed = seen()
         found = compare(baseline, observed)
     if any(d.fails for d in found if d.what != "losses"):
         bench.rewind()
         nudge(job.spec.model, observed.dtype)
-        nudged = compare(baseline, observe(job, batches, evaluation=evaluation))
+        nudged = compare(baseline, seen())
         found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-    if any(t.effect == "reseeded" for t in techniques) and any(d.fails for d in found):
+    if draws_other_numbers and not (order and order.drew) and any(d.fails for d in found):
         bench.rewind()
         torch.manual_seed(torch.initial_seed() + 1)
-        redrawn = compare(baseline, observe(job, batches, evaluation=evaluation))
+        redrawn = compare(baseline, seen())
         found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
     return found
 

@@ -109,7 +109,8 @@ class Tuner:
 
     def _force(self, technique: Measured, choice: Any) -> Row:
         bench, candidate = self._bench, technique.forced(self._bench.job, choice)
-        row = technique.row("kept", f"{self._choices.chooser} asks for it: {technique.rationale}", candidate.label)
+        why = f"{self._choices.chooser} asks for it: {technique.rationale_on(bench.job)}"
+        row = technique.row("kept", why, candidate.label)
         if isinstance(technique, LoaderTechnique):
             if not bench.rewindable:
                 raise NotApplicable("the loader cannot be rewound: another in its place would lose samples")
@@ -126,7 +127,7 @@ class Tuner:
         job, budget, bench = self._bench.job, self._bench.budget, self._bench
         if budget.seconds == 0:
             return "budget=0: nothing is measured"
-        if job.spec.deterministic and technique.effect != "exact":
+        if job.spec.deterministic and technique.effect_on(job) != "exact":
             return "deterministic=True: it may change the last bits, so no timing decides about it"
         if isinstance(technique, LoaderTechnique) and not bench.rewindable:
             return "the loader cannot be rewound: trying another in its place would lose samples"
@@ -164,7 +165,7 @@ class Tuner:
         if trials and all(trial.gain is None for trial in trials):
             bench.job.failed.add(technique.name)
         row = _with_finding(
-            verdict(technique.row("kept", technique.rationale), trials, best and best[0]), technique, best
+            verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0]), technique, best
         )
         if best is None:
             return bench.ledger.add(Decision(row))
@@ -239,9 +240,10 @@ class Tuner:
     ) -> Row:
         """Keep both techniques. The technique's row has the gain of the pair, and the companion's row refers to it."""
         bench, (first, second) = self._bench, pair.parts
-        alone = f"{technique.rationale}; it pays in the company of {companion.title} alone"
+        alone = f"{technique.rationale_on(bench.job)}; it pays in the company of {companion.title} alone"
         row = bench.keep(Decision(verdict(technique.row("kept", alone), trials, best), "trial", first.value, first))
-        why = f"{companion.rationale}; tried together with {technique.title}, whose row has the gain of both"
+        why = companion.rationale_on(bench.job)
+        why = f"{why}; tried together with {technique.title}, whose row has the gain of both"
         bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
         return row
 
@@ -271,7 +273,7 @@ class Tuner:
         if not pairs:
             raise NothingBetter(failure)
         trials, best = self._try_all(pairs, technique, BATCH_SIZE)
-        row = verdict(technique.row("kept", technique.rationale), trials, best and best[0])
+        row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         if best is None:
             return bench.ledger.add(Decision(row))
         first, second = best[1].parts
@@ -298,7 +300,7 @@ class Tuner:
             if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
                 best = trial, candidate, made[0]
         bench.rewind()
-        row = verdict(technique.row("kept", technique.rationale), trials, best and best[0])
+        row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best or (None, candidates[0]))
         if best is None:
             return bench.ledger.add(Decision(row))
