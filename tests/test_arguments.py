@@ -18,6 +18,7 @@ from flatout.techniques import REGISTRY, Rule
 from flatout.tuning.choices import choices_of
 from tests.helpers import snapshot
 from tests.jobs import NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job
+from tests.loaders import OwnIterator
 from tests.reasons import reasons
 
 
@@ -196,10 +197,6 @@ class Streamed(IterableDataset[Any]):
         return (SlowSamples()[i] for i in range(16))
 
 
-class Sized(DataLoader[Any]):
-    """A subclass may mean anything by its batches."""
-
-
 CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "workers for a list": ({"workers": 2}, {}),
     "workers for a stream": ({"workers": 2}, {"loader": lambda: DataLoader(Streamed(), 8)}),
@@ -208,7 +205,7 @@ CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"workers": 2, "in_memory": True},
         {"loader": lambda: DataLoader(make_data(), batch_size=16)},
     ),
-    "workers for a subclass": ({"workers": {"num_workers": 2}}, {"loader": lambda: Sized(SlowSamples(), 8)}),
+    "workers for a subclass": ({"workers": {"num_workers": 2}}, {"loader": lambda: OwnIterator(SlowSamples(), 8)}),
     "augmented samples in memory": ({"in_memory": True}, {"loader": lambda: DataLoader(Augmented(), 8)}),
     "a list on the device": ({"in_memory": "device"}, {}),
     "a graph on the CPU": ({"cuda_graph": True}, {"device": "cpu"}),
@@ -255,7 +252,7 @@ def test_an_optimizer_is_needed_for_what_its_step_does() -> None:
 def test_what_is_so_already_is_not_refused() -> None:
     tuned(techniques=QUICK | {"workers": 0})
     tuned(DataLoader(make_data(), batch_size=16), techniques={"compile": False, "in_memory": True, "workers": 0})
-    tuned(Sized(SlowSamples(), 8, num_workers=1), techniques={"compile": False, "workers": 1})
+    tuned(OwnIterator(SlowSamples(), 8, num_workers=1), techniques={"compile": False, "workers": 1})
     model = Net()
     tuned(model=model, optimizer=flatout.optim.SGD(model.parameters(), 0.1), techniques={"fused_optimizer": True})
     tuned(techniques=QUICK | {"cpu_threads": torch.get_num_threads()})

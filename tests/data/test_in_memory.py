@@ -32,6 +32,7 @@ from torch.utils.data import (
 
 from flatout.data import InMemoryLoader, why_not_in_memory
 from tests.data.harness import rings_of
+from tests.loaders import OwnIterator
 
 
 def make_dataset(n: int) -> TensorDataset:
@@ -473,13 +474,9 @@ class MyConcatenation(ConcatDataset):
     pass
 
 
-class MyLoader(DataLoader):
-    pass
-
-
 DATA = TensorDataset(torch.zeros(10, 2))
 REFUSED = {
-    "type of the loader": (lambda: MyLoader(DATA), "MyLoader"),
+    "type of the loader": (lambda: OwnIterator(DATA), "OwnIterator"),
     "type of the dataset": (lambda: DataLoader(Squares()), "Squares"),
     "subclass of TensorDataset": (lambda: DataLoader(MyTensors(torch.zeros(3))), "MyTensors"),
     "collate": (lambda: DataLoader(DATA, collate_fn=lambda samples: samples), "collate_fn"),

@@ -11,17 +11,14 @@ import flatout
 from tests.clock import TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, Net, make_data, train
-
-
-class OwnLoader(DataLoader):
-    """A subclass, of which nobody knows what another iteration would do."""
+from tests.loaders import OwnIterator
 
 
 def make_job(*, own_generator):
     torch.manual_seed(0)
     model = Net()
     generator = torch.Generator().manual_seed(3) if own_generator else None
-    loader = OwnLoader(make_data(64), batch_size=8, shuffle=True, generator=generator)
+    loader = OwnIterator(make_data(64), batch_size=8, shuffle=True, generator=generator)
     return model, loader, torch.optim.SGD(model.parameters(), lr=0.1), generator
 
 

@@ -238,12 +238,13 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tuned_workers(workers: int, busy: float = 0.0) -> Iterator[None]:
+def tuned_workers(workers: int, busy: float = 0.0, *, persistent: bool = False) -> Iterator[None]:
     """Replace the measurement of the worker tuner by a given result.
 
     Args:
         workers: number of workers that the tuner chooses.
         busy: share of a core that each worker keeps busy.
+        persistent: workers live on from epoch to epoch.
     """
 
     def tune(loader: Any, step_time: float) -> Tuned:
@@ -251,7 +252,7 @@ def tuned_workers(workers: int, busy: float = 0.0) -> Iterator[None]:
             loader=loader,
             workers=workers,
             prefetch_factor=2,
-            persistent=False,
+            persistent=persistent,
             start_method=None,
             start_seconds=0.1,
             step_time=step_time,

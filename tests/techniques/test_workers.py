@@ -12,9 +12,11 @@ from flatout.data import tune
 from flatout.plan import Plan
 from flatout.report.model import Pace
 from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, Stream, job_of, only
+from tests.loaders import Normalizing, OwnIterator, Shard
 from tests.reasons import reasons
 from tests.techniques.harness import (
     STARVED,
+    TECHNIQUES,
     candidates,
     decided,
     forced,
@@ -279,10 +281,6 @@ def test_the_users_other_settings_stay():
 # -- what is left alone --------------------------------------------------------------------------------------
 
 
-class Subclassed(DataLoader):
-    """Subclass of DataLoader, as libraries define. flatout does not know that it is rewindable."""
-
-
 class Shuffled(Sampler):
     """Sampler that keeps its position and yields each index once."""
 
@@ -298,7 +296,7 @@ class Shuffled(Sampler):
 
 SOURCES = {
     "stream": (lambda: DataLoader(Stream(64), batch_size=8), "iterable-dataset"),
-    "subclass": (lambda: Subclassed(Numbers(), batch_size=8, shuffle=True), "not-a-dataloader"),
+    "subclass": (lambda: OwnIterator(Numbers(), batch_size=8, shuffle=True), "overrides-dataloader"),
     "sampler": (lambda: DataLoader(Numbers(), batch_size=8, sampler=Shuffled(64)), "not-rewindable"),
 }
 
@@ -333,3 +331,18 @@ def test_a_worker_init_fn_may_depend_on_the_number_of_workers():
     with pytest.raises(ValueError, match="worker_init_fn"):
         tune(loader, 0.01)
     assert "worker-init-fn" in refusal("workers", over(loader))
+
+
+# -- subclasses and wrappers -----------------------------------------------------------------------------------
+
+
+def test_workers_of_a_wrapper_are_not_persistent_because_its_epochs_draw_a_seed_each():
+    loader = Normalizing(DataLoader(Numbers(), 4), 7)
+    with tuned_workers(2, persistent=True):
+        (found,) = candidates("workers", over(loader))
+    assert found.value == {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": False}
+
+
+def test_the_present_settings_of_a_wrapper_count_as_asked_for():
+    loader = Shard(Numbers(), batch_size=4, num_workers=1)
+    assert TECHNIQUES["workers"].is_so(over(loader), 1)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 import flatout
 from tests.helpers import bits
 from tests.jobs import FORCED, NO_TECHNIQUES, QUICK, Net, SlowSamples, Stream, make_data, make_job, tried
+from tests.loaders import OwnIterator
 from tests.reasons import reasons
 
 
@@ -38,14 +39,10 @@ def test_a_stream_is_not_lost_by_force_or_by_undo():
         assert [value for x, _ in run.loader for value in x[:, 0].tolist()] == [float(i) for i in range(64)]
 
 
-class Subclassed(DataLoader):
-    """What libraries make of a DataLoader: not known to be rewindable."""
-
-
 def test_epochs_of_a_loader_that_is_not_rewound_keep_their_own_orders():
     torch.manual_seed(0)
     model = Net()
-    loader = Subclassed(make_data(), batch_size=16, shuffle=True)
+    loader = OwnIterator(make_data(), batch_size=16, shuffle=True)
     run = tried(model, loader, torch.optim.SGD(model.parameters(), 0.1), functional.cross_entropy)
     epochs = [[bits(y) for _, y in run.loader] for _ in range(2)]
     assert epochs[0] != epochs[1]

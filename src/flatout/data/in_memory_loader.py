@@ -20,6 +20,7 @@ from flatout.core.batches import to_device
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
+from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.data.loaders import seeds_workers_once, set_epoch
 from flatout.data.order import IndexSpan, OpaqueBatch, Order, RecordedOrder, as_indices, why_not_ordered
 from flatout.data.position import Progress
@@ -59,7 +60,7 @@ def _leaves_of(dataset: Any) -> tuple[list[Any], Tensor | None]:
 def why_not_in_memory(loader: Any) -> str | None:
     """Return why :class:`InMemoryLoader` cannot replace ``loader``; ``None`` if it can.
 
-    Accepts exact types only, because a subclass may do anything.
+    Accepts datasets of exact types only, because a subclass may do anything.
     """
     reason = why_not_collated(loader)
     if reason is not None:
@@ -82,8 +83,8 @@ def why_not_in_memory(loader: Any) -> str | None:
 
 def why_not_collated(loader: Any) -> str | None:
     """Return why batches of ``loader`` are not plain stacks of samples; ``None`` if they are."""
-    if type(loader) is not DataLoader:
-        return f"the loader is a {type(loader).__name__}, not torch's DataLoader"
+    if not is_plain(loader):
+        return why_not_plain(loader)
     if loader.batch_sampler is None:
         return "batch_size=None: samples are not batched"
     if loader.collate_fn is not default_collate or default_collate_fn_map.get(Tensor) is not collate_tensor_fn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +26,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.batches import cloned, tensors_of
 from flatout.core.random_state import RandomState
+from flatout.data.loader_class import around, base_of, is_plain, why_not_plain
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
+_STATELESS = (int, float, str, torch.Generator, type(None))
+"""Types of a sampler's attributes that a rewind restores, or that no epoch changes."""
 _SEEDS_ONCE = "seeds_workers_once"
 """Name of the attribute of a clone that says whether the original loader has persistent workers."""
 SEEDED_FROM = "seeded_from"
@@ -73,23 +77,33 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
 def is_rewindable(loader: Any) -> bool:
     """Whether iterating ``loader`` once more loses no sample.
 
-    True for an exact ``DataLoader`` over a map-style dataset with torch's own samplers, for flatout's loaders
-    over such a one, and for a list or tuple of batches. False for everything that cannot be known.
+    True for a ``DataLoader`` over a map-style dataset with torch's own samplers, for subclasses and wrappers that
+    ``base_of`` understands, for flatout's loaders over such a one, and for a list or tuple of batches. A sampler of
+    another class counts if its ``__iter__`` is a generator function over nothing but numbers and such samplers. False
+    for everything that cannot be known.
     """
     if type(loader) in (list, tuple):
         return True
-    if type(loader) is not DataLoader:
+    base = base_of(loader)
+    if base is None:
         inner = getattr(loader, "loader", None) if type(loader).__module__.startswith("flatout.data.") else None
         return inner is not None and is_rewindable(inner)
-    loader = getattr(loader, SEEDED_FROM, loader)
-    if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
+    base = getattr(base, SEEDED_FROM, base)
+    if isinstance(base.dataset, (IterableDataset, MapDataPipe)):
         return False
-    batch_sampler: Any = loader.batch_sampler
-    if type(batch_sampler) in (list, tuple):
+    return _starts_over(base.sampler if base.batch_sampler is None else base.batch_sampler, base.dataset)
+
+
+def _starts_over(order: Any, dataset: Any) -> bool:
+    """Return whether every ``iter`` of a sampler, or of a batch sampler, yields a whole epoch."""
+    if type(order) in _REWINDABLE_SAMPLERS:
         return True
-    if type(batch_sampler) is BatchSampler:
-        return type(batch_sampler.sampler) in _REWINDABLE_SAMPLERS
-    return batch_sampler is None and type(loader.sampler) in _REWINDABLE_SAMPLERS
+    if type(order) is BatchSampler:
+        return _starts_over(order.sampler, dataset)
+    if not inspect.isgeneratorfunction(getattr(type(order), "__iter__", None)):
+        return False
+    parts = (part for part in vars(order).values() if part is not dataset and not isinstance(part, _STATELESS))
+    return all(type(part) is not list and _starts_over(part, dataset) for part in parts)  # a list may be shuffled
 
 
 def length_of(loader: Iterable[Any]) -> int:
@@ -101,16 +115,19 @@ def length_of(loader: Iterable[Any]) -> int:
 
 
 class LoaderPosition:
-    """Snapshot of the position and the counters of a rewindable flatout loader, including the loaders inside it."""
+    """Snapshot of the position and the counters of a rewindable loader: flatout's, those inside it, and samplers."""
 
     def __init__(self, loader: Any) -> None:
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        parts: list[Any] = []
         while type(loader).__module__.startswith("flatout.data.") and is_rewindable(loader):
             source = vars(loader).get("_source")
-            for part in (loader, vars(loader).get("progress"), source, getattr(source, "progress", None)):
-                if part is not None:
-                    self._saved.append((vars(part), dict(vars(part))))
+            parts += [loader, vars(loader).get("progress"), source, getattr(source, "progress", None)]
             loader = loader.loader
+        order: Any = getattr(base_of(loader), "_index_sampler", None) if is_rewindable(loader) else None
+        while order is not None:  # a sampler may count its epochs
+            parts.append(order)
+            order = getattr(order, "sampler", None)
+        self._saved = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
 
     def restore(self) -> None:
         """Restore every attribute."""
@@ -122,7 +139,7 @@ class LoaderPosition:
 def original_of(loader: Any) -> Any:
     """The user's own loader, of which this one was made for its batch size, or its samples' seeds."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):
-        if type(loader) is DataLoader:
+        if isinstance(loader, DataLoader):
             loader = getattr(loader, made_from, loader)
     return loader
 
@@ -167,8 +184,8 @@ def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
 
 def why_not_resized(loader: Any) -> str:
     """Why a loader cannot be made anew with another batch size; empty where it can."""
-    if type(loader) is not DataLoader:
-        return f"the loader is a {type(loader).__name__}, not exactly a DataLoader"
+    if not is_plain(loader):
+        return why_not_plain(loader)
     if loader.batch_size is None:
         return "the loader has a batch_sampler of its own, or makes no batches"
     if not is_rewindable(loader):
@@ -181,12 +198,12 @@ def first_batches(loader: Any, count: int) -> list[Any]:
 
     The generators that its order is drawn from advance.
     """
-    batches = clone_loader(loader) if isinstance(loader, DataLoader) else loader
+    batches = loader if base_of(loader) is None else clone_loader(loader)
     return list(map(cloned, itertools.islice(batches, count)))
 
 
-def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
-    """A second ``DataLoader`` like ``loader``, with ``changes``.
+def clone_loader(loader: Any, **changes: Any) -> Any:
+    """A second loader like ``loader``, with ``changes``.
 
     Shares dataset, samplers, generator, ``collate_fn`` and all other settings. Settings that only exist with
     worker processes are left out when there are none. Iterating the clone advances shared samplers and
@@ -195,22 +212,24 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
     have the same orders.
 
     Args:
-        loader: an exact ``DataLoader``.
+        loader: a ``DataLoader``, or a subclass or wrapper that ``base_of`` understands. The clone of such a loader is a
+            copy with its attributes, over changed batches. Its constructor is not called.
         changes: any argument of ``DataLoader``, such as ``num_workers=4, persistent_workers=True``.
 
     Raises:
-        ValueError: ``loader`` is a subclass or is made of data pipes, or a change contradicts its batch
-        sampler.
+        ValueError: it is unknown which batches ``loader`` yields, ``loader`` is made of data pipes, or a change
+        contradicts its batch sampler.
     """
-    if type(loader) is not DataLoader:
-        raise ValueError(f"loader must be exactly a torch DataLoader, got {type(loader).__name__}")
-    dataset = changes.get("dataset", loader.dataset)
+    base = base_of(loader)
+    if base is None:
+        raise ValueError(f"loader must be understood as a torch DataLoader: {why_not_plain(loader)}")
+    dataset = changes.get("dataset", base.dataset)
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         raise ValueError("loader must not be made of data pipes: a clone would share their state")
-    arguments: dict[str, Any] = {name: getattr(loader, name) for name in ("dataset", *_SETTINGS)}
-    if loader.pin_memory_device:
-        arguments["pin_memory_device"] = loader.pin_memory_device
-    arguments |= _batching(loader, changes)
+    arguments: dict[str, Any] = {name: getattr(base, name) for name in ("dataset", *_SETTINGS)}
+    if base.pin_memory_device:
+        arguments["pin_memory_device"] = base.pin_memory_device
+    arguments |= _batching(base, changes)
     arguments |= changes
     if arguments["num_workers"] == 0:
         for name in _WORKERS_ONLY:
@@ -220,11 +239,9 @@ def clone_loader(loader: DataLoader, **changes: Any) -> DataLoader:
     if not changes.keys() & set(_BATCHING):
         # The very same object: DataLoader would wrap the sampler anew, losing what the user did to its
         # wrapper.
-        vars(clone)["batch_sampler"] = loader.batch_sampler
-    for name, value in vars(loader).items():  # what the user attached
-        vars(clone).setdefault(name, value)
-    vars(clone)[_SEEDS_ONCE] = seeds_workers_once(loader)
-    return clone
+        vars(clone)["batch_sampler"] = base.batch_sampler
+    vars(clone)[_SEEDS_ONCE] = seeds_workers_once(base)
+    return around(loader, clone)
 
 
 def seeds_workers_once(loader: DataLoader) -> bool:

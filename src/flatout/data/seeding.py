@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
 from flatout.core.random_state import RandomState, generators_in
+from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, set_epoch, why_random
 
 
@@ -34,13 +35,13 @@ def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
     sample, and a tenth of that in a worker process.
 
     Args:
-        loader: an exact ``DataLoader`` over a map-style dataset.
+        loader: a ``DataLoader`` over a map-style dataset.
 
     Raises:
         ValueError: it is of another kind: an iterable dataset decides itself what each worker yields.
     """
-    if type(loader) is not DataLoader:
-        raise ValueError(f"loader must be exactly a torch DataLoader, got {type(loader).__name__}")
+    if not is_plain(loader):
+        raise ValueError(f"loader must be a plain torch DataLoader: {why_not_plain(loader)}")
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(f"samples of a {type(loader.dataset).__name__} have no index to be seeded by")
     if is_seeded(loader):
@@ -195,7 +196,7 @@ def seeded_if_random(loader: Iterable[Any]) -> Iterable[Any]:
 
     A loader whose samples cannot be made in this process is returned as it is.
     """
-    if type(loader) is not DataLoader or not is_rewindable(loader):
+    if not is_plain(loader) or not is_rewindable(loader):
         return loader
     try:
         return loader if why_random(loader) is None else seed_samples(loader)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from flatout.core.kinds import check_number
 from flatout.data.dataloader_source import IterableSource
 from flatout.data.in_memory_loader import InMemoryLoader
+from flatout.data.loader_class import is_plain
 from flatout.data.map_style_source import MapStyleSource
 from flatout.data.source import Epoch, Source, check_keys
 
 
-def source_of(loader: Iterable[Any] | Source) -> Source:
+def source_of(loader: Any) -> Source:
     """Return the source for a loader. A source is returned as given."""
     if isinstance(loader, Source):
         return loader
     if type(loader) is InMemoryLoader:
         return InMemorySource(loader)
-    if type(loader) is DataLoader and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+    if is_plain(loader) and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         if not isinstance(loader.dataset, IterableDataset):
             return MapStyleSource(loader)
         return IterableSource(loader)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from flatout.core import formatting
 from flatout.core.machine import available_memory, free_shared_memory, usable_cores
 from flatout.core.random_state import RandomState
-from flatout.data.loaders import clone_loader, is_rewindable
+from flatout.data.loader_class import is_plain
+from flatout.data.loaders import LoaderPosition, clone_loader, is_rewindable, length_of
 from flatout.data.rate_trials import LOOK, PREFETCH, STROLL, Trials, Try
 
 SECONDS = 3.0
@@ -99,7 +100,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
     uses CUDA cannot in a fork), there are none.
 
     Args:
-        loader: an exact ``DataLoader`` over a map-style dataset, with torch's own samplers.
+        loader: a ``DataLoader`` over a map-style dataset, with torch's own samplers.
         step_time: seconds of one training step without loading; 0: as fast as can be.
         budget: seconds to spend; a dataset so slow that one trial takes longer is measured over fewer batches.
 
@@ -112,16 +113,20 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
     """
     if not step_time >= 0 or not budget >= 0:
         raise ValueError(f"step_time and budget must be >= 0, got {step_time} and {budget}")
-    if type(loader) is not DataLoader or not is_rewindable(loader):
+    if not is_plain(loader) or not is_rewindable(loader):
         raise ValueError("loader must be a DataLoader that trials can iterate without using up its samples")
     if loader.num_workers > 0 and loader.worker_init_fn is not None:
         raise ValueError("loader must not have a worker_init_fn: what it loads may depend on its workers")
-    if len(loader) == 0:
+    if length_of(loader) == 0:
         raise ValueError("loader must have a batch, got an empty one")
-    with RandomState.capture(loader).restored(), warnings.catch_warnings():
-        # torch warns of more workers than cores: how many are too many is what is being found out.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return _SettingsSearch(Trials(loader), loader, step_time, budget).run()
+    position = LoaderPosition(loader)
+    try:
+        with RandomState.capture(loader).restored(), warnings.catch_warnings():
+            # torch warns of more workers than cores: how many are too many is what is being found out.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            return _SettingsSearch(Trials(loader), loader, step_time, budget).run()
+    finally:
+        position.restore()
 
 
 @dataclass(frozen=True)
@@ -334,7 +339,7 @@ class _SettingsSearch:
 
     def _is_to_persist(self, chosen: Try) -> bool:
         """Workers that live on save their start, not the first batch; and they see the dataset as it was then."""
-        epoch = len(self._loader) / self._pace(chosen)
+        epoch = length_of(self._loader) / self._pace(chosen)
         start = chosen.start_seconds - self._batch
         changes = hasattr(self._loader.dataset, "set_epoch")
         return self._loader.persistent_workers or (not changes and start > (1 - _ENOUGH) * epoch)

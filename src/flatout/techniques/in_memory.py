@@ -19,6 +19,7 @@ from flatout.data import (
     why_not_in_memory,
 )
 from flatout.data.in_memory_loader import why_not_collated
+from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.techniques.base import LoaderTechnique, NotApplicable
 from flatout.techniques.candidate import LoaderCandidate
 
@@ -87,9 +88,9 @@ class InMemory(LoaderTechnique):
         return batch_ms / 1e3 * len(job.data.loader)
 
     def check(self, job: Job) -> None:
-        """Require a DataLoader. ``candidates`` finds out whether it can be replayed exactly."""
-        if type(job.data.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
+        """Require a plain DataLoader. ``candidates`` finds out whether it can be replayed exactly."""
+        if not is_plain(job.data.loader):
+            raise NotApplicable(why_not_plain(job.data.loader))
         if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
             raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import DataLoader
 
 from flatout.data import InMemoryLoader, NotExamined, is_rewindable, movable_transforms
+from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Transforms(Advice):
 
     def check(self, job: Job) -> None:
         """Reject loaders whose samples cannot be evaluated beside the training, or are already in memory."""
-        if type(job.data.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not a DataLoader")
+        if not is_plain(job.data.loader):
+            raise NotApplicable(why_not_plain(job.data.loader))
         if not is_rewindable(job.data.loader):
             raise NotApplicable("the loader cannot be rewound: looking at its samples might lose some")
         if isinstance(job.data.source, InMemoryLoader):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.core.machine import usable_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
+from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.loaders import why_random
 from flatout.data.seeding import is_seeded
 from flatout.data.tuning import SECONDS
@@ -25,18 +26,23 @@ _SHOWS = 0.1
 
 
 class WorkerSource:
-    """User's DataLoader with other settings of its worker processes.
+    """User's loader with other settings of its worker processes.
 
     ``value`` holds all settings, by the names of ``DataLoader``'s arguments, so that a plan makes the same loader.
+
+    Args:
+        loader: has a base (``base_of``).
+        settings: arguments of ``DataLoader``.
+        reason: finding of ``tune``.
     """
 
-    def __init__(self, loader: DataLoader[Any], settings: Mapping[str, Any], reason: str = "") -> None:
-        self.value = {**_settings(clone_loader(loader, **settings)), **settings}
+    def __init__(self, loader: Any, settings: Mapping[str, Any], reason: str = "") -> None:
+        self.value = {**_settings(_base(clone_loader(loader, **settings))), **settings}
         self.reason = reason
         self._loader = loader
         self.label = _label(self.value)
 
-    def make(self) -> DataLoader[Any]:
+    def make(self) -> Any:
         """Build the loader."""
         return clone_loader(self._loader, **self.value)
 
@@ -61,20 +67,21 @@ class Workers(SparingTechnique):
     rationale = "batches are made while the step runs, by as many worker processes as pay"
 
     def check(self, job: Job) -> None:
-        """Require an exact DataLoader that is not replaced by data in memory.
+        """Require the batches of a DataLoader that is not replaced by data in memory.
 
         Its samples must not depend on the process that makes them.
         """
         if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
-        if type(job.data.loader) is not DataLoader:
-            raise NotApplicable(f"the loader is a {type(job.data.loader).__name__}, not exactly a DataLoader")
-        if isinstance(job.data.loader.dataset, IterableDataset):
+        base = base_of(job.data.loader)
+        if base is None:
+            raise NotApplicable(why_not_plain(job.data.loader))
+        if isinstance(base.dataset, IterableDataset):
             raise NotApplicable("an IterableDataset decides itself what each worker yields")
-        if job.data.loader.num_workers > 0 and job.data.loader.worker_init_fn is not None:
+        if base.num_workers > 0 and base.worker_init_fn is not None:
             raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
         try:
-            reason = None if is_seeded(job.data.loader) else why_random(job.data.loader)
+            reason = None if is_seeded(base) else why_random(base)
         except Exception as error:
             raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
         if reason is not None:
@@ -89,7 +96,8 @@ class Workers(SparingTechnique):
 
     def spares(self, job: Job) -> bool:
         """Return True if there are more workers than cores, because candidates have fewer."""
-        return isinstance(job.data.loader, DataLoader) and job.data.loader.num_workers > usable_cores()
+        base = base_of(job.data.loader)
+        return base is not None and base.num_workers > usable_cores()
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Return the seconds of ``tune``: some rounds of all workers if batches are slow."""
@@ -98,17 +106,21 @@ class Workers(SparingTechnique):
     def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
         """Return the tuned number of workers, fewer if they share the step's cores, and 0 if the user has some."""
         loader = _loader_of(job)
-        tuned = tune(loader, pace.step_ms / 1e3)
+        base = _base(loader)
+        tuned = tune(base, pace.step_ms / 1e3)
+        settings = tuned.settings
+        if not is_plain(loader) and not base.persistent_workers:
+            settings |= {"persistent_workers": False}  # its epochs draw a seed each, as the user's do
         numbers = [tuned.workers]
         if job.spec.device.type == "cpu" and tuned.busy > _SHOWS:
             numbers += [n for n in (tuned.workers // 2, 1) if 0 < n < tuned.workers]
-        if loader.num_workers:
+        if base.num_workers:
             numbers.append(0)
         sources = [
-            WorkerSource(loader, {**tuned.settings, "num_workers": n} if n else {"num_workers": 0}, tuned.reason)
+            WorkerSource(loader, {**settings, "num_workers": n} if n else {"num_workers": 0}, tuned.reason)
             for n in dict.fromkeys(numbers)
         ]
-        others = [source for source in sources if source.value != _settings(loader)]
+        others = [source for source in sources if source.value != _settings(base)]
         if not others:
             raise NothingBetter(tuned.reason)
         return others
@@ -146,7 +158,9 @@ class Workers(SparingTechnique):
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         if isinstance(job.data.source, InMemoryLoader):
             return settings == {"num_workers": 0}
-        return settings == {name: getattr(job.data.loader, name, 0) for name in settings}
+        base = base_of(job.data.loader)
+        loader = job.data.loader if base is None else base
+        return settings == {name: getattr(loader, name, 0) for name in settings}
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -168,8 +182,12 @@ def _label(settings: Mapping[str, Any]) -> str:
     return label
 
 
-def _loader_of(job: Job) -> DataLoader[Any]:
-    """Return the DataLoader of the batches: the user's, or one over samples in memory."""
-    loader = job.data.source if isinstance(job.data.source, DataLoader) else job.data.loader
-    assert isinstance(loader, DataLoader)
-    return loader
+def _loader_of(job: Job) -> Any:
+    """Return the loader of the batches: the user's, or one over samples in memory."""
+    return job.data.loader if base_of(job.data.source) is None else job.data.source
+
+
+def _base(loader: Any) -> DataLoader[Any]:
+    base = base_of(loader)
+    assert base is not None
+    return base

@@ -6,10 +6,9 @@ import time
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
-
 from flatout.core.batches import batch_size_of
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
+from flatout.data.loader_class import base_of
 from flatout.report.model import Pace
 from flatout.training.job import Job
 from flatout.tuning.trial import synchronize
@@ -47,8 +46,8 @@ class LoaderTimer:
 
     Args:
         job: the job that steps the batches.
-        loader: iterated again after its end, as in training. A DataLoader is cloned, so that the user's own starts no
-            workers. An InMemoryLoader is cloned, so that training is the first to run it.
+        loader: iterated again after its end, as in training. A loader with a base (``base_of``) is cloned, so that the
+            user's own starts no workers. An InMemoryLoader is cloned, so that training is the first to run it.
     """
 
     def __init__(self, job: Job, loader: Iterable[Any]) -> None:
@@ -56,10 +55,11 @@ class LoaderTimer:
         self.queue = 0
         """Number of batches that may be ready when a stretch begins, made during the other loader's turn."""
         self._workers = 1
-        if isinstance(loader, DataLoader):
+        base = base_of(loader)
+        if base is not None:
             loader = clone_loader(loader)
-            self._workers = max(1, loader.num_workers)
-            self.queue = loader.num_workers * (loader.prefetch_factor or 0)
+            self._workers = max(1, base.num_workers)
+            self.queue = base.num_workers * (base.prefetch_factor or 0)
         if isinstance(loader, InMemoryLoader):
             loader = loader.clone()
         if isinstance(loader, InMemoryLoader) or job.spec.device.type == "cuda":
