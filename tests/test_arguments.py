@@ -200,7 +200,10 @@ class Streamed(IterableDataset[Any]):
 CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "workers for a list": ({"workers": 2}, {}),
     "workers for a stream": ({"workers": 2}, {"loader": lambda: DataLoader(Streamed(), 8)}),
-    "workers for augmented samples": ({"workers": 2}, {"loader": lambda: DataLoader(Augmented(), 8)}),
+    "workers for augmented samples": (
+        {"workers": 2},
+        {"loader": lambda: DataLoader(Augmented(), 8), "deterministic": True},
+    ),
     "workers for data in memory": (
         {"workers": 2, "in_memory": True},
         {"loader": lambda: DataLoader(make_data(), batch_size=16)},

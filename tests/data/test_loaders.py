@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from flatout.core.random_state import generators_in
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples
-from flatout.data.loaders import first_batches, original_of, why_not_resized, why_random, with_batch_size
+from flatout.data.loaders import first_batches, original_of, randomness_of, why_not_resized, with_batch_size
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -191,8 +191,8 @@ def test_randomness_that_one_sample_does_not_show(how, collate, said):
         data.draw = functools.partial(lambda low, rng: low + rng.random(), 0.0, rng=random.Random(3))
     loader = DataLoader(data, 4, collate_fn=collate)
     state = torch.get_rng_state(), HIDDEN.bit_generator.state["state"]["state"]
-    reason = why_random(loader)
-    assert (reason is None) if said is None else (said in reason)
+    seen = randomness_of(loader)
+    assert (seen is None) if said is None else (said in seen.reason and seen.is_drawn)
     assert torch.equal(torch.get_rng_state(), state[0])
     assert HIDDEN.bit_generator.state["state"]["state"] == state[1]
 

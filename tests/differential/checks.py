@@ -350,7 +350,7 @@ def _trains_alike(job: Job) -> None:
     run = None  # type: ignore[assignment]
     twin = World(job)
     expected = train_plainly(twin, _as_optimize_reads(twin))
-    if job.loader not in RESEEDED or not job.arguments.get("deterministic") or job.arguments.get("seed") is None:
+    if not _is_reseeded(job, decisions):
         close = Tolerance(job, decisions)
         if course.batches:
             _none(_sequence_changes(expected.batches, course.batches), "batches differ")
@@ -361,6 +361,12 @@ def _trains_alike(job: Job) -> None:
     del world, twin
     gc.collect()
     _none(_differing(around, process.surroundings), "training changed the process")
+
+
+def _is_reseeded(job: Job, decisions: dict[str, Any]) -> bool:
+    """Return whether samples draw other random numbers than in the plain training."""
+    has_seeds = bool(job.arguments.get("deterministic")) and job.arguments.get("seed") is not None
+    return job.loader in RESEEDED and (has_seeds or bool(decisions.get("workers", {}).get("num_workers")))
 
 
 def _unequal(theirs: list[Any], ours: list[Any], equal: Callable[[float, float], bool]) -> list[str]:

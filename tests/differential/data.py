@@ -329,4 +329,4 @@ NOT_REWINDABLE = (
 OF_ONE = ("batches of one", "list of index lists")
 """Some of whose batches have a single sample, of which BatchNorm has no variance."""
 RESEEDED = tuple(name for name in LOADERS if name.startswith("draws from "))
-"""Loaders whose samples draw other random numbers under ``deterministic=True`` with a seed."""
+"""Loaders whose samples draw other random numbers in worker processes, or from seeds of ``deterministic=True``."""

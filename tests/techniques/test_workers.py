@@ -11,8 +11,9 @@ import flatout
 from flatout.data import tune
 from flatout.plan import Plan
 from flatout.report.model import Pace
+from tests.augmented import HELD, Augmented, Hidden
 from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, Stream, job_of, only
-from tests.loaders import Normalizing, OwnIterator, Shard
+from tests.loaders import UNDERSTOOD, Normalizing, OwnIterator
 from tests.reasons import reasons
 from tests.techniques.harness import (
     STARVED,
@@ -333,16 +334,154 @@ def test_a_worker_init_fn_may_depend_on_the_number_of_workers():
     assert "worker-init-fn" in refusal("workers", over(loader))
 
 
+# -- random augmentation -------------------------------------------------------------------------------------
+
+
+def augmented(how, **settings):
+    return DataLoader(Augmented(how), 4, **{"shuffle": True, **settings})
+
+
+def with_workers(loader, workers=2, **options):
+    """Return a run with workers that are forced. torch is seeded before the first epoch."""
+    run = run_with(loader, techniques=NO_TECHNIQUES | {"workers": workers}, **options)
+    assert run.report.row("workers").status == "kept"
+    torch.manual_seed(5)
+    return run
+
+
+def epochs_of(loader, count=3):
+    """Return the numbers of the samples of each epoch."""
+    return [numbers_of(loader) for _ in range(count)]
+
+
+def drawn_by(loader, count=3):
+    """Return the random numbers of all samples of some epochs."""
+    return [number for _ in range(count) for _, drawn in loader for number in drawn.tolist()]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_random_samples_come_once_per_epoch_and_first_in_the_users_order(persistent):
+    torch.manual_seed(5)
+    (first,) = epochs_of(augmented("torch"), 1)
+    run = with_workers(augmented("torch"), {"num_workers": 2, "persistent_workers": persistent})
+    found = epochs_of(run.loader)
+    assert found[0] == first
+    assert all(sorted(epoch) == list(range(32)) for epoch in found)
+    assert len({tuple(epoch) for epoch in found}) == 3
+    assert "reseeded" in reasons(run.report.row("workers"))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_later_epochs_keep_their_order_if_the_sampler_has_a_generator(persistent):
+    def loader():
+        return augmented("torch", generator=torch.Generator().manual_seed(9))
+
+    run = with_workers(loader(), {"num_workers": 2, "persistent_workers": persistent})
+    assert epochs_of(run.loader) == epochs_of(loader())
+
+
+@pytest.mark.parametrize("how", ["torch", "random", "numpy", *HELD])
+@pytest.mark.parametrize("workers", [2, {"num_workers": 2, "persistent_workers": True}], ids=["new", "persistent"])
+def test_no_two_samples_draw_alike_whatever_they_draw_from(how, workers):
+    """torch seeds its own, Python's and NumPy's global generators in each worker. A held one is copied by the fork."""
+    drawn = drawn_by(with_workers(augmented(how), workers).loader)
+    assert len(set(drawn)) == len(drawn) == 3 * 32
+    assert drawn == drawn_by(with_workers(augmented(how), workers).loader) != drawn_by(augmented(how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["numpy.Generator", "of the module"])
+def test_workers_that_are_spawned_draw_their_own_numbers(how):
+    workers = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    drawn = drawn_by(with_workers(augmented(how), workers).loader, 1)
+    assert len(set(drawn)) == 32
+
+
+def test_the_users_worker_init_fn_has_the_last_word():
+    def init(worker):
+        get_worker_info().dataset.rng.seed(worker)
+
+    loader = augmented("random.Random", worker_init_fn=init)
+    run = with_workers(loader)
+    first, again = drawn_by(run.loader, 1), drawn_by(run.loader, 1)
+    assert sorted(first) == sorted(again)  # each worker begins every epoch with the user's seed
+    assert loader.worker_init_fn is init
+
+
+def test_a_gain_is_kept_for_random_samples_and_the_row_says_what_changes():
+    job = over(augmented("numpy"), expected_steps=10**6)
+    with tuned_workers(2), given_timings(6.0, 1.0, STARVED), decided("workers", job=job) as outcome:
+        row = outcome.rows["workers"]
+    assert row.status == "kept"
+    assert {"workers-pay", "reseeded", "loader-keeps-up"} <= reasons(row)
+
+
+def test_the_row_of_samples_that_are_not_random_says_nothing_of_other_numbers():
+    assert "reseeded" not in reasons(with_workers(DataLoader(Numbers(), 4)).report.row("workers"))
+
+
+def test_samples_that_may_depend_on_earlier_ones_keep_their_process():
+    loader = DataLoader(Hidden(), 4)
+    assert "samples-depend" in refusal("workers", over(loader))
+    with pytest.raises(ValueError, match=r"techniques\['workers'\]"):
+        run_with(loader, techniques={"workers": 2})
+
+
+def test_deterministic_training_keeps_the_process_of_random_samples_unless_each_has_a_seed():
+    assert "random-samples" in refusal("workers", over(augmented("torch"), deterministic=True))
+    with pytest.raises(ValueError, match=r"techniques\['workers'\]"):
+        run_with(augmented("torch"), techniques={"workers": 2}, deterministic=True)
+
+    def seeded(workers):
+        run = with_workers(augmented("random.Random"), workers, deterministic=True, seed=1)
+        drawn = drawn_by(run.loader)
+        assert "reseeded" not in reasons(run.report.row("workers"))
+        run.undo()
+        return drawn
+
+    assert seeded(0) == seeded(2)
+
+
 # -- subclasses and wrappers -----------------------------------------------------------------------------------
 
 
+class Scalars(Numbers):
+    """Samples that are numbers drawn around their own."""
+
+    def __getitem__(self, i):
+        return torch.tensor(float(i)) + 0.1 * torch.rand(())
+
+    def __len__(self):
+        return 20
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_an_understood_loader_gets_workers_and_keeps_its_own_work(name):
+    def mean(model, batch):
+        return model(batch[:, None].expand(-1, 8)).mean()
+
+    def order(loader):
+        return [round((number + shift) / factor) for batch in loader for number in batch.tolist()]
+
+    factor, shift = (3 if name == "another constructor" else 1), (7 if name.startswith("wrap") else 0)
+    torch.manual_seed(5)
+    expected = order(UNDERSTOOD[name](Scalars()))
+    loader = UNDERSTOOD[name](Scalars())
+    run = with_workers(loader, compute_loss=mean)
+    assert order(run.loader) == expected
+    assert sorted(order(run.loader)) == list(range(20))
+    assert run.loader.original is loader
+    assert "reseeded" in reasons(run.report.row("workers"))
+    assert type(run._job.data.source) is type(loader)
+
+
 def test_workers_of_a_wrapper_are_not_persistent_because_its_epochs_draw_a_seed_each():
-    loader = Normalizing(DataLoader(Numbers(), 4), 7)
+    loader = Normalizing(DataLoader(Scalars(), 4), 7)
     with tuned_workers(2, persistent=True):
         (found,) = candidates("workers", over(loader))
     assert found.value == {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": False}
 
 
 def test_the_present_settings_of_a_wrapper_count_as_asked_for():
-    loader = Shard(Numbers(), batch_size=4, num_workers=1)
+    loader = Normalizing(DataLoader(Scalars(), 4, num_workers=1), 7)
     assert TECHNIQUES["workers"].is_so(over(loader), 1)

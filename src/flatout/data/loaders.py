@@ -6,6 +6,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -270,8 +271,21 @@ def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:
     return batching
 
 
-def why_random(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> str | None:
-    """Why samples, or the batches made of them, are random; ``None`` where that is not to be seen.
+@dataclass(frozen=True)
+class Randomness:
+    """Evidence that samples, or the batches made of them, are random.
+
+    Attributes:
+        reason: the evidence, in one sentence.
+        is_drawn: the numbers are drawn from a known generator. Otherwise samples may depend on earlier ones.
+    """
+
+    reason: str
+    is_drawn: bool
+
+
+def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> Randomness | None:
+    """Return the evidence that samples are random; ``None`` where there is none.
 
     Makes samples spread over the dataset twice, each time collated, on this thread. All generators that are found are
     put back.
@@ -299,9 +313,9 @@ def why_random(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -
         second = tensors_of(collate(made) if is_batched else list(map(collate, made)))
         moved = state.moved()
     if moved is not None:
-        return f"a sample draws from {moved}"
+        return Randomness(f"a sample draws from {moved}", is_drawn=True)
     if len(first) != len(second) or not all(map(_same_bits, first, second)):
-        return "a sample was made twice, and differs"
+        return Randomness("a sample was made twice, and differs", is_drawn=False)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
 from flatout.core.random_state import RandomState, generators_in
-from flatout.data.loader_class import is_plain, why_not_plain
-from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, set_epoch, why_random
+from flatout.data.loader_class import base_of, is_plain, why_not_plain
+from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, randomness_of, set_epoch
 
 
 def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -146,6 +146,42 @@ class SeededSamples(Dataset[Any]):
         return [_Sample(value, key.seed) for value, key in zip(values, keys, strict=True)]
 
 
+class SeededWorker:
+    """A ``worker_init_fn`` that seeds the generators of a dataset and a ``collate_fn``, and then calls the user's.
+
+    torch seeds the global generators of python, numpy and torch in each worker process. A generator that the dataset
+    holds is copied instead, so that all workers would draw the same numbers from it, and in every epoch again.
+
+    Args:
+        loader: the loader, with the user's ``worker_init_fn``.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._code = loader.dataset, loader.collate_fn
+        self._users = loader.worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        for place, generator in enumerate(generators_in(self._code)):
+            _seed(generator, _mixed(info.seed, place))
+        if self._users is not None:
+            self._users(worker)
+
+
+def with_workers(loader: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a clone with other settings of its workers, each of which draws other random numbers.
+
+    Args:
+        loader: as for ``clone_loader``.
+        settings: arguments of ``DataLoader``, with ``num_workers``.
+    """
+    base: Any = base_of(loader)
+    copied = () if is_seeded(base) or not settings["num_workers"] else generators_in((base.dataset, base.collate_fn))
+    init = {"worker_init_fn": SeededWorker(base)} if copied else {}
+    return clone_loader(loader, **init, **settings)
+
+
 class SeededCollate:
     """A ``collate_fn`` that draws the same for a batch whatever was drawn before."""
 
@@ -199,6 +235,6 @@ def seeded_if_random(loader: Iterable[Any]) -> Iterable[Any]:
     if not is_plain(loader) or not is_rewindable(loader):
         return loader
     try:
-        return loader if why_random(loader) is None else seed_samples(loader)
+        return loader if randomness_of(loader) is None else seed_samples(loader)
     except Exception:  # of the user's code, which may run in worker processes only
         return loader

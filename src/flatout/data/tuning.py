@@ -15,8 +15,9 @@ from flatout.core import formatting
 from flatout.core.machine import available_memory, free_shared_memory, usable_cores
 from flatout.core.random_state import RandomState
 from flatout.data.loader_class import is_plain
-from flatout.data.loaders import LoaderPosition, clone_loader, is_rewindable, length_of
+from flatout.data.loaders import LoaderPosition, is_rewindable, length_of
 from flatout.data.rate_trials import LOOK, PREFETCH, STROLL, Trials, Try
+from flatout.data.seeding import with_workers
 
 SECONDS = 3.0
 """What finding out may take."""
@@ -334,7 +335,7 @@ class _SettingsSearch:
         if workers == 0 and self._step_time:
             stall = tuned.stall_without_workers
         if any(getattr(loader, name) != value for name, value in tuned.settings.items()):
-            loader = clone_loader(loader, **tuned.settings)
+            loader = with_workers(loader, tuned.settings)
         return replace(tuned, loader=loader, stall=stall, reason=self._reason(tuned, chosen, why_not))
 
     def _is_to_persist(self, chosen: Try) -> bool:

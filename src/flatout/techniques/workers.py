@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from flatout.core.machine import usable_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
-from flatout.data.loaders import why_random
-from flatout.data.seeding import is_seeded
+from flatout.data.seeding import with_workers
 from flatout.data.tuning import SECONDS
-from flatout.techniques.base import NotApplicable, NothingBetter, SparingTechnique
+from flatout.techniques.base import Effect, NotApplicable, NothingBetter, SparingTechnique
 from flatout.techniques.candidate import LoaderCandidate
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class WorkerSource:
 
     def make(self) -> Any:
         """Build the loader."""
-        return clone_loader(self._loader, **self.value)
+        return with_workers(self._loader, self.value)
 
 
 class Workers(SparingTechnique):
@@ -55,8 +54,12 @@ class Workers(SparingTechnique):
     needs, or outnumber the cores.
 
     A loader with more workers than usable cores is tried with fewer workers, even if no step waits. In this case fewer
-    workers need not be faster, only not slower. A dataset that draws random numbers keeps the user's workers, because
-    other workers would draw other numbers.
+    workers need not be faster, only not slower.
+
+    A dataset that draws random numbers draws others of the same distribution in other processes. Each sample comes once
+    per epoch, and the first epoch keeps its order. Later epochs keep theirs if the sampler has a generator of its own.
+    Otherwise their order is another permutation, because augmentation no longer advances the generator that seeds it.
+    With ``deterministic=True`` such a dataset keeps the user's workers, unless ``seed`` gives a seed to each sample.
     """
 
     name = "workers"
@@ -65,11 +68,19 @@ class Workers(SparingTechnique):
     expected = "20–50 %"
     values = f"a number of workers, a dict of num_workers and others of {', '.join(_SETTINGS)}"
     rationale = "batches are made while the step runs, by as many worker processes as pay"
+    reseeds = (
+        "random samples draw other numbers of the same distribution, each comes once per epoch, and the first epoch "
+        "keeps its order"
+    )
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "reseeded" if samples draw random numbers, which depend on the process that makes them."""
+        return "exact" if job.data.randomness is None else "reseeded"
 
     def check(self, job: Job) -> None:
         """Require the batches of a DataLoader that is not replaced by data in memory.
 
-        Its samples must not depend on the process that makes them.
+        Its samples must not depend on earlier samples. With ``deterministic`` they must not depend on the process.
         """
         if isinstance(job.data.source, InMemoryLoader):
             raise NotApplicable("batches are gathered from memory: there is nothing left for workers to do")
@@ -81,11 +92,13 @@ class Workers(SparingTechnique):
         if base.num_workers > 0 and base.worker_init_fn is not None:
             raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
         try:
-            reason = None if is_seeded(base) else why_random(base)
+            random = job.data.randomness
         except Exception as error:
             raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
-        if reason is not None:
-            raise NotApplicable(f"{reason}: in other processes it would draw other numbers")
+        if random is not None and not random.is_drawn:
+            raise NotApplicable(f"{random.reason}: it may depend on samples that another process makes")
+        if random is not None and job.spec.deterministic:
+            raise NotApplicable(f"{random.reason}: in other processes it would draw other numbers")
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """Return the waiting time for batches.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from flatout.core.batches import tensors_within
+from flatout.data.loader_class import base_of
+from flatout.data.loaders import Randomness, randomness_of
+from flatout.data.seeding import is_seeded
 from flatout.mfu.signatures import CountedWork
 from flatout.training.objective import Objective
 from flatout.training.spec import Spec
@@ -34,6 +38,16 @@ class JobData:
     def varies(self) -> bool:
         """True if ``batches`` have several shapes."""
         return len({tuple(t.shape for t in tensors_within(batch)) for batch in self.batches}) > 1
+
+    @cached_property
+    def randomness(self) -> Randomness | None:
+        """Evidence that samples depend on the process that makes them; None without, or if each sample has a seed.
+
+        Raises:
+            Exception: of the dataset, which may load samples in worker processes only.
+        """
+        base = base_of(self.loader)
+        return None if base is None or is_seeded(base) else randomness_of(base)
 
 
 @dataclass(frozen=True, eq=False)
