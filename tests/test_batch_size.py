@@ -1,6 +1,7 @@
 """Changed numbers of samples per update or per forward, with the requested training."""
 
 import gc
+import json
 import weakref
 
 import pytest
@@ -183,12 +184,49 @@ def test_the_report_shows_the_scaled_rate_and_warns_of_large_batches():
     assert "lr-kept" in reasons(row_of(optimize(loader_of(), batch_size=16, lr_rule="none")))
 
 
-@pytest.mark.parametrize(("name", "is_needed"), [("Adam", True), ("RMSprop", True), ("Adagrad", False)])
-def test_the_report_names_the_square_root_rule_where_a_paper_derives_it(name, is_needed):
+@pytest.mark.parametrize(("name", "is_needed"), [("Adam", True), ("RMSprop", True), ("Adagrad", True), ("SGD", False)])
+def test_the_report_names_the_square_root_rule_where_the_linear_one_is_asked_for(name, is_needed):
     model = net()
     optimizer = getattr(torch.optim, name)(model.parameters())
-    found = reasons(row_of(optimize(loader_of(), model, optimizer, batch_size=16)))
+    found = reasons(row_of(optimize(loader_of(), model, optimizer, batch_size=16, lr_rule="linear")))
     assert ("adam-needs-sqrt-rule" in found) == is_needed
+    assert "linear-rule" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("SGD", "linear"), ("ASGD", "linear"), ("Adam", "sqrt"), ("AdamW", "sqrt"), ("RMSprop", "sqrt")]
+)
+@pytest.mark.parametrize("settings", [{}, {"lr_rule": "auto"}])
+def test_the_rule_follows_the_optimizer_and_stands_in_row_and_plan(name, rule, settings):
+    model = net()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+    run = optimize(loader_of(batch_size=16), model, optimizer, batch_size=4, **settings)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (4 if rule == "linear" else 2))
+    assert f"{rule}-rule" in reasons(row_of(run))
+    assert run.plan.decisions["batch_size"]["lr_rule"] == rule
+
+
+def test_a_plan_without_a_rule_keeps_the_linear_one(tmp_path):
+    """Plans did not store the rule while "linear" was the default."""
+    path = tmp_path / "plan.json"
+
+    def training(**settings):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        run = optimize(loader_of(batch_size=16), model, optimizer, **settings)
+        return run, optimizer.param_groups[0]["lr"]
+
+    run, rate = training(batch_size=4)
+    assert rate == pytest.approx(0.1 / 2)
+    run.plan.save(path)
+    assert training(techniques=None, plan=path)[1] == rate
+    plan = json.loads(path.read_text())
+    del plan["decisions"]["batch_size"]["lr_rule"]
+    path.write_text(json.dumps(plan))
+    old, rate = training(techniques=None, plan=path, batch_size=4)
+    assert rate == pytest.approx(0.1 / 4)
+    assert old.plan.decisions["batch_size"]["lr_rule"] == "linear"
+    assert training(techniques=None, plan=path, lr_rule="sqrt")[1] == pytest.approx(0.1 / 2)
 
 
 def test_a_plan_has_the_batch_size_and_refuses_another(tmp_path):
@@ -339,7 +377,7 @@ def test_auto_takes_larger_batches_where_they_are_faster_and_leaves_no_other_tra
     assert row.status == "kept"
     assert row.gain.ratio == pytest.approx(128 / 4, rel=1e-2)
     assert run.loader.batch_size == 128  # an epoch keeps 8 updates
-    assert run.plan.decisions["batch_size"] == {"samples": 128, "micro_batch": None}
+    assert run.plan.decisions["batch_size"] == {"samples": 128, "micro_batch": None, "lr_rule": "linear"}
     assert "update-resized" in reasons(row)
     assert [len(batch[0]) for batch in run.loader] == [128] * 8
 
@@ -586,7 +624,7 @@ def test_the_requested_size_stays_when_parts_are_reverted(clock):
     assert row.status == "kept"
     assert "asked-for" in reasons(row)
     assert run.micro_batch is None
-    assert run.plan.decisions["batch_size"] == {"samples": 64, "micro_batch": None}
+    assert run.plan.decisions["batch_size"] == {"samples": 64, "micro_batch": None, "lr_rule": "linear"}
 
 
 def test_an_undone_batch_size_needs_no_run():

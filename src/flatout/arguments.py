@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from flatout.core.reproducible import check_seed
 from flatout.data.loaders import check_reiterable
 from flatout.plan import Plan
-from flatout.training.learning_rate import lr_factor
+from flatout.training.learning_rate import LR_RULES
 from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
 from flatout.tuning.request import Request
 
@@ -179,8 +179,15 @@ def check_numbers(
 
 
 def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, asked: Mapping[str, Any]) -> None:
-    """Refuse a batch size that is not a positive int, and one that ``techniques`` also sets."""
-    lr_factor(lr_rule, 1, 1)
+    """Refuse an unknown rule, a batch size that is not a positive int, and contradictions with ``techniques``."""
+    if lr_rule not in ("auto", *LR_RULES):
+        raise ValueError(f"lr_rule must be one of 'auto', {', '.join(map(repr, LR_RULES))}, got {lr_rule!r}")
+    given = asked.get(BATCH_SIZE.name)
+    there = given.get("lr_rule", lr_rule) if isinstance(given, Mapping) else lr_rule
+    if lr_rule not in ("auto", there):
+        raise ValueError(
+            f"techniques[{BATCH_SIZE.name!r}] must agree with lr_rule={lr_rule!r}, got {there!r}. Give only one"
+        )
     if batch_size == "keep":
         return
     if batch_size != "auto" and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):

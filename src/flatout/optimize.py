@@ -38,7 +38,7 @@ def optimize(
     device: torch.device | str | None = None,
     precision: str = "auto",
     batch_size: str | int = "keep",
-    lr_rule: str = "linear",
+    lr_rule: str = "auto",
     memory_limit: int | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
@@ -77,9 +77,10 @@ def optimize(
             learning rate by ``lr_rule``. A batch that is faster in parts, or too large for memory, is computed in
             parts: ``run.micro_batch``. The plan holds the result of ``"auto"``. To resume such a training, pass
             ``plan=Plan.from_checkpoints(folder)``.
-        lr_rule: scaling of every group's learning rate: ``"linear"`` in the samples per update (for SGD), ``"sqrt"`` of
-            these (for Adam and similar optimizers) or ``"none"``. A larger rate is warmed up over five epochs, or a
-            tenth of the training if this is shorter. The scheduler still steps once per original number of samples.
+        lr_rule: scaling of every group's learning rate: ``"linear"`` in the samples per update, ``"sqrt"`` of these,
+            ``"none"``, or ``"auto"``: the plan's rule, else linear for SGD and sqrt for Adam and all others. A larger
+            rate is warmed up over five epochs, or a tenth of the training if this is shorter. The scheduler still steps
+            once per original number of samples.
         memory_limit: limit in bytes of parameters, gradients, optimizer state and the peak memory of a step; default:
             nine tenths of the device's memory.
         accumulate: batches per update.
@@ -151,9 +152,7 @@ def assemble(session: Session, outcome: Outcome) -> Run:
     if request.seed is not None:
         seed_all(request.seed)
     toggles = [*ledger.rules.values(), *ledger.candidates]
-    schedule = scaled_schedule(
-        bench, request.scheduler, rule=request.lr_rule, own_size=session.own_size, own_loader=session.loader
-    )
+    schedule = scaled_schedule(bench, request.scheduler, own_size=session.own_size, own_loader=session.loader)
     summary = Summary(
         rows=_in_order(ledger.rows),
         environment=environment_of(job.spec.device),

@@ -73,7 +73,7 @@ class Plan:
                 raise ValueError(f"{name} must be an object, got {type(field).__name__}")
         if not all(isinstance(value, str) for value in fingerprint.values()):
             raise ValueError(f"fingerprint must hold strings, got {fingerprint!r}")
-        plan = cls(decisions=decisions, fingerprint=fingerprint)
+        plan = cls(decisions=_with_lr_rule(decisions), fingerprint=fingerprint)
         plan.check_decisions()
         return plan
 
@@ -140,6 +140,14 @@ class Plan:
             there = self.fingerprint.get(field, "nothing")
             if there != here:
                 raise ValueError(f"this plan was made for another {field}: {there} there, {here} here")
+
+
+def _with_lr_rule(decisions: dict[str, Any]) -> dict[str, Any]:
+    """Return decisions with a rule of learning rates. Plans without a rule are from when linear was the default."""
+    size = decisions.get("batch_size")
+    if not isinstance(size, dict) or size.get("samples") is None:
+        return decisions
+    return decisions | {"batch_size": size | {"lr_rule": size.get("lr_rule", "linear")}}
 
 
 def fingerprint(

@@ -17,7 +17,7 @@ from torch.optim import SGD, lr_scheduler, swa_utils
 from torch.utils.data import DataLoader
 
 import flatout.optim as fo
-from flatout.training.learning_rate import ScaledSchedule, lr_factor
+from flatout.training.learning_rate import LR_RULES, ScaledSchedule, lr_factor, rule_for
 
 LRS = (0.1, 0.02, 0.3)
 """Rates of the parameter groups."""
@@ -205,6 +205,62 @@ def test_the_factor_of_a_rule(rule, before, after, factor):
 def test_a_factor_of_nothing(arguments, facts):
     with pytest.raises(ValueError, match=facts):
         lr_factor(*arguments)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Optimizer that steps another one, as accelerate's and SAM's do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class MySGD(SGD):
+    pass
+
+
+RULES = {
+    SGD: "linear",
+    MySGD: "linear",
+    fo.SGD: "linear",
+    torch.optim.ASGD: "linear",
+    torch.optim.Adam: "sqrt",
+    torch.optim.AdamW: "sqrt",
+    torch.optim.NAdam: "sqrt",
+    torch.optim.RAdam: "sqrt",
+    torch.optim.Adamax: "sqrt",
+    torch.optim.RMSprop: "sqrt",
+    torch.optim.Adagrad: "sqrt",
+    torch.optim.Adafactor: "sqrt",
+    fo.Adam: "sqrt",
+    fo.AdamW: "sqrt",
+    fo.Lion: "sqrt",
+}
+
+
+@pytest.mark.parametrize("cls", RULES, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
+def test_the_rule_of_an_optimizer_is_that_of_its_kin_and_of_what_wraps_it(cls):
+    optimizer = cls([Parameter(torch.zeros(2))], lr=0.1)
+    assert rule_for(optimizer) == RULES[cls]
+    wrapped = Wrapping(Wrapping(optimizer))
+    assert rule_for(wrapped) == RULES[cls]
+    optimizer.outer = wrapped  # a circle of references
+    assert rule_for(wrapped) == RULES[cls]
+    assert RULES[cls] in LR_RULES
+
+
+def test_a_fused_optimizer_has_the_rule_of_its_class():
+    for cls in (SGD, torch.optim.AdamW):
+        optimizer = cls([Parameter(torch.zeros(2))], lr=0.1)
+        assert rule_for(fo.fuse(optimizer)) == RULES[cls]
+
+
+@pytest.mark.parametrize("rule", LR_RULES)
+def test_every_rule_has_a_factor(rule):
+    assert lr_factor(rule, 8, 8) == 1
 
 
 # ---- the warm-up -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from flatout.data.seeding import is_seeded
 from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique
 from flatout.techniques.candidate import Candidate, ResizingCandidate
 from flatout.training.autocast import autocast_dtype
+from flatout.training.learning_rate import LR_RULES
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -54,7 +55,10 @@ class BatchCandidate(ResizingCandidate):
         self._parked: weakref.WeakKeyDictionary[Job, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         before = size_of(job)
         is_resized = hasattr(job.data.loader, RESIZED_FROM)
-        self.value = {"samples": samples or (before if is_resized else None), "micro_batch": micro_batch}
+        size = samples or (before if is_resized else None)
+        self.value = {"samples": size, "micro_batch": micro_batch}
+        if size is not None:
+            self.value["lr_rule"] = job.spec.lr_rule
         self.scale = 1.0 if samples is None else samples / before
         self.label = f"batches of {samples:,}" if samples else "whole batches"
         if micro_batch is not None:
@@ -149,10 +153,13 @@ class BatchSize(SizeTechnique):
         return candidate.reason
 
     def accepts(self, value: Any) -> bool:
-        """Accept ``{"micro_batch": 64}``, or a plan's ``{"samples": 512, "micro_batch": 64}``."""
-        if not isinstance(value, Mapping) or not value or value.keys() - {"samples", "micro_batch"}:
+        """Accept ``{"micro_batch": 64}``, or a plan's ``{"samples": 512, "micro_batch": 64, "lr_rule": "sqrt"}``."""
+        if not isinstance(value, Mapping):
             return False
-        return all(map(_is_size, value.values()))
+        sizes = dict(value)
+        rule = sizes.pop("lr_rule", "none")
+        known = bool(sizes) and not sizes.keys() - {"samples", "micro_batch"}
+        return known and rule in LR_RULES and all(map(_is_size, sizes.values()))
 
     def check_value(self, job: Job, value: Any) -> None:
         """Reject a size that the loader cannot have."""

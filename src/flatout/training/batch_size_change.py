@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout.training.learning_rate import ScaledSchedule, lr_factor
+from flatout.training.learning_rate import ScaledSchedule, lr_factor, rule_for
 
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = 0.1
@@ -26,26 +26,12 @@ loss, with the linear rule and the warm-up.
 """
 
 
-ADAPTIVE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-)
-"""Optimizers whose learning rate scales with the square root of the batch size.
-
-Malladi et al. (2022, arXiv:2205.10287) derive this rule for Adam and RMSprop, but not for Adagrad and Adadelta.
-"""
-
-
 @dataclass(frozen=True)
 class BatchSizeChange:
     """Change of the number of samples per update.
 
     Attributes:
-        rule: rule of the learning rates; see ``lr_factor``.
+        rule: rule of the learning rates, one of ``LR_RULES``.
         samples: samples per update, before and after.
         updates: updates per epoch, before and after.
         training: updates of the whole training after the change.
@@ -84,8 +70,8 @@ class BatchSizeChange:
             changed = ", ".join(f"{rate:.3g} → {rate * self.factor:.3g}" for rate in rates)
             how = f"warmed up over {self.warmup:,} updates" if self.warmup else "at once"
             told.append(f"learning rate {changed} ({self.rule} rule), {how}")
-        if self.rule == "linear" and isinstance(optimizer, ADAPTIVE):
-            told.append("Adam and RMSprop scale with the square root (Malladi et al., 2022): lr_rule='sqrt'")
+        if self.rule == "linear" and rule_for(optimizer) == "sqrt":
+            told.append(f"rates of {type(optimizer).__name__} scale with the square root: lr_rule='sqrt'")
         if after > before and after >= GENERALISES_BELOW:
             told.append(
                 f"models may generalise worse with {GENERALISES_BELOW:,} samples and more (Keskar et al., 2017): "

@@ -12,6 +12,28 @@ from torch import Tensor
 
 from flatout.core.toggle import Toggle
 
+LR_RULES = ("linear", "sqrt", "none")
+"""Rules of ``lr_factor``."""
+
+_PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD)
+"""Optimizers whose updates are proportional to the gradient."""
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> str:
+    """Return the rule of ``lr_rule="auto"``.
+
+    The rule is linear for SGD and ASGD (Goyal et al., 2017, arXiv:1706.02677), for subclasses, and for optimizers that
+    wrap one. All others get ``"sqrt"``, because they normalize the gradient: Adam and RMSprop (Malladi et al., 2022,
+    arXiv:2205.10287), Adagrad, Adafactor and Lion (Li et al., 2024, arXiv:2405.14578, below the batch size at which the
+    best rate falls again). For an unknown optimizer, sqrt is the smaller change.
+    """
+    found = [optimizer]
+    for each in found:
+        # isinstance raises for a dead proxy
+        held = (value for value in vars(each).values() if issubclass(type(value), torch.optim.Optimizer))
+        found += [inner for inner in held if not any(inner is known for known in found)]
+    return "linear" if any(isinstance(each, _PROPORTIONAL) for each in found) else "sqrt"
+
 
 def lr_factor(rule: str, before: int, after: int) -> float:
     """Return the factor of the learning rates for another number of samples per update.
@@ -35,7 +57,7 @@ def lr_factor(rule: str, before: int, after: int) -> float:
         return math.sqrt(after / before)
     if rule == "none":
         return 1.0
-    raise ValueError(f"rule must be 'linear', 'sqrt' or 'none', got {rule!r}")
+    raise ValueError(f"rule must be one of {', '.join(map(repr, LR_RULES))}, got {rule!r}")
 
 
 class ScaledSchedule(Toggle):

@@ -27,6 +27,7 @@ class Spec:
         inference: True if a step is a forward alone.
         accumulate: batches per update.
         resizes: True for ``batch_size="auto"``: the loader may be replaced by one with a faster batch size.
+        lr_rule: rule of the learning rates for another batch size, one of ``LR_RULES``.
         memory_limit: bytes that training may take; None: what the device has.
         max_grad_norm: global gradient norm to clip to; None for no clipping.
         deterministic: True if only bit-identical techniques may be chosen by timing.
@@ -43,6 +44,7 @@ class Spec:
     inference: bool = False
     accumulate: int = 1
     resizes: bool = False
+    lr_rule: str = "none"
     memory_limit: int | None = None
     max_grad_norm: float | None = None
     deterministic: bool = False

@@ -90,15 +90,12 @@ def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
     return True
 
 
-def scaled_schedule(
-    bench: Bench, scheduler: Any, *, rule: str, own_size: int, own_loader: Iterable[Any]
-) -> ScaledSchedule | None:
+def scaled_schedule(bench: Bench, scheduler: Any, *, own_size: int, own_loader: Iterable[Any]) -> ScaledSchedule | None:
     """Return the schedule of learning rates for another batch size; None if the size is the user's own.
 
     Args:
         bench: the training, whose ledger records the changes.
         scheduler: the user's scheduler; None without one.
-        rule: ``lr_rule`` of ``optimize``.
         own_size: samples per batch of the user's loader.
         own_loader: the user's loader.
     """
@@ -107,7 +104,7 @@ def scaled_schedule(
     if optimizer is None or size == own_size:
         return None
     change = BatchSizeChange(
-        rule=rule,
+        rule=job.spec.lr_rule,
         samples=(own_size * accumulate, size * accumulate),
         updates=(math.ceil(length_of(own_loader) / accumulate), math.ceil(length_of(job.data.loader) / accumulate)),
         training=math.ceil(job.data.expected_steps / accumulate),

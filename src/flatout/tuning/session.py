@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -25,11 +25,12 @@ from flatout.techniques.batch_size import size_of
 from flatout.training.attachments import attach, detach
 from flatout.training.first_step import check_step
 from flatout.training.job import Job, JobData
+from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
 from flatout.training.spec import Spec, device_of
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.choices import Choices
+from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.ranks import why_apart
 from flatout.tuning.request import Request
@@ -75,6 +76,7 @@ class Session:
             inference=request.optimizer is None and not request.model.training,
             accumulate=request.accumulate,
             resizes=request.batch_size == "auto" and request.plan is None,
+            lr_rule=_lr_rule(request, choices),
             memory_limit=request.memory_limit,
             max_grad_norm=request.max_grad_norm,
             deterministic=deterministic,
@@ -190,3 +192,13 @@ def announced(what: str) -> Iterator[None]:
     status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
     with mfu.nvtx_range(f"flatout: {what}"), status:
         yield
+
+
+def _lr_rule(request: Request, choices: Choices) -> str:
+    """Return the argument ``lr_rule``, or for "auto" the rule of a given batch size, else the optimizer's."""
+    if request.lr_rule != "auto":
+        return request.lr_rule
+    if request.optimizer is None:
+        return "none"
+    size = choices.of(BATCH_SIZE)
+    return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)
