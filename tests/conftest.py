@@ -79,6 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use an empty cache folder, because peaks measured beside other tests are wrong for users."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FLATOUT_BUDGET", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

@@ -352,7 +352,8 @@ def test_host_memory_is_not_exhausted(clock: Clock) -> None:
     with pytest.raises(ValueError, match="in_memory"):
         flatout.optimize(model, loader, opt, CROSS_ENTROPY, techniques=QUICK | {"in_memory": True}, budget=0)
     others = {t.name: False for t in REGISTRY if not isinstance(t, Rule) and t.name != "in_memory"}
-    run = flatout.optimize(model, loader, opt, TimedStep(clock), techniques=others, budget=1e14)
+    how = {"techniques": others, "budget": 1e14, "expected_steps": 10**12}
+    run = flatout.optimize(model, loader, opt, TimedStep(clock), **how)
     row = run.report.row("in_memory")
     assert row.status == "not applicable"
     assert "exceeds-host-memory" in reasons(row)

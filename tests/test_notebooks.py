@@ -30,7 +30,7 @@ def test_stored_without_outputs(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_NOTEBOOK_BUDGET", "3")
+    monkeypatch.setenv("FLATOUT_BUDGET", "3")
     notebook = load(path)
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,27 @@ from flatout.plan import Plan
 from flatout.training.learning_rate import LR_RULES
 from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
 from flatout.tuning.request import Request
+
+BUDGET_VARIABLE = "FLATOUT_BUDGET"
+"""Environment variable for the seconds to spend on measuring, if ``budget`` is not given."""
+
+
+def budget_of(budget: float | None) -> float | None:
+    """Return the argument ``budget``, else the value of ``FLATOUT_BUDGET``; None if neither is given.
+
+    Raises:
+        ValueError: the variable is needed and holds no number >= 0.
+    """
+    text = os.environ.get(BUDGET_VARIABLE, "").strip()
+    if budget is not None or not text:
+        return budget
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ValueError(f"{BUDGET_VARIABLE} must be a number of seconds >= 0, got {text!r}. Correct or unset it")
+    return seconds
 
 
 def validate(request: Request) -> Choices:
@@ -163,7 +186,11 @@ def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> b
 
 
 def check_numbers(
-    accumulate: int, max_grad_norm: float | None, expected_steps: int | None, budget: float, memory_limit: int | None
+    accumulate: int,
+    max_grad_norm: float | None,
+    expected_steps: int | None,
+    budget: float | None,
+    memory_limit: int | None,
 ) -> None:
     """Refuse numbers that are out of range."""
     if accumulate < 1:
@@ -174,7 +201,7 @@ def check_numbers(
         raise ValueError(f"expected_steps must be >= 1, got {expected_steps}")
     if memory_limit is not None and memory_limit < 1:
         raise ValueError(f"memory_limit must be >= 1 byte, got {memory_limit}")
-    if not budget >= 0:
+    if budget is not None and not budget >= 0:
         raise ValueError(f"budget must be >= 0 seconds, got {budget}")
 
 

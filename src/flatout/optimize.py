@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.arguments import validate
+from flatout.arguments import budget_of, validate
 from flatout.core.reproducible import seed_all
 from flatout.plan import Plan
 from flatout.report import Report
@@ -46,7 +46,7 @@ def optimize(
     seed: int | None = None,
     techniques: Mapping[str, Any] | None = None,
     expected_steps: int | None = None,
-    budget: float = 60.0,
+    budget: float | None = None,
     plan: Plan | str | Path | None = None,
 ) -> Run:
     """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
@@ -92,10 +92,13 @@ def optimize(
             augmentation of each sample (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids a technique, ``{"workers": 4}`` forces one. A forced technique is
             applied, or an error says why this is impossible.
-        expected_steps: batches of ``loader`` that the training will take, for break-even decisions and the length of a
-            warm-up; default: 10 epochs.
-        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Advice takes
-            at most a twentieth of the budget on top.
+        expected_steps: batches of ``loader`` that the training will take, for break-even decisions, the default budget
+            and the length of a warm-up. Default: 10 epochs, or 10,000 batches if an epoch has no known length or more
+            than 10 million batches.
+        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Default: the
+            environment variable ``FLATOUT_BUDGET``, else the smaller of 60 seconds and a tenth of the training's time.
+            The default means rules only if the training is too short to compare anything. Then a note names the
+            ``expected_steps`` to pass. Advice takes at most a twentieth of the budget on top.
         plan: a ``Plan`` or the path of a saved one, which is applied without measuring. Decisions that do not apply
             here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan's
             decisions.
@@ -131,7 +134,7 @@ def optimize(
         seed=seed,
         techniques=techniques,
         expected_steps=expected_steps,
-        budget=budget,
+        budget=budget_of(budget),
         plan=plan,
     )
     session = Session(request, validate(request))
@@ -191,9 +194,9 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append(f"batches have {size:,} samples instead of {session.own_size:,}: all times are those of {size:,}")
     if spec.reproducible:
         notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
-    if session.request.measures and not session.bench.rewindable:
+    if session.measures and not session.bench.rewindable:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
-    return tuple(notes)
+    return (*notes, *session.notes)
 
 
 def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -69,6 +69,7 @@ JOBS: dict[str, Simulated] = {
     "deterministic": Simulated(factors=PAYS, arguments={"deterministic": True, "seed": 3}),
     "short training": Simulated(factors=PAYS, data="samples", sample_ms=2.0, arguments={"expected_steps": 12}),
     "little budget": Simulated(factors=PAYS, arguments={"budget": 0.5}),
+    "default budget": Simulated(factors=PAYS, arguments={"budget": None, "expected_steps": 1000}),
     "no budget": Simulated(factors=PAYS, arguments={"budget": 0}),
     "forced": Simulated(factors=COSTS, arguments={"techniques": {"fused_optimizer": True, "in_memory": True}}),
     "forbidden": Simulated(factors=PAYS, arguments={"techniques": {"precision": False, "cpu_threads": False}}),
@@ -147,7 +148,7 @@ def run(job: Simulated, use: Callable[[flatout.Run], Any]) -> Any:
         torch.manual_seed(0)
         model = Small(job.model)
         step = SimulatedStep(job, clock)
-        arguments = dict(job.arguments)
+        arguments = {"budget": 60, **job.arguments}
         arguments["techniques"] = REAL_TIME | arguments.get("techniques", {})
         if job.form == "inference":
             model.eval()

@@ -37,6 +37,8 @@ _SEEDS_ONCE = "seeds_workers_once"
 """Name of the attribute of a clone that says whether the original loader has persistent workers."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
+UNKNOWN_LENGTH = 1000
+"""Batches per epoch that are assumed if a loader's length is unknown."""
 TRIAL_BATCHES = 4
 """Batches that trials go round in; they stay on the device while measuring."""
 RESIZED_FROM = "resized_from"
@@ -107,12 +109,18 @@ def _starts_over(order: Any, dataset: Any) -> bool:
     return all(type(part) is not list and _starts_over(part, dataset) for part in parts)  # a list may be shuffled
 
 
-def length_of(loader: Iterable[Any]) -> int:
-    """Return the batches per epoch; 1,000 if the loader has no length, as over an ``IterableDataset``."""
+def known_length(loader: Iterable[Any]) -> int | None:
+    """Return the batches per epoch; None if the loader has no length, as over an ``IterableDataset``."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 1000
+    except (TypeError, NotImplementedError, OverflowError):  # the last one above 2**63
+        return None
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    """Return the batches per epoch; ``UNKNOWN_LENGTH`` if the loader has no length."""
+    length = known_length(loader)
+    return UNKNOWN_LENGTH if length is None else length
 
 
 class LoaderPosition:

@@ -21,6 +21,7 @@ from flatout.data import (
 from flatout.data.in_memory_loader import why_not_collated
 from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.techniques.base import LoaderTechnique, NotApplicable
+from flatout.techniques.batch_size import size_of
 from flatout.techniques.candidate import LoaderCandidate
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class InMemory(LoaderTechnique):
             return 0.0
         # Workers load while the step runs, so this is at most the sum of both.
         batch_ms = pace.load_ms + (pace.step_ms if job.data.loader.num_workers else 0.0)
-        return batch_ms / 1e3 * len(job.data.loader)
+        # An epoch may draw samples several times, or only some. The cache reads each once.
+        return batch_ms / 1e3 * len(job.data.loader.dataset) / size_of(job)  # type: ignore[arg-type]
 
     def check(self, job: Job) -> None:
         """Require a plain DataLoader. ``candidates`` finds out whether it can be replayed exactly."""

@@ -36,10 +36,5 @@ class Request:
     seed: int | None
     techniques: Mapping[str, Any] | None
     expected_steps: int | None
-    budget: float
+    budget: float | None
     plan: Plan | str | Path | None
-
-    @property
-    def measures(self) -> bool:
-        """True if trials run."""
-        return self.budget > 0 and self.plan is None

@@ -60,16 +60,17 @@ def search(session: Session) -> Baseline:
     """
     request, bench, tuner = session.request, session.bench, session.tuner
     on_gpu = session.job.spec.device.type == "cuda"
-    checks = not session.first_step_fits or request.memory_limit is not None or (request.measures and on_gpu)
+    checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
     apply_batch_size(tuner, bench, session.choices, request.batch_size, checks_memory=checks)
-    peak, _ = peak_of(session.job.spec, measure=request.budget > 0)
-    baseline = Baseline(peak, bench.costs() if request.measures else {})
+    session.settle_budget()
+    peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
+    baseline = Baseline(peak, bench.costs() if session.measures else {})
     if session.job.spec.resizes:  # all later decisions are made at this size
         with announced(f"trying {BATCH_SIZE.title}"):
             tuner.decide(BATCH_SIZE)
     for technique in REGISTRY:
         candidate = session.ledger.rules.get(technique.name)
-        if isinstance(technique, PricedRule) and candidate is not None and request.measures:
+        if isinstance(technique, PricedRule) and candidate is not None and session.measures:
             with announced(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
     for technique in REGISTRY:
@@ -81,17 +82,17 @@ def search(session: Session) -> Baseline:
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
     """Race the tuned loop against the original, revert decisions that do not pay, and collect advice."""
-    job, bench, request = session.job, session.bench, session.request
+    job, bench = session.job, session.bench
     with announced("racing the tuned loop against the original"):
         before, after = race(bench)
-    peak, _ = peak_of(job.spec, measure=request.budget > 0)
+    peak, _ = peak_of(job.spec, measure=bench.budget.seconds > 0)
     before = _completed(before, job, baseline.peak_flops, baseline.costs)
-    after = _completed(after, job, peak, bench.costs() if request.measures else {})
+    after = _completed(after, job, peak, bench.costs() if session.measures else {})
     verdict = "" if after is None else str(judged(job, after.mfu, stall_fraction=after.load_fraction))
     for technique in REGISTRY:
         if isinstance(technique, Advice):
             with announced(f"looking at {technique.title}"):
-                row = _advise(technique, session, request.budget if request.measures else 0)
+                row = _advise(technique, session)
                 session.ledger.add(Decision(row))
     job.data.batches = ()
     for candidate in session.ledger.candidates:
@@ -101,16 +102,16 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
     return Outcome(before, after, verdict, peak)
 
 
-def _advise(technique: Advice, session: Session, budget: float) -> Row:
-    """Return the row of an advice, which may take a share of ``budget``."""
+def _advise(technique: Advice, session: Session) -> Row:
+    """Return the row of an advice, which may take a share of the budget."""
     row = technique.row("not tried", "")
     if session.choices.of(technique) is False:
         return replace(row, why="techniques= does without it")
     try:
         technique.check(session.job)
-        if budget == 0:
-            return replace(row, why="nothing is evaluated with budget=0 or a plan")
-        found = technique.findings(session.job, ADVICE_SHARE * budget)
+        if not session.measures:
+            return replace(row, why="nothing is evaluated without a budget or with a plan")
+        found = technique.findings(session.job, ADVICE_SHARE * session.bench.budget.seconds)
         return replace(row, status="advice", why="\n".join(found))
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))

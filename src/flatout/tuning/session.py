@@ -16,7 +16,7 @@ from flatout.core.cleanup import add_note, run_all
 from flatout.core.reproducible import is_reproducible
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
-from flatout.data.loaders import TRIAL_BATCHES, LoaderPosition, first_batches, length_of
+from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.plan import fingerprint
@@ -28,9 +28,11 @@ from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
 from flatout.training.spec import Spec, device_of
+from flatout.tuning import trial
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
+from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.ranks import why_apart
 from flatout.tuning.request import Request
@@ -38,6 +40,12 @@ from flatout.tuning.tuner import Tuner
 
 DEFAULT_EPOCHS = 10
 """Epochs of a training without ``expected_steps``."""
+
+LONGEST_EPOCH = 10**7
+"""Number of batches above which a loader's length counts as unknown.
+
+``RandomSampler(num_samples=10**10)`` stands for a training without epochs.
+"""
 
 
 class Session:
@@ -53,6 +61,8 @@ class Session:
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
+        expected_steps: batches of ``loader`` that the training will take.
+        notes: notes for the report on the length of the training.
         bench: measures the steps of the job; set by ``prepare``, like all below.
         taken: the batches for trials, from ``loader``.
         fingerprint: of model, optimizer, device and first batch, for the plan.
@@ -82,8 +92,9 @@ class Session:
             deterministic=deterministic,
             reproducible=is_reproducible() and not request.deterministic,
         )
-        steps = request.expected_steps or DEFAULT_EPOCHS * length_of(self.loader)
-        self.job = Job(spec, JobData(self.loader, self.loader, steps))
+        self.notes: list[str] = []
+        self.expected_steps = request.expected_steps or self._default_steps()
+        self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
         self.own_size = size_of(self.job)
         self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
@@ -110,7 +121,7 @@ class Session:
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
         )
         self._guard.enter_context(snapshot.guarded())
-        budget = Budget(self.request.budget)
+        budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
         self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger)
         self._undo.append(self._restore_training)
         self.taken = self._take_batches()
@@ -123,6 +134,24 @@ class Session:
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
 
+    @property
+    def measures(self) -> bool:
+        """True if trials run."""
+        return self.bench.budget.seconds > 0 and self.choices.plan is None
+
+    def settle_budget(self) -> None:
+        """Set the default budget from the pace of the training. Call this when steps fit in memory."""
+        if self.request.budget is not None or not self.measures:
+            return
+        data, steps = self.job.data, self.expected_steps
+        scale = steps / data.expected_steps  # batches of the user's loader in one of the job's
+        per_update = scale * self.job.spec.accumulate
+        # The pace takes ten steps, which may be the whole training.
+        seconds = self._step_seconds() if too_few(steps, per_update) else self.bench.pace.total_ms / 1e3
+        self.bench.budget.seconds = affordable(seconds / scale, steps, per_update)
+        if not self.measures:
+            self.notes.append(why_nothing(seconds / scale, steps, per_update))
+
     def restore(self, error: BaseException) -> None:
         """Restore everything after an error. The error gets a note if something could not be restored."""
         try:
@@ -133,6 +162,25 @@ class Session:
     def close(self) -> None:
         """Allow optimizers that the snapshot does not hold to step again."""
         self._guard.close()
+
+    def _default_steps(self) -> int:
+        """Return the batches of ``DEFAULT_EPOCHS`` epochs."""
+        length = known_length(self.loader)
+        if length is not None and length <= LONGEST_EPOCH:
+            return DEFAULT_EPOCHS * length
+        steps = DEFAULT_EPOCHS * UNKNOWN_LENGTH
+        self.notes.append(
+            f"the loader has no length of up to {LONGEST_EPOCH:,} batches: {steps:,} steps are expected. "
+            "Pass expected_steps= for another number"
+        )
+        return steps
+
+    def _step_seconds(self) -> float:
+        """Return the seconds of a step, without its loading."""
+        self.bench.rewind()
+        took = trial.seconds(lambda: self.job.stepper.step(self.job.data.batches[0]), self.job.spec.device)
+        self.bench.rewind()
+        return took
 
     def _restore_training(self) -> None:
         disable = (candidate.disable for candidate in reversed(self.ledger.candidates))
@@ -184,16 +232,6 @@ class Session:
         return taken
 
 
-@contextlib.contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Show the current task to profilers, and at a terminal."""
-    console = Console(stderr=True)
-    # A status starts a thread, which only a terminal needs.
-    status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
-    with mfu.nvtx_range(f"flatout: {what}"), status:
-        yield
-
-
 def _lr_rule(request: Request, choices: Choices) -> str:
     """Return the argument ``lr_rule``, or for "auto" the rule of a given batch size, else the optimizer's."""
     if request.lr_rule != "auto":
@@ -202,3 +240,13 @@ def _lr_rule(request: Request, choices: Choices) -> str:
         return "none"
     size = choices.of(BATCH_SIZE)
     return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)
+
+
+@contextlib.contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Show the current task to profilers, and at a terminal."""
+    console = Console(stderr=True)
+    # A status starts a thread, which only a terminal needs.
+    status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
+    with mfu.nvtx_range(f"flatout: {what}"), status:
+        yield

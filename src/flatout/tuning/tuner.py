@@ -126,7 +126,7 @@ class Tuner:
         """Return why no trial of an applicable technique begins; empty if one may."""
         job, budget, bench = self._bench.job, self._bench.budget, self._bench
         if budget.seconds == 0:
-            return "budget=0: nothing is measured"
+            return "nothing is measured without a budget"
         if job.spec.deterministic and technique.effect_on(job) != "exact":
             return "deterministic=True: it may change the last bits, so no timing decides about it"
         if isinstance(technique, LoaderTechnique) and not bench.rewindable:
