@@ -334,3 +334,34 @@ def test_each_finding_has_its_own_line_and_long_paths_are_complete(width: int) -
     assert why.text == row.why
     assert ".why{white-space:pre-line;overflow-wrap:anywhere}" in Report(Summary((row,), {}))._repr_html_()
     assert Report.from_json(Report(Summary((row,), {})).to_json()).rows == (row,)
+
+
+PACES = st.floats(1e-3, 1e4)
+
+
+@given(PACES, PACES, st.floats(0.0, 1e3))
+def test_the_steps_that_pay_save_as_much_as_the_tuning_took(before: float, after: float, took: float) -> None:
+    summary = Summary((), {}, Pace(before, 0.0, 1e3 / before), Pace(0.0, after, 1e3 / after), took)
+    steps = summary.pays_back_after
+    if took > 0 and after < before:
+        assert steps is not None
+        assert steps * (before - after) / 1e3 == pytest.approx(took)
+    else:
+        assert steps is None
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_gain_shows_the_steps_that_pay_for_it_and_no_gain_shows_none(width: int) -> None:
+    whole = sample()
+    assert whole.before is not None
+    assert whole.after is not None
+    steps = formatting.count(math.ceil(whole.tuning_seconds * 1e3 / (whole.before.total_ms - whole.after.total_ms)))
+    for report in (Report(whole), Report(dataclasses.replace(whole, rows=()))):
+        assert f"tuned in 45 s, pays back after {steps} steps" in in_terminal(report, width)
+        assert f"Tuned in 45 s, pays back after {steps} steps." in report._repr_html_()
+    rate, step_ms = whole.after.samples_per_second / 1.005, whole.after.step_ms * 1.005
+    noise = dataclasses.replace(whole.after, samples_per_second=rate, step_ms=step_ms)
+    for before in (whole.after, noise, None):
+        bare = dataclasses.replace(whole, rows=(), before=before)
+        assert "pays back" not in in_terminal(Report(bare), width)
+    assert wording.cost(EMPTY) == ""

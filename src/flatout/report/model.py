@@ -175,3 +175,11 @@ class Summary:
     notes: tuple[str, ...] = field(default=())
     verdict: str = ""
     won: tuple[str, ...] = ()
+
+    @property
+    def pays_back_after(self) -> float | None:
+        """Batches after which the gain has paid for the tuning; None if nothing was gained or timed."""
+        if self.before is None or self.after is None or not self.tuning_seconds > 0:
+            return None
+        saved = (self.before.total_ms - self.after.total_ms) / 1e3
+        return self.tuning_seconds / saved if saved > 0 else None

@@ -150,8 +150,8 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         yield Text("")
     if summary.verdict:
         yield say(formatting.clean(summary.verdict), plain)
-    if summary.tuning_seconds > 0:
-        yield Text(f"measuring took {formatting.seconds(summary.tuning_seconds)}, once", style="dim")
+    if wording.cost(summary):
+        yield Text(wording.cost(summary), style="dim")
     for note in summary.notes:
         yield say(f"note: {formatting.clean(note)}", plain)
     if summary.environment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ PHASES = {
 """How the phases of a step are shown, in their order."""
 
 UNEXPLAINED = "not explained by these"
+
+FASTER = 1.01
+"""Smallest speedup that counts as a gain."""
 
 
 class Figure(NamedTuple):
@@ -203,6 +207,17 @@ def speedup(summary: Summary) -> float | None:
     return summary.after.samples_per_second / summary.before.samples_per_second
 
 
+def cost(summary: Summary) -> str:
+    """Return the seconds of the tuning, and the steps that pay for them; empty if unknown."""
+    if not summary.tuning_seconds > 0:
+        return ""
+    factor, steps = speedup(summary), summary.pays_back_after
+    tuned = f"tuned in {formatting.seconds(summary.tuning_seconds)}"
+    if factor is None or steps is None or factor < FASTER:
+        return tuned
+    return f"{tuned}, pays back after {formatting.count(math.ceil(steps))} steps"
+
+
 def tally(rows: tuple[Row, ...]) -> list[tuple[Status, int]]:
     """How many rows have each status, in the order of ``LOOKS``, without zeros."""
     counts = Counter(row.status for row in rows)
@@ -214,6 +229,6 @@ def headline(summary: Summary) -> str:
     factor = speedup(summary)
     if factor is None:
         return "tuned, with no time left to race it against the loop as it came" if summary.won else "nothing was timed"
-    if factor >= 1.01:
+    if factor >= FASTER:
         return f"{factor:.2f}× the speed it came with"
     return "as fast as it came" if factor > 0.99 else f"{factor:.2f}× the speed it came with (slower)"
