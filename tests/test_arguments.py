@@ -311,23 +311,15 @@ def test_choices_that_agree_may_be_given_twice() -> None:
 RULES = [t for t in REGISTRY if isinstance(t, Rule)]
 
 
-@pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+CHOICES = [(rule, value) for rule in RULES for value in (True, False) if value or not rule.is_forbiddable]
+
+
+@pytest.mark.parametrize(("rule", "value"), CHOICES, ids=lambda part: getattr(part, "name", part))
 def test_a_rule_that_cannot_be_chosen_is_not_called_unknown(rule: Rule, value: bool) -> None:
-    if rule.is_forbiddable and not value:
-        tuned(techniques={rule.name: False})
-        return
     with pytest.raises(ValueError, match=rule.name) as refused:
         tuned(techniques={rule.name: value})
     assert "is-a-rule" in reasons(str(refused.value))
     assert (f"optimize({rule.argument}=" in str(refused.value)) == bool(rule.argument)
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.is_forbiddable], ids=lambda rule: rule.name)
-def test_a_forbidden_rule_is_not_applied(rule: Rule) -> None:
-    row = tuned(techniques={rule.name: False}).report.row(rule.name)
-    assert row.status == "not tried"
-    assert "forbidden" in reasons(row.why)
 
 
 def test_a_rule_is_forbidden_by_false_alone() -> None:

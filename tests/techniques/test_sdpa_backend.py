@@ -15,7 +15,7 @@ from tests.clock import TimedStep
 from tests.helpers import Operators, snapshot
 from tests.jobs import NO_TECHNIQUES, Net, job_of
 from tests.process_state import ATTENTION, attention, set_attention
-from tests.techniques.harness import candidates, count_work, decided, forced, refusal
+from tests.techniques.harness import candidates, count_work, decided, forced, refusal, refused
 
 
 class Attending(nn.Module):
@@ -112,6 +112,17 @@ def test_a_forced_kernel_is_on_until_undo():
     assert not cuda.flash_sdp_enabled()
     run.undo()
     assert attention() == before
+
+
+def test_a_forced_kernel_that_attention_does_not_run_in_is_refused():
+    """The fused kernel of the CPU has no dropout."""
+    model, batches, opt = make()
+    model.attention.dropout = 0.5
+    job = job_of(model, batches, optimizer=opt, loss_fn=functional.cross_entropy)
+    assert refused(lambda: forced("sdpa_backend", "flash", job)) == {"kernel-falls-back"}
+    assert refused(lambda: forced("sdpa_backend", "math", job)) is None
+    model.eval()
+    assert refused(lambda: forced("sdpa_backend", "flash", job)) is None
 
 
 # -- what is tried -------------------------------------------------------------------------------------------

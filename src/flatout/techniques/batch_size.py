@@ -168,10 +168,10 @@ class BatchSize(SizeTechnique):
         if samples is not None and samples != size_of(job):
             reason = why_not_resized(_unseeded(job.data.loader))
             if reason:
-                raise ValueError(f"batches of {samples} are asked for: {reason}")
+                raise ValueError(f"batch_size must be possible with this loader, got {samples} samples: {reason}")
             there_are = len(_unseeded(job.data.loader).sampler)
             if samples > there_are:
-                raise ValueError(f"batches of {samples} are asked for: an epoch has {there_are} samples")
+                raise ValueError(f"batch_size must fit an epoch, got batches of {samples}, with {there_are} samples")
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return batches of ``value["samples"]`` in parts of ``value["micro_batch"]``."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from flatout.core.instance_class import take_class_out
 from flatout.techniques.base import CompanionTechnique, NotApplicable
+from flatout.techniques.calls import comes_compiled
 from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_class
 
@@ -78,6 +79,7 @@ class Precision(CompanionTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return bf16, or fp16 on a GPU without bf16 units, which needs an optimizer for the loss scaler."""
+        _check_own_autocast(job)
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.spec.optimizer is None:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
@@ -98,9 +100,39 @@ class Precision(CompanionTechnique):
         """Return the candidate for a dtype; True is the first candidate."""
         if value is True:
             return self.candidates(job)[0]
+        _check_own_autocast(job)
         return AutocastCandidate(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether all floating-point parameters of the model already have that dtype."""
+        """Return whether the model's parameters already have that dtype, or the loss runs the model in it."""
         dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
-        return isinstance(value, str) and dtypes == {DTYPES.get(value)}
+        own = _own_autocast(job)
+        return own is not None if value is True else DTYPES[value] is own or dtypes == {DTYPES[value]}
+
+
+def _check_own_autocast(job: Job) -> None:
+    dtype = _own_autocast(job)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        raise NotApplicable(f"the loss runs the model under its own autocast of {name}, which takes precedence")
+
+
+def _own_autocast(job: Job) -> torch.dtype | None:
+    """Return the dtype of an autocast in which ``compute_loss`` calls the model; None without one.
+
+    One loss is computed for this.
+    """
+    if job.spec.compute_loss is None or not job.data.batches or comes_compiled(job.spec.model):
+        return None
+    device, seen = job.spec.device.type, []
+
+    def note(*_: object) -> None:
+        if torch.is_autocast_enabled(device):
+            seen.append(torch.get_autocast_dtype(device))
+
+    hook = job.spec.model.register_forward_pre_hook(note)
+    try:
+        (job.objective.infer if job.spec.inference else job.objective.loss)(job.data.batches[0])
+    finally:
+        hook.remove()
+    return seen[0] if seen else None

@@ -184,8 +184,15 @@ class SdpaBackend(StepTechnique):
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a kernel."""
-        return AttentionCandidate(value, job.spec.device.type)
+        """Return the candidate for a kernel. Fused kernels must support the model's attention; math supports all."""
+        candidate = AttentionCandidate(value, job.spec.device.type)
+        if job.data.batches and value != "math":
+            with candidate:
+                used = self._watch(job).used
+            if value not in used:
+                names = " and ".join(sorted(used)) or "math"
+                raise NotApplicable(f"the kernel does not support this model's attention, which runs in {names}")
+        return candidate
 
     @staticmethod
     def _watch(job: Job) -> _Attention:

@@ -154,8 +154,11 @@ class Workers(SparingTechnique):
         )
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Reject arguments that ``DataLoader`` rejects."""
+        """Reject arguments that ``DataLoader`` rejects, and settings of workers without workers."""
         super().check_value(job, value)
+        if isinstance(value, Mapping) and value["num_workers"] == 0 and len(value) > 1:
+            others = ", ".join(name for name in value if name != "num_workers")
+            raise ValueError(f"techniques['workers'] must leave out {others} where num_workers is 0, got {value!r}")
         try:
             self.candidate_of(job, value)
         except (TypeError, ValueError) as error:

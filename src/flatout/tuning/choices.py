@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.core import formatting
 from flatout.data.loaders import is_rewindable
 from flatout.plan import Plan
 from flatout.techniques import (
@@ -52,34 +53,43 @@ class Choices:
         """Return the technique's value; None if a trial decides."""
         return self.values.get(technique.name)
 
-    def refuse(self, technique: Measured, job: Job, reason: str) -> None:
+    def refuse(self, technique: Measured, job: Job, reason: str, cause: BaseException | None = None) -> None:
         """Raise if a rejected technique was forced, unless the job already has the technique's effect.
 
         Args:
             technique: a technique that is not kept.
             job: the training.
             reason: why the technique is not kept.
+            cause: error of a step with the technique; None without one.
 
         Raises:
             ValueError: the technique is forced. The message names the argument and the reason.
         """
         if technique.name in self.errors and not technique.is_so(job, self.asked[technique.name]):
-            raise ValueError(f"{self.errors[technique.name]}: {reason.rstrip('.')}. Leave it out")
+            raise ValueError(f"{self.errors[technique.name]}: {reason.rstrip('.')}. Leave it out") from cause
 
     def check(self, job: Job) -> None:
-        """Reject forced techniques that cannot apply, as far as this is known before the first step.
+        """Reject forced techniques and forbidden rules, as far as this is known before the first step.
 
         Raises:
-            ValueError: see ``refuse``. Or a technique has no candidate with the forced value.
+            ValueError: see ``refuse``. Or a technique has no candidate with the forced value, or a forbidden rule is
+                built into ``Run`` for this job.
         """
         for technique in REGISTRY:
+            if isinstance(technique, Rule) and self.of(technique) is False and technique.candidate(job) is None:
+                raise ValueError(
+                    f"techniques[{technique.name!r}] must not be given for this job, got False. "
+                    f"{formatting.capital(technique.title)} is a rule that is built into Run here. Leave it out"
+                )
             if not isinstance(technique, Measured) or not forces(self.values, technique.name):
                 continue
+            value = self.of(technique)
             try:
-                technique.check(job)
-                if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
-                    raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
-                technique.check_value(job, self.of(technique))
+                if technique.accepts(value):
+                    technique.check(job)
+                    if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
+                        raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
+                technique.check_value(job, value)
             except NotApplicable as reason:
                 if reason.lasts:
                     self.refuse(technique, job, str(reason))

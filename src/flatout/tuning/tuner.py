@@ -28,10 +28,11 @@ from flatout.techniques import (
 from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
 from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE, Choices
+from flatout.tuning.forced import warm_up_forced
 from flatout.tuning.ledger import Decision
 from flatout.tuning.size_trials import SizeTrials, parts_that_fit
 from flatout.tuning.trial import KEEP_ABOVE
-from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up
+from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
@@ -60,14 +61,15 @@ class Tuner:
         ledger, choice = self._bench.ledger, self._choices.of(technique)
         if ledger.is_kept(technique.name) and (choice is not None or not isinstance(technique, SizeTechnique)):
             return ledger.row(technique.name)
+        cause: BaseException | None = None
         try:
             row = self._decide(technique, choice)
         except NotApplicable as reason:
             row = ledger.add(Decision(technique.row("not applicable", str(reason))))
         except Unsuitable as reason:
-            row = ledger.add(Decision(technique.row("rejected", str(reason))))
+            row, cause = ledger.add(Decision(technique.row("rejected", str(reason)))), reason.__cause__
         if row.status != "kept":
-            self._choices.refuse(technique, self._bench.job, row.why)
+            self._choices.refuse(technique, self._bench.job, row.why, cause)
         if row.status != "not applicable":
             self._choices.check_plan(technique, ledger.values.get(technique.name, False))
         return row
@@ -117,7 +119,7 @@ class Tuner:
             bench.use(candidate.make())
             return bench.ledger.add(Decision(row, "choice", candidate.value))
         if technique.goal != "memory":  # whole batches may not fit yet
-            warm_up(bench, candidate)
+            warm_up_forced(bench, candidate)
         bench.rewind()
         # The warm-up may have settled the candidate's label and value.
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
