@@ -40,6 +40,7 @@ def reports() -> dict[str, str]:
         "slower": dataclasses.replace(bare, before=whole.after, after=whole.before),
         "as fast": dataclasses.replace(bare, before=whole.before, after=whole.before),
         "nothing": Summary(rows=(), environment={}),
+        "from one pair": Summary((report_sample.one_pair_row(),), {}),
     }
     report = Report(whole)
     rendered = everywhere(report) | {"repr": repr(report)}

@@ -15,6 +15,12 @@ def compile_row() -> Row:
     return Row("compile", 9, "torch.compile", "kept", why, "default", gain, trials)
 
 
+def one_pair_row() -> Row:
+    gain = Gain(2.02)
+    trials = (Trial("bf16", 1450.0, 718.0, gain, 1),)
+    return Row("precision", 10, "Mixed precision", "rejected", "No time was left.", gain=gain, trials=trials)
+
+
 def sample() -> Summary:
     rows = (
         Row(

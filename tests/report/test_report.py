@@ -271,8 +271,55 @@ def test_percent(ratio: float, said: str) -> None:
 
 
 def test_interval_has_the_decimals_of_its_gain() -> None:
-    assert wording.interval(Gain(1.5, 1.05, 1.9)) == "+5 … +90 %"
-    assert wording.interval(Gain(1.05, 0.99, 1.2)) == "−1.0 … +20.0 %"
+    assert wording.interval(Gain(1.5, 1.05, 1.9), 12) == "+5 … +90 %"
+    assert wording.interval(Gain(1.05, 0.99, 1.2), None) == "−1.0 … +20.0 %"
+
+
+UNCERTAIN = [Gain(1.4), Gain(1.4, 1.4, 1.4), Gain(1.4, 0.0, math.inf), Gain(1.4, math.nan, math.nan)]
+"""Gains without an interval: from too few pairs, of one pair in an old report, with an open end, with unknown ends."""
+
+
+@pytest.mark.parametrize("gain", UNCERTAIN)
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_a_gain_without_an_interval_is_shown_without_one(gain: Gain, pairs: int) -> None:
+    row = Row(
+        "x", 1, "X", "rejected", "It was timed too seldom.", gain=gain, trials=(Trial("on", 4.0, 3.0, gain, pairs),)
+    )
+    summary = Summary((row, compile_row()), {})
+    report = Report(summary)
+    shown = "from one pair" if pairs == 1 else "from 2 pairs, no interval"
+    drawn = chart(root_of(report), "speed")
+    assert f"+40 % ({shown})" in {e.text for e in drawn.iter()}
+    assert sum(e.attrib.get("class") == "whisker" for e in drawn.iter()) == 1  # of torch.compile
+    for text in (squeezed(in_terminal(report, 80)), squeezed("".join(root_of(report).itertext()))):
+        assert shown in text
+    plain = report.to_dict()["rows"][0]
+    assert plain["gain"] == plain["trials"][0]["gain"] == {"ratio": 1.4, "low": None, "high": None}
+    again = Report.from_json(report.to_json())
+    assert again.rows[0].gain == Gain(1.4)
+    assert again.rows[1].gain == compile_row().gain
+    assert again._repr_html_() == report._repr_html_()
+
+
+def test_a_gain_whose_trial_is_unknown_says_only_that_it_has_no_interval() -> None:
+    row = Row("x", 1, "X", "kept", "It pays.", gain=Gain(1.4))
+    assert row.gain_pairs is None
+    assert "no interval" in in_terminal(Report(Summary((row,), {})), 80)
+
+
+@given(st.floats(0.1, 100), st.floats(0.1, 100), st.floats(0.1, 10))
+def test_shown_times_agree_with_their_gain(baseline: float, candidate: float, ratio: float) -> None:
+    trial = Trial("on", baseline, candidate, Gain(ratio, ratio / 2, 2 * ratio), 12)
+    assert trial.baseline_ms / trial.paired_ms == pytest.approx(ratio)
+    row = Row("x", 1, "X", "rejected", "", trials=(trial,))
+    (fact,) = (e for e in root_of(Report(Summary((row,), {}))).iter("li") if e.find("b") is not None)
+    said = "".join(fact.itertext())
+    assert f"{formatting.milliseconds(baseline)} → {formatting.milliseconds(trial.paired_ms)}, " in said
+
+
+def test_without_a_gain_the_time_is_that_of_the_trial() -> None:
+    assert Trial("on", 4.0, 3.0, None, 0).paired_ms == 3.0
+    assert Trial("on", 4.0, 3.0, Gain(0.0), 1).paired_ms == 3.0
 
 
 @pytest.mark.parametrize(

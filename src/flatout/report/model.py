@@ -18,14 +18,21 @@ class Gain:
     """Speed of the candidate relative to the baseline: 1.25 is 25 % more steps per second.
 
     Attributes:
-        ratio: median over the paired trials of baseline time / candidate time.
-        low: lower end of the 95 % bootstrap interval of that median.
+        ratio: center of the paired trials' baseline time / candidate time.
+        low: lower end of the 95 % interval of the ratio. Infinite ends, or ends that are one point, are no interval.
         high: upper end.
     """
 
     ratio: float
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Both ends of the interval; None where too few pairs were timed for an interval."""
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            return None
+        return self.low, self.high
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Trial:
     Attributes:
         candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
         baseline_ms: median step (or load + step) time of the baseline, milliseconds.
-        candidate_ms: the same of the candidate.
+        candidate_ms: the same of the candidate. On a busy machine the two medians may disagree with ``gain``, which
+            compares neighbors: show ``paired_ms``.
         gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
         pairs: number of paired measurements.
         baseline_bytes: what a step of the baseline allocates at its height, beyond parameters, gradients and optimizer
@@ -63,6 +71,13 @@ class Trial:
     output_difference: float | None = None
     gradient_difference: float | None = None
     failure: str = ""
+
+    @property
+    def paired_ms(self) -> float:
+        """Time of the candidate beside ``baseline_ms``, as the paired gain has it; ``candidate_ms`` without a gain."""
+        if self.gain is None or not self.gain.ratio > 0:
+            return self.candidate_ms
+        return self.baseline_ms / self.gain.ratio
 
     @property
     def memory(self) -> float | None:
@@ -101,6 +116,11 @@ class Row:
     memory: float | None = None
     expected: str = ""
     purpose: str = ""
+
+    @property
+    def gain_pairs(self) -> int | None:
+        """Number of pairs behind ``gain``; None where no trial has this gain."""
+        return next((trial.pairs for trial in self.trials if trial.gain is not None and trial.gain == self.gain), None)
 
     @property
     def chosen_trial(self) -> Trial | None:

@@ -60,16 +60,16 @@ def waterfall_chart(fall: Waterfall) -> str:
 
 
 def gain_chart(rows: tuple[Row, ...]) -> str:
-    """Draw the gain of each timed trial with its 95 % interval; return "" if nothing was timed."""
+    """Draw the gain of each timed trial with its 95 % interval, if it has one; return "" if nothing was timed."""
     bars = []
     for row in rows:
         for trial in row.trials:
             gain = trial.gain
-            if gain is None or not all(map(math.isfinite, (gain.ratio, gain.low, gain.high))):
+            if gain is None or not math.isfinite(gain.ratio):
                 continue
-            value = f"{formatting.percent(gain.ratio)} ({wording.interval(gain)})"
+            value = f"{formatting.percent(gain.ratio)} ({wording.interval(gain, trial.pairs)})"
             css = "kept" if row.status == "kept" and trial.candidate == row.chosen else "rejected"
-            interval = (gain.low - 1, gain.high - 1)
+            interval = tuple(end - 1 for end in gain.interval or ())
             bars.append(Bar(wording.name(row, trial.candidate), value, 0, gain.ratio - 1, css, interval))
     if not bars:
         return ""
@@ -81,9 +81,9 @@ def _trial_facts(trial: Trial) -> list[str]:
     """Return what is known of a trial, numbers first."""
     facts = []
     if trial.gain is not None:
-        times = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.candidate_ms)}"
-        gain = f"{formatting.percent(trial.gain.ratio)} ({wording.interval(trial.gain)})"
-        facts.append(f"{times}, {gain}, {trial.pairs} pairs")
+        times = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.paired_ms)}"
+        gain = f"{formatting.percent(trial.gain.ratio)} ({wording.interval(trial.gain, trial.pairs)})"
+        facts.append(f"{times}, {gain}, {trial.pairs} pairs" if trial.gain.interval else f"{times}, {gain}")
     if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
         before, after = formatting.size_of(trial.baseline_bytes), formatting.size_of(trial.candidate_bytes)
         facts.append(f"step memory {before} → {after}")

@@ -46,7 +46,7 @@ def _gain(row: Row, plain: bool, joint: str) -> Text:
     parts = []
     if row.gain is not None:
         speed = say(formatting.percent(row.gain.ratio), plain, "bold green" if row.status == "kept" else "")
-        parts.append(speed.append_text(say(f"  ({wording.interval(row.gain)})", plain, "dim not bold")))
+        parts.append(speed.append_text(say(f"  ({wording.interval(row.gain, row.gain_pairs)})", plain, "dim not bold")))
     if wording.is_change(row.memory):
         parts.append(say(f"memory {formatting.percent(row.memory)}", plain))
     return Text(joint).join(parts)

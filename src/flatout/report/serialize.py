@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from flatout.report.model import SCHEMA_VERSION, Status, Summary
+from flatout.report.model import SCHEMA_VERSION, Gain, Status, Summary
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
-    """Return plain dicts, lists, strings and numbers; a number that is not finite becomes None, as JSON has none."""
-    return {"schema": SCHEMA_VERSION, **_plain(dataclasses.asdict(summary))}
+    """Return plain dicts, lists, strings and numbers.
+
+    A number that is not finite becomes None, as JSON has none. So do the ends of a gain without an interval.
+    """
+    return {"schema": SCHEMA_VERSION, **_plain(summary)}
 
 
 def from_json(text: str) -> Summary:
@@ -39,7 +43,12 @@ def from_json(text: str) -> Summary:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Gain):
+        low, high = value.interval or (None, None)
+        return {"ratio": _plain(value.ratio), "low": low, "high": high}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -49,12 +58,13 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return what ``_plain`` made of a value of type ``kind``; a float that JSON lacks becomes NaN."""
+    """Return what ``_plain`` made of a value of type ``kind``; a float that JSON lacks becomes its default, or NaN."""
     arguments = get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
         required = {field.name for field in dataclasses.fields(kind) if _is_required(field)}
-        return kind(**{name: _read(kinds[name], value[name]) for name in kinds if name in value or name in required})
+        given = {name for name in kinds if value.get(name) is not None}
+        return kind(**{name: _read(kinds[name], value[name]) for name in kinds if name in given | required})
     if kind == Status:
         if value not in arguments:
             raise ValueError(f"a row's status must be one of {', '.join(arguments)}; got {value!r}")

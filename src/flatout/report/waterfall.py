@@ -57,6 +57,6 @@ def _changes(summary: Summary) -> Iterator[WaterfallBar]:
         trial = None if row is None else row.chosen_trial
         if row is None or trial is None or trial.gain is None or not trial.gain.ratio > 0:
             continue
-        ms = trial.baseline_ms * (1 / trial.gain.ratio - 1)  # of the paired times, as is the verdict
+        ms = trial.paired_ms - trial.baseline_ms
         if math.isfinite(ms):
             yield WaterfallBar(row, ms)

@@ -170,10 +170,20 @@ def is_change(ratio: float | None) -> TypeGuard[float]:
     return ratio is not None and abs(ratio - 1) >= 0.01
 
 
-def interval(gain: Gain) -> str:
-    """The 95 % interval, with the decimals of the gain that it belongs to: ``+21 … +29 %``."""
+def interval(gain: Gain, pairs: int | None) -> str:
+    """Return the 95 % interval, with the decimals of its gain: ``+21 … +29 %``. Without one, what the gain rests on.
+
+    Args:
+        gain: a gain.
+        pairs: number of pairs behind it; None if unknown.
+    """
+    if gain.interval is None:
+        if pairs is None:
+            return "no interval"
+        return "from one pair" if pairs == 1 else f"from {pairs} pairs, no interval"
     digits = formatting.decimals(gain.ratio - 1)
-    return f"{formatting.percent(gain.low, digits).removesuffix(' %')} … {formatting.percent(gain.high, digits)}"
+    low, high = (formatting.percent(end, digits) for end in gain.interval)
+    return f"{low.removesuffix(' %')} … {high}"
 
 
 def trial_notes(trial: Trial) -> list[str]:
