@@ -142,7 +142,7 @@ PATTERNS: dict[str, str] = {
     "single-sample-too-large": "a single sample does not fit",
     "sizes-suit": "has sizes that tensor cores can use",
     "slower-together": "everything kept together ran at",
-    "small-or-memory-bound-kernels": "[Tt]he step computes all the time",
+    "small-or-memory-bound-kernels": "memory-bound or small kernels",
     "sqrt-rule": r"\(sqrt rule\)",
     "start-method-changed": "workers are started by",
     "superseded-by-compile": r"torch\.compile is to be had here|torch\.compile runs the model already",

@@ -118,7 +118,8 @@ class Run(Resumable):
         Samples the GPU, which takes some milliseconds: too slow for every step.
         """
         reading = self._counter.window
-        return judged(self._job, reading.mfu, stall_fraction=reading.stall_fraction, phases=reading.phases)
+        where = {"stall_fraction": reading.stall_fraction, "phases": reading.phases}
+        return judged(self._job, reading.mfu, self.report.rows, **where)
 
     def step(self, batch: Any) -> Tensor:
         """Run forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flatout.core import formatting
 from flatout.mfu.reading import Phases
+
+Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
+"""Kind of a limit.
+
+``loader``: waiting for batches. ``copy``: copying batches to the device. ``own code``: the loop's own Python code.
+``clocks``: clocks that are held down. ``launch``: kernels run faster than they are launched. ``kernels``: kernels are
+small or move memory. ``none``: the MFU is as usual. ``unknown``: nothing is known.
+"""
 
 WORTH_TELLING = 0.1
 """Share of a step's time from which it is called a limit."""
@@ -65,6 +74,8 @@ class Verdict:
         family: models to compare it with.
         utilisation: NVML's, 0..1: the time in which any kernel ran; None without a GPU.
         limit: what holds the MFU down, in words.
+        bottleneck: kind of the limit.
+        remedies: what is left to try against it: techniques, each with the argument that tries it.
     """
 
     mfu: float | None
@@ -72,6 +83,8 @@ class Verdict:
     family: Family
     utilisation: float | None
     limit: str
+    bottleneck: Bottleneck = "unknown"
+    remedies: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = []
@@ -89,6 +102,8 @@ class Verdict:
                 "however little of the GPU it used"
             )
         parts.append(self.limit)
+        if self.remedies:
+            parts.append(f"Not tried: {', '.join(self.remedies)}")
         return " ".join(f"{formatting.capital(part)}." for part in parts if part)
 
 
@@ -113,8 +128,8 @@ def judge(
         utilisation: NVML's, 0..1; None without a GPU.
         throttle: what holds the GPU's clocks down, in words.
     """
-    limit = _limit(mfu, family, stall_fraction, phases, utilisation, throttle)
-    return Verdict(mfu, peak, family, utilisation, limit)
+    bottleneck, limit = _limit(mfu, family, stall_fraction, phases, utilisation, throttle)
+    return Verdict(mfu, peak, family, utilisation, limit, bottleneck)
 
 
 def _limit(
@@ -124,26 +139,28 @@ def _limit(
     phases: Phases | None,
     utilisation: float | None,
     throttle: Sequence[str],
-) -> str:
-    outside = {"waiting for the loader": stall_fraction or 0.0}
+) -> tuple[Bottleneck, str]:
+    outside: dict[Bottleneck, float] = {"loader": stall_fraction or 0.0}
     if phases is not None and phases.total > 0:
-        outside = {
-            "waiting for the loader": phases.loader_wait / phases.total,
-            "copying batches to the device": phases.h2d / phases.total,
-            "the loop's own Python code": phases.host_idle / phases.total,
-        }
+        seconds: dict[Bottleneck, float]
+        seconds = {"loader": phases.loader_wait, "copy": phases.h2d, "own code": phases.host_idle}
+        outside = {name: spent / phases.total for name, spent in seconds.items()}
     largest = max(outside, key=lambda name: outside[name])
     if outside[largest] >= WORTH_TELLING:
-        return f"{formatting.share(outside[largest], 0)} of the time goes to {largest}"
+        return largest, f"{formatting.share(outside[largest], 0)} of the time goes to {_OUTSIDE[largest]}"
     if throttle:
-        return f"the GPU's clocks are held down: {', '.join(throttle)}"
+        return "clocks", f"the GPU's clocks are held down: {', '.join(throttle)}"
     if utilisation is not None and utilisation < 1 - WORTH_TELLING:
-        return "the GPU waits for kernels to be launched: larger batches, torch.compile or CUDA graphs help"
-    if mfu is not None and family.usual is not None and mfu >= family.usual[0]:
-        return "nothing stands out"
-    if mfu is not None:
-        return (
-            "the step computes all the time, in operations that move memory or products too small to fill the device: "
-            "larger batches, lower precision and fusion (torch.compile) help"
-        )
-    return ""
+        return "launch", "the GPU waits for kernels to be launched"
+    if mfu is None:
+        return "unknown", ""
+    if family.usual is not None and mfu >= family.usual[0]:
+        return "none", "nothing stands out"
+    return "kernels", "limit: memory-bound or small kernels"
+
+
+_OUTSIDE: Mapping[Bottleneck, str] = {
+    "loader": "waiting for the loader",
+    "copy": "copying batches to the device",
+    "own code": "the loop's own Python code",
+}

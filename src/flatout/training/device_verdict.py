@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from flatout.mfu.verdict import DENSE, Verdict, family_of, judge
+from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, family_of, judge
 from flatout.monitor import GpuSample
 from flatout.monitor.nvml import Gpus
+from flatout.report.model import Row
+from flatout.report.remedies import untried
 from flatout.training.job import Job
 from flatout.training.step_flops import peak_of
 
+REMEDIES: Mapping[Bottleneck, tuple[str, ...]] = {
+    "loader": ("workers", "in_memory"),
+    "launch": ("compile", "cuda_graph", "batch_size"),
+    "kernels": ("precision", "tf32", "channels_last", "compile", "fused_optimizer", "batch_size"),
+}
+"""Techniques against each kind of limit."""
 
-def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
-    """Return the verdict on a job that has just run with the given MFU.
+
+def judged(job: Job, mfu: float | None, rows: Iterable[Row], **where: Any) -> Verdict:
+    """Return the verdict on a job that has just run with the given MFU, and what is left to try.
 
     Args:
         job: the running job.
         mfu: 0..1; None if unknown.
+        rows: of its report.
         where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
     """
     counts = job.work.counts
@@ -29,7 +41,12 @@ def judged(job: Job, mfu: float | None, **where: Any) -> Verdict:
             "utilisation": None if gpu.util_percent is None else gpu.util_percent / 100,
             "throttle": gpu.throttle or (),
         }
-    return judge(mfu, peak, family, **where)
+    return with_remedies(judge(mfu, peak, family, **where), rows)
+
+
+def with_remedies(verdict: Verdict, rows: Iterable[Row]) -> Verdict:
+    """Return a verdict with what the rows of a report leave to try against its limit."""
+    return replace(verdict, remedies=tuple(untried(rows, REMEDIES.get(verdict.bottleneck, ()))))
 
 
 def _gpu(job: Job) -> GpuSample | None:

@@ -1,0 +1,30 @@
+"""Remedies that the rows of a report leave to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from flatout.core import formatting
+from flatout.report.model import Row
+
+ARGUMENTS: Mapping[str, str] = {
+    "batch_size": "batch_size='auto'",
+    "channels_last": "techniques={'channels_last': True}",
+    "compile": "techniques={'compile': True}",
+    "cuda_graph": "techniques={'cuda_graph': True}",
+    "fused_optimizer": "techniques={'fused_optimizer': True}",
+    "in_memory": "techniques={'in_memory': True}",
+    "precision": "precision='bf16'",
+    "tf32": "techniques={'tf32': True}",
+    "workers": "techniques={'workers': 2}",
+}
+"""Argument of ``flatout.optimize`` that tries a technique, by its name."""
+
+
+def untried(rows: Iterable[Row], techniques: Iterable[str]) -> list[str]:
+    """Return those of ``techniques`` that were not tried, each with the argument that tries it.
+
+    A technique that was kept or rejected, or that does not apply, is no remedy. Neither is one without a row.
+    """
+    by_name = {row.technique: row for row in rows if row.status == "not tried"}
+    return [f"{formatting.clean(by_name[name].title)} ({ARGUMENTS[name]})" for name in techniques if name in by_name]
