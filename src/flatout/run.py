@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from flatout.core.batches import to_device
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
-from flatout.mfu import MfuCounter
+from flatout.mfu import MfuCounter, Phases
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
-from flatout.profile import Profile, profile_run
+from flatout.profile import Profile, Step, profile_run
 from flatout.report import Report
 from flatout.resume import Resumable
 from flatout.techniques import ObservingCandidate
@@ -308,19 +308,29 @@ class Run(Resumable):
         """Profile the time of a step, with advice: ``print(run.profile())``.
 
         These are **real training steps**: weights, optimizer and scheduler advance as in any loop over ``run.loader``.
-        The loader is left as by a ``break``. Beside ``steps`` and ``warmup``, two steps search for sync points, and
-        some consume batches that loader workers have prefetched. If the loader ends too early, a new epoch starts. A
-        loader that cannot restart is profiled to its end.
+        The first ``warmup`` steps warm up. Two search for sync points. Some consume batches that loader workers have
+        prefetched. The next ``steps`` are timed without ``torch.profiler``, and as many after these run under it.
+
+        Headline, phases and verdict come from the timed steps. Operators, gaps and memory come from the profiler. The
+        loader is left as by a ``break``. If it ends too early, a new epoch starts. A loader that cannot restart is
+        profiled to its end.
 
         Args:
-            steps: number of steps to time, under ``torch.profiler``.
-            warmup: number of steps before these.
+            steps: number of steps to time, and number of steps to profile.
+            warmup: number of steps before all others.
 
         Raises:
             ValueError: ``steps`` < 1, ``warmup`` < 0, or the loader ended before a step was timed.
             RuntimeError: ``optimize`` was not given an optimizer.
         """
-        return profile_run(self.loader, self.step, steps, warmup, verdict=lambda: str(self.verdict))
+        return profile_run(self.loader, self.step, steps, warmup, verdict=self._judge, rows=self.report.rows)
+
+    def _judge(self, mean: Step) -> str:
+        """Return the verdict on the mean of steps that have just been timed."""
+        window = self._counter.window
+        mfu = None if window.mfu is None else window.mfu * window.seconds / window.steps / mean.seconds
+        phases = Phases(**{str(phase): seconds for phase, seconds in mean.phases.items()})
+        return str(judged(self._job, mfu, self.report.rows, phases=phases))
 
     def undo(self) -> None:
         """Revert ``optimize``: model, optimizer, device and backend flags work as before.

@@ -53,7 +53,9 @@ def test_every_phase_has_kernels_and_the_gaps_are_what_is_left() -> None:
     worked = sum(end - start for start, end in busy(trace))
     idle = sum(gap.end - gap.start for gap in gaps(trace))
     assert worked + idle == pytest.approx(trace.end - trace.start)
-    assert profile.device_busy == pytest.approx(worked / (trace.end - trace.start), abs=1e-3)
+    assert profile.device_busy == pytest.approx(min(1.0, 1e-6 * worked / trace.steps / profile.seconds), abs=1e-3)
+    assert sum(profile.phases.values()) == pytest.approx(profile.seconds)
+    assert min(profile.phases[phase] for phase in ("forward", "backward", "update")) > 0
     assert profile.memory is not None
     assert profile.memory.device == "cuda:0"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.profile import Profile
+from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
 
 MAIN, AUTOGRAD = 1, 2
@@ -13,6 +15,13 @@ STREAM, COPY_STREAM = 7, 20
 def marked(trace: Trace) -> set[str]:
     """Return the phases that contain a marker, which is a call of ``time.sleep(0)``."""
     return {trace.phase_of(event) for event in trace.within(trace.host) if event.name == "<built-in function sleep>"}
+
+
+def summary_of(recording: ProfileRecording, **about: Any) -> Profile:
+    """Return the profile of a trace, as if its steps had taken the same time without the profiler."""
+    trace = Trace(recording.events)
+    steps = trace.parts.steps(trace.boundaries)
+    return summarise(steps, trace, profiled=steps, **about)
 
 
 class ProfileRecording:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from flatout.profile import Profile, Sync
+from flatout.profile import Profile, Step, Sync
+from flatout.profile.profile_data import PHASES
 from flatout.profile.summary import summarise
-from flatout.profile.trace import Trace
-from tests.profile.events import AUTOGRAD, ProfileRecording
+from tests.profile.events import AUTOGRAD, ProfileRecording, summary_of
 
 HOSTILE = 'train<b>&"\x1b[31m.py'
+
+
+def ended_early() -> Profile:
+    """Return the profile of a loop that ended before the profiler began."""
+    phases = dict.fromkeys(PHASES, 0.0) | {"loader_wait": 0.006, "forward": 0.001, "backward": 0.002, "update": 0.001}
+    return summarise((Step(0.01, phases),) * 3, None, before=5, samples=32)
 
 
 def sync_bound() -> Profile:
@@ -26,10 +32,10 @@ def sync_bound() -> Profile:
         r.function("<built-in method item of Tensor object at 0x7f>", at + 290, at + 610, f"{HOSTILE}:12")
         r.wait(at + 300, at + 605)
         r.memory(at + 200, {"Device Type": 1, "Device Id": 0, "Total Allocated": 2048})
-    return summarise(
-        Trace(r.events),
+    return summary_of(
+        r,
+        before=5,
         samples=32,
-        unprofiled_seconds=0.0009,
         syncs=[Sync("item", f"{HOSTILE}:12", "if loss.item() < 1 & True:", "host_idle", 1.0)],
         commands=("ncu -k {kernel} train.py",),
         verdict="MFU 12 % <of> the peak.",

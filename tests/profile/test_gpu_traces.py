@@ -20,10 +20,9 @@ from flatout.profile import Memory, Profile, gaps, memory_timeline, operators, p
 from flatout.profile.profile_data import PHASES
 from flatout.profile.profile_text import continued
 from flatout.profile.sections import LOOKS, sections
-from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report import charts
-from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording
+from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording, summary_of
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
 from tests.renderings.rendered import in_terminal, root_of
@@ -170,7 +169,7 @@ def test_waits_that_the_debug_mode_is_silent_about_are_taken_from_the_trace() ->
         r.wait(at + 41, at + 42, "cudaStreamSynchronize")
     r.host("cudaEventSynchronize", 200, 210, "cuda_runtime", 99)
     r.wait(300, 310, "cudaEventSynchronize")  # of nobody's code that could be named
-    profile = summarise(Trace(r.events))
+    profile = summary_of(r)
     (sync,) = profile.syncs
     assert (sync.what, sync.where, sync.per_step) == ("cudaDeviceSynchronize", f"{__file__}:1", 1)
     assert sync.code == Path(__file__).read_text(encoding="utf-8").splitlines()[0]
@@ -187,7 +186,7 @@ def test_a_trace_that_lacks_things_gives_less() -> None:
     for args in ({}, {"Device Type": 1, "Device Id": 0}):
         r.memory(5, args)
     r.arrow("s", 20)
-    profile = summarise(Trace(r.events))
+    profile = summary_of(r)
     assert profile.device_phases["forward"] == pytest.approx(480e-6)
     assert profile.memory is None
     assert profile.device_busy == pytest.approx(0.57)
@@ -197,7 +196,7 @@ def test_a_gpu_trace_without_kernels_is_not_taken_for_a_cpu_trace() -> None:
     r = step()
     r.host("aten::mm", 10, 20)
     r.memory(15, {"Device Type": 1, "Device Id": 0, "Total Allocated": 512})
-    profile = summarise(Trace(r.events))
+    profile = summary_of(r)
     assert advice(profile.advice[0]) == {"no-kernels"}
     assert not any("would-wait" in advice(line) for line in (*profile.advice, str(profile)))
 
@@ -400,7 +399,7 @@ def test_advice_begins_with_the_largest_cost_and_omits_free_phases() -> None:
     r = step()
     r.phase("loader_wait", 0, 100)
     r.phase("forward", 100, 150)
-    assert list(map(advice, summarise(Trace(r.events)).advice)) == [{"own-code"}, {"data-wait"}]
+    assert list(map(advice, summary_of(r).advice)) == [{"own-code"}, {"data-wait"}]
 
 
 def test_advice_names_the_slowest_line() -> None:
@@ -411,7 +410,7 @@ def test_advice_names_the_slowest_line() -> None:
     r.function("<built-in function sleep>", 20, 380, "data.py:9")
     r.phase("forward", 400, 450)
     r.function("train.py(30): log", 460, 990)
-    own_code, data_wait = summarise(Trace(r.events)).advice
+    own_code, data_wait = summary_of(r).advice
     assert (advice(own_code), advice(data_wait)) == ({"own-code"}, {"data-wait"})
     assert "train.py:30 (log)" in own_code
     assert "data.py:7 (__getitem__)" in data_wait
@@ -423,7 +422,7 @@ def test_advice_names_no_line_for_samples_of_workers() -> None:
     r.function("train.py(1): <module>", 0, 1000)
     r.phase("loader_wait", 0, 400)
     r.phase("forward", 400, 1000)
-    (data_wait,) = summarise(Trace(r.events)).advice
+    (data_wait,) = summary_of(r).advice
     assert advice(data_wait) == {"data-wait"}
     assert "num_workers=" not in data_wait
     assert "flatout.data.tune" in data_wait
@@ -459,7 +458,7 @@ def test_advice_suggests_fusing_only_for_optimizers_that_can_be_fused(
     r = step()
     r.host(f"Optimizer.step#{optimizer}.step", 0, 900, "user_annotation")
     r.host(operator, 10, 800)
-    assert [codes for codes in map(advice, summarise(Trace(r.events)).advice) if codes != {"own-code"}] == expected
+    assert [codes for codes in map(advice, summary_of(r).advice) if codes != {"own-code"}] == expected
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

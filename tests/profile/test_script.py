@@ -160,6 +160,7 @@ def step():
 for _ in range(6):
     step()
 """
+LONGER_LOOP = LOOP.replace("range(6)", "range(9)")
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -219,7 +220,7 @@ def test_an_error_of_the_profiler_does_not_hide_the_scripts_status(
         raise OSError("no space left")
 
     path = write(tmp_path, LOOP + f"raise SystemExit({status})")
-    brief = ["profile", "--warmup", "1", "--keep-going", path]
+    brief = ["profile", "--warmup", "1", "--steps", "2", "--keep-going", path]
     for export in (no_trace, no_space):
         with monkeypatch.context() as patch:
             patch.setattr(torch.profiler.profile, "export_chrome_trace", export)
@@ -240,7 +241,7 @@ def test_the_needed_steps_are_printed_before_the_script_starts(
     assert main(["profile", "--warmup", "2", "--steps", "4", path]) == 0
     captured = capfd.readouterr()
     before, after = captured.err.split("it begins")
-    assert re.search(r"\b5\b.*\b8\b.*--steps 4", before)  # steps of the smallest profile and of --steps 4
+    assert re.search(r"\b5\b.*\b12\b.*--steps 4", before)  # steps of the smallest profile and of --steps 4
     assert re.search(r"\b2\b.*\b4\b", after)
     assert timed_steps(captured.out) == 2
 
@@ -402,7 +403,7 @@ def alone(script: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_end_in_a_thread_is_quiet(tmp_path: Path) -> None:
     start = "t = threading.Thread(target=train)\nt.start()\nt.join()\n"
-    path = write(tmp_path, f"import threading\ndef train():\n{textwrap.indent(LOOP, '    ')}{start}")
+    path = write(tmp_path, f"import threading\ndef train():\n{textwrap.indent(LONGER_LOOP, '    ')}{start}")
     assert "Traceback" not in alone(path).stderr
 
 
@@ -423,7 +424,7 @@ for idle in (True, False):
 if os.fork() == 0:
     pass  # runs off the script's end
 else:
-{textwrap.indent(LOOP, "    ")}
+{textwrap.indent(LONGER_LOOP, "    ")}
 """,
     )
     done = alone(path)

@@ -17,7 +17,7 @@ from flatout.cli.doctor import show
 from flatout.monitor.view import View
 from flatout.report import Pace, Report, Row, Summary
 from tests.monitor import monitor_sample
-from tests.profile.profile_sample import sync_bound
+from tests.profile.profile_sample import ended_early, sync_bound
 from tests.renderings.rendered import drawn, everywhere, in_terminal, on_page, root_of
 from tests.report import report_sample
 
@@ -55,7 +55,13 @@ def reports() -> dict[str, str]:
 def profiles() -> dict[str, str]:
     """Return the renderings of the profile of a sync-bound training."""
     facts = {"device": "NVIDIA H100", "torch": "2.14.1"}
-    return everywhere(dataclasses.replace(sync_bound(), environment=facts))
+    profile = dataclasses.replace(sync_bound(), environment=facts)
+    distorted = dataclasses.replace(profile, profiled_seconds=2.84 * profile.seconds)
+    early = dataclasses.replace(ended_early(), environment=facts)
+    return everywhere(profile) | {
+        "slowed down by the profiler: terminal, 80 columns": in_terminal(distorted, 80),
+        "ended before the profiler began: terminal, 80 columns": in_terminal(early, 80),
+    }
 
 
 def demos() -> dict[str, str]:

@@ -17,22 +17,23 @@ from flatout.profile.record import SEARCHED_STEPS, ProfileRecording
 from flatout.profile.script import Ended, capture_script, profile_script
 
 DESCRIPTION = """\
-Runs a training script and profiles some of its updates: time by part of the
-step, the costliest operators, why the GPU idled, sync points by file and line,
-memory, and what to do. The script need not know of flatout. It is ended when
-the profile is done, unless --keep-going."""
+Runs a training script, times some of its updates and profiles some others: time
+by part of the step, the costliest operators, why the GPU idled, sync points by
+file and line, memory, and what to do. The script need not know of flatout. It
+is ended when the profile is done, unless --keep-going."""
 
 EPILOG = """\
 examples:
-  flatout profile train.py --epochs 3            a summary after some 15 updates
+  flatout profile train.py --epochs 3            a summary after some 25 updates
   flatout profile --html profile.html train.py   and a page with charts
   flatout profile --trace trace.json.gz train.py for https://ui.perfetto.dev
   flatout profile --nsight train.py              what to type for nsys and ncu
 
-A step is what lies between two updates. Before those that are timed, two look
-for sync points, and some use up what loader workers have in store. The exit
-status is that of the script, or 0 if the profiler ended the script. It is 1 if
-the script returned 0, but there is no profile or a file cannot be written."""
+A step is what lies between two updates. After the warm-up, two steps search for
+sync points, and some use up what loader workers have in store. Then --steps are
+timed without the profiler, and as many run under it. The exit status is that of
+the script, or 0 if the profiler ended the script. It is 1 if the script
+returned 0, but there is no profile or a file cannot be written."""
 
 
 _WRITERS: dict[str, Callable[[Profile, Path], object]] = {
@@ -44,7 +45,9 @@ _WRITERS: dict[str, Callable[[Profile, Path], object]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``flatout profile``."""
-    parser.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    parser.add_argument(
+        "--steps", type=_positive, default=10, metavar="N", help="steps to time, then to profile (default: 10)"
+    )
     parser.add_argument("--warmup", type=_positive, default=3, metavar="N", help="updates before (default: 3)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with charts")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the Chrome trace; compressed for *.gz")
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     least = args.warmup + SEARCHED_STEPS + 1
     print(
         f"flatout: profiling {clean(args.script)}, which must make at least {least} optimizer updates "
-        f"({least + args.steps - 1} for --steps {args.steps})",
+        f"({least - 1 + 2 * args.steps} for --steps {args.steps})",
         file=sys.stderr,
         flush=True,
     )
@@ -117,10 +120,10 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
     profile = recording.profile(commands=commands)
     console = Console()
     console.print(profile)
-    if recording.timed < args.steps:
+    if profile.profiled_steps < args.steps:
         print(
-            f"flatout: {recording.timed} of {args.steps} steps were timed, because {clean(args.script)} ended after "
-            f"{ended.updates} optimizer updates",
+            f"flatout: {recording.timed} of {args.steps} steps were timed and {profile.profiled_steps} profiled, "
+            f"because {clean(args.script)} ended after {ended.updates} optimizer updates",
             file=sys.stderr,
         )
     for option, path in files.items():
@@ -128,6 +131,8 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             _WRITERS[option](profile, path)
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error.strerror}") from error
+        except ValueError as error:  # no step was profiled
+            raise CommandError(f"cannot write {path}: {error}") from error
         console.print(f"wrote {clean(str(path))}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -2,9 +2,11 @@
 
 ``run.profile()`` profiles a run, ``flatout profile train.py`` any training script. What they find goes one way::
 
-    record    steps of a loop (record) or of a script (script), a search for syncs (syncs), a Chrome trace
+    record    steps of a loop (record) or of a script (script): a search for syncs (syncs), times without the profiler
+              (phase_timer), a Chrome trace
       trace   its events, launches and lines of code (trace, places), and the parts of a step (parts)
-    summary   a Profile (shown_profile, profile_data) of the trace (gaps, operators, memory), and what to do (advice)
+    summary   a Profile (shown_profile, profile_data) of the times and the trace (gaps, operators, memory), and what to
+              do (advice, in_use)
     sections  its tables and words, as text (profile_text) and as a page (profile_page)
 
 ``nsight`` has the command lines for what only NVIDIA's tools show.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,3 +45,18 @@ class Event:
     def operators(self) -> Iterator[Event]:
         """Those of its ancestors that are operators of torch."""
         return (event for event in self.ancestors() if event.kind == "cpu_op")
+
+
+def nest(events: Sequence[Event]) -> None:
+    """Set the parent of each event. Events are sorted by start, the longer ones first.
+
+    What was under way when profiling stopped ends with it, parents and children in any order: an event's parent is
+    the one that it begins in.
+    """
+    under_way: dict[Any, list[Event]] = {}
+    for event in events:
+        stack = under_way.setdefault(event.thread, [])
+        while stack and stack[-1].end <= event.start:
+            stack.pop()
+        event.parent = stack[-1] if stack else None
+        stack.append(event)

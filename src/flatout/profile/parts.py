@@ -9,7 +9,7 @@ from itertools import islice, pairwise, zip_longest
 from typing import NamedTuple
 
 from flatout.profile.events import Event
-from flatout.profile.profile_data import Phase
+from flatout.profile.profile_data import PHASES, Phase, Step
 
 _MARKED: dict[str, Phase] = {
     "flatout.loader_wait": "loader_wait",
@@ -18,7 +18,8 @@ _MARKED: dict[str, Phase] = {
     "flatout.backward": "backward",
     "flatout.update": "update",
 }
-_BACKWARD = ": _engine_run_backward"
+BACKWARD = ": _engine_run_backward"
+"""End of the name of every backward."""
 _UPDATES = re.compile(
     r"Optimizer\.(step|zero_grad)#.*|torch/amp/grad_scaler\.py\(\d+\): (unscale_|step|update)"
     r"|torch/nn/utils/clip_grad\.py\(\d+\): .+|torch/optim/lr_scheduler\.py\(\d+\): (step|wrapper)"
@@ -69,12 +70,22 @@ class Parts:
                 return
             yield PhaseSpan(max(span.start, start), min(span.end, end), span.phase)
 
+    def steps(self, boundaries: Sequence[float]) -> tuple[Step, ...]:
+        """The steps between boundaries, each with the seconds of its parts."""
+        found = []
+        for start, end in pairwise(boundaries):
+            phases = dict.fromkeys(PHASES, 0.0)
+            for span in self.between(start, end):
+                phases[span.phase] += 1e-6 * (span.end - span.start)
+            found.append(Step(1e-6 * (end - start), phases))
+        return tuple(found)
+
 
 def _inferred(
     main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float
 ) -> Iterator[PhaseSpan]:
     """What torch itself tells of the parts, marked or not."""
-    for event in _outermost(event for event in main if event.name.endswith(_BACKWARD)):
+    for event in _outermost(event for event in main if event.name.endswith(BACKWARD)):
         yield PhaseSpan(event.start, event.end, "backward")
     for event in _outermost(event for event in main if _UPDATES.fullmatch(event.name)):
         yield PhaseSpan(event.start, event.end, "update")
@@ -85,7 +96,7 @@ def _inferred(
         event
         for event in (*calls, *trained)
         if bisect_left(starts, event.start) < bisect_right(starts, event.end)
-        and not any(outer.name.endswith(_BACKWARD) for outer in event.ancestors())  # recomputes a forward
+        and not any(outer.name.endswith(BACKWARD) for outer in event.ancestors())  # recomputes a forward
     }
     for event in learning:
         yield PhaseSpan(event.start, event.end, "forward")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,9 +14,9 @@ from typing import Literal, get_args
 
 Phase = Literal["loader_wait", "h2d", "forward", "backward", "update", "host_idle"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""Parts of a step on the host's clock, in their order.
+"""Parts of a step, in their order, by the clock of the host or, with a GPU, of its stream.
 
-``host_idle`` is the rest of the wall time: the loop's own code between the other parts.
+``host_idle`` is the rest of the time: the loop's own code between the other parts.
 """
 
 Cause = Literal["loader", "copy", "sync", "launch", "own code", "device"]
@@ -29,14 +30,14 @@ code. ``device``: work was queued, and the device delayed it.
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of torch, over the profiled steps.
+    """One operator of torch, over the profiled steps, with what the profiler adds to the host's time.
 
     Attributes:
         name: e.g. ``aten::convolution_backward``.
         calls: per step.
         host_seconds: per step, on the host, without the operators that it calls.
         device_seconds: per step, of the kernels that it launches itself; 0 without a GPU.
-        share: of the step's wall time: ``device_seconds`` where there is a GPU, else ``host_seconds``.
+        share: of a profiled step: ``device_seconds`` where there is a GPU, else ``host_seconds``.
         where: ``file:line`` of the user's code where most of that time comes from (for a backward operator: of the
             forward operator that it belongs to); empty when not known.
     """
@@ -57,9 +58,9 @@ class Gaps:
         cause: activity of the host meanwhile.
         phase: part of the step.
         where: ``file:line`` of the user's code, or the operator; empty when not known.
-        count: number of stretches per step.
-        seconds: per step.
-        longest: the longest one, seconds.
+        count: number of stretches per profiled step.
+        seconds: per step without the profiler: its idle time, divided as under the profiler.
+        longest: the longest one under the profiler, seconds.
     """
 
     cause: Cause
@@ -108,7 +109,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """One profiled step.
+    """One step.
 
     Attributes:
         seconds: its wall time.
@@ -117,6 +118,13 @@ class Step:
 
     seconds: float
     phases: Mapping[Phase, float]
+
+    @classmethod
+    def mean(cls, steps: Sequence[Step]) -> Step:
+        """Return the mean of at least one step."""
+        count = len(steps)
+        phases = {phase: sum(step.phases[phase] for step in steps) / count for phase in PHASES}
+        return cls(sum(step.seconds for step in steps) / count, phases)
 
 
 class TraceFile:
@@ -138,13 +146,15 @@ class ProfileData:
     """Time of training steps by part, operator and line of code.
 
     Attributes:
-        steps: what each profiled step took.
-        seconds: wall time of a step, mean, under the profiler.
-        unprofiled_seconds: the same before the profiler was on, for comparison; None where too few warm-up steps ran.
+        steps: times of each step that was timed, without the profiler.
+        seconds: mean of these.
+        before: number of steps before these: to warm up, to search for syncs, to empty the loader's store.
+        profiled_steps: number of steps under the profiler, after these.
+        profiled_seconds: mean time of those; None if the loop ended before the profiler began.
         samples: per step; None when not known.
-        phases: mean seconds per step and part; they sum up to ``seconds``.
+        phases: mean seconds per step and part, without the profiler; they sum up to ``seconds``.
         device_phases: mean seconds per step in which the GPU worked for each part; empty without a GPU.
-        operators: costliest first.
+        operators: costliest first; they, ``gaps`` and ``memory`` come from the profiler.
         gaps: why the GPU idled, costliest first; empty without a GPU.
         syncs: where the host waits for the GPU, or would.
         memory: what tensors take over time.
@@ -158,7 +168,9 @@ class ProfileData:
 
     steps: tuple[Step, ...]
     seconds: float
-    unprofiled_seconds: float | None
+    before: int
+    profiled_steps: int
+    profiled_seconds: float | None
     samples: float | None
     phases: Mapping[Phase, float]
     device_phases: Mapping[Phase, float]
@@ -178,3 +190,15 @@ class ProfileData:
         if not self.device_phases:
             return None
         return 1 - sum(gap.seconds for gap in self.gaps) / self.seconds
+
+    @property
+    def unprofiled_seconds(self) -> float:
+        """Old name of ``seconds``, which were those of profiled steps."""
+        message = "Profile.unprofiled_seconds is now Profile.seconds. Replace the old name, which will be removed"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.seconds
+
+    @property
+    def distortion(self) -> float | None:
+        """Time of a step under the profiler, relative to without it; None where no step was profiled."""
+        return None if self.profiled_seconds is None else self.profiled_seconds / self.seconds

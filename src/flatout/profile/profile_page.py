@@ -14,7 +14,7 @@ from flatout.report.charts import Segment
 
 def fragment(profile: ProfileData) -> Markup:
     """Return the parts of the profile, top to bottom, without document and style."""
-    total = sum(step.seconds for step in profile.steps)
+    total = profile.profiled_steps * (profile.profiled_seconds or 0.0)
     return html.render(
         "profile.html.j2",
         profile=profile,
@@ -28,16 +28,16 @@ def fragment(profile: ProfileData) -> Markup:
 
 def mean_chart(profile: ProfileData) -> Markup:
     """Draw the mean step as one stacked bar, and below it the work of the GPU, if there is one."""
-    bars = {"host": profile.phases} | ({"GPU": profile.device_phases} if profile.device_phases else {})
+    bars = {"time": profile.phases} | ({"GPU": profile.device_phases} if profile.device_phases else {})
     return charts.stacked("time of a step by part", {name: _segments(phases) for name, phases in bars.items()})
 
 
 def steps_chart(steps: tuple[Step, ...]) -> Markup:
-    """Draw each profiled step as a column, which shows an outlier and its part."""
+    """Draw each timed step as a column, which shows an outlier and its part."""
     columns = {
         f"step {number}: {sections.ms(step.seconds)}": _segments(step.phases) for number, step in enumerate(steps, 1)
     }
-    return charts.columns("time of every profiled step by part", columns, 1e3 * max(step.seconds for step in steps))
+    return charts.columns("time of every timed step by part", columns, 1e3 * max(step.seconds for step in steps))
 
 
 def memory_chart(memory: Memory, seconds: float) -> Markup:

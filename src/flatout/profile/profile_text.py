@@ -74,7 +74,7 @@ def to_text(profile: ProfileData, width: int | None = None, ascii_only: bool | N
 
 def _phases(profile: ProfileData, width: int, say: Say) -> Table:
     on_gpu = bool(profile.device_phases)
-    headings = [("", True), ("part of the step", False), ("host" if on_gpu else "time", True), ("", False)]
+    headings = [("", True), ("part of the step", False), ("time", True), ("", False)]
     table = _table([*headings, ("GPU", True)] if on_gpu else headings)
     longest = max(profile.phases.values())
     for phase in PHASES:

@@ -1,29 +1,31 @@
-"""Records training steps: a warm-up, a search for syncs, then the steps that are timed."""
+"""Records training steps: a warm-up, a search for syncs, steps that are timed, and steps under the profiler."""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as TorchProfiler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flatout.core.batches import batch_size_of
 from flatout.core.kineto import quiet_allocator, quiet_kineto
 from flatout.profile import nsight
-from flatout.profile.profile_data import Sync, TraceFile
+from flatout.profile.phase_timer import HostClock, PhaseTimer
+from flatout.profile.profile_data import Step, Sync, TraceFile
 from flatout.profile.shown_profile import Profile
 from flatout.profile.summary import summarise
 from flatout.profile.syncs import replaced, watching
 from flatout.profile.trace import BOUNDARY, Trace
+from flatout.report.model import Row
 
 SEARCHED_STEPS = 2
-"""Steps in which syncs are looked for, before the timed ones: watching every operator slows them down."""
+"""Steps in which syncs are looked for, apart from the timed ones: watching every operator slows them down."""
 _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
 _ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
@@ -39,16 +41,22 @@ def profile_run(
     steps: int = 10,
     warmup: int = 3,
     *,
-    verdict: Callable[[], str] = str,
+    verdict: Callable[[Step], str] | None = None,
+    rows: Sequence[Row] = (),
 ) -> Profile:
-    """Profiles a loop of ``step(batch)`` over ``loader``, which goes on from epoch to epoch.
+    """Profile a loop of ``step(batch)`` over ``loader``, which continues from epoch to epoch.
+
+    Every step trains. The first ``warmup`` steps warm up. Two search for syncs. Some consume batches that loaders have
+    in store. The next ``steps`` are timed without the profiler, and as many after these run under it. On a GPU one step
+    more precedes timing, and one more precedes profiling.
 
     Args:
         loader: yields batches; iterated as often as needed.
         step: trains on a batch.
-        steps: to time.
-        warmup: steps before; two more look for syncs, and some more use up what loader workers have in store.
-        verdict: for ``Profile.verdict``; asked for after the warm-up.
+        steps: number of steps to time, and number of steps to profile.
+        warmup: number of steps before all others.
+        verdict: returns ``Profile.verdict`` for the mean of the timed steps, right after them.
+        rows: of the report on this training; advice names nothing that they decide.
 
     Raises:
         ValueError: ``steps`` < 1, ``warmup`` < 0, or a loader that ends before a step could be timed.
@@ -57,7 +65,7 @@ def profile_run(
         raise ValueError(f"steps must be >= 1, got {steps}")
     if warmup < 0:
         raise ValueError(f"warmup must be >= 0, got {warmup}")
-    recording = ProfileRecording(steps, warmup, verdict)
+    recording = ProfileRecording(steps, warmup, verdict, rows)
     course = recording.course()
     samples: list[int] = []
     try:
@@ -69,109 +77,137 @@ def profile_run(
                 break
     finally:
         course.close()
-    recent = samples[-steps:]
+    timed = samples[recording.before : recording.before + recording.timed]
     commands = nsight.commands_of_main(steps, warmup) if torch.cuda.is_initialized() else ()
-    return recording.profile(sum(recent) / max(1, len(recent)), commands)
+    return recording.profile(sum(timed) / max(1, len(timed)), commands)
 
 
 class ProfileRecording:
-    """What is recorded of a loop on its course. Steps timed before the course is closed are kept.
+    """What is recorded of a loop on its course. Steps that end before the course is closed are kept.
 
     Args:
-        steps: to time.
-        warmup: steps before anything is looked at.
-        verdict: for ``Profile.verdict``; asked for after the warm-up, while nothing slows the steps down.
+        steps: number of steps to time, and number of steps to profile.
+        warmup: steps before all others.
+        verdict: as for ``profile_run``.
+        rows: as for ``profile_run``.
 
     Attributes:
-        timed: steps timed so far.
+        before: number of steps before the first timed one.
     """
 
-    def __init__(self, steps: int, warmup: int, verdict: Callable[[], str] = str) -> None:
-        self.timed = 0
+    def __init__(
+        self, steps: int, warmup: int, verdict: Callable[[Step], str] | None = None, rows: Sequence[Row] = ()
+    ) -> None:
+        self.before = warmup + SEARCHED_STEPS
         self._steps = steps
         self._warmup = warmup
         self._judge = verdict
+        self._rows = rows
         self._verdict = ""
-        self._unprofiled: float | None = None
         self._syncs: list[Sync] = []
+        self._timer = self._profiled = PhaseTimer(HostClock())
         self._trace = TraceFile()
 
+    @property
+    def timed(self) -> int:
+        """Number of steps timed so far."""
+        return self._timer.count
+
     def profile(self, samples: float | None = None, commands: Sequence[str] = ()) -> Profile:
-        """What was recorded; for the arguments see ``summarise``.
+        """Return what was recorded; for the arguments see ``summarise``.
 
         Raises:
             ValueError: no step was timed.
         """
         if self.timed == 0:
             raise ValueError("there is nothing to profile: the loop ended before the first step was timed")
+        profiled = self._profiled.steps()
         return summarise(
-            Trace.read(self._trace.path),
-            unprofiled_seconds=self._unprofiled,
+            self._timer.steps(),
+            Trace.read(self._trace.path) if profiled else None,
+            before=self.before,
+            profiled=profiled,
             syncs=self._syncs,
             samples=samples,
             commands=commands,
             verdict=self._verdict,
-            trace_file=self._trace,
+            rows=self._rows,
+            trace_file=self._trace if profiled else None,
         )
 
     def course(self) -> Course:
         """All of it; yields to the loop between its steps."""
-        yield from self._warm_up()
-        self._verdict = self._judge()
+        yield from _wait(self._warmup)
         yield from self._search()
-        yield from self._time()
-
-    def _warm_up(self) -> Course:
-        if self._warmup:
-            yield False
-        begun = _now()
-        for _ in range(self._warmup - 1):
-            yield False
-        if self._warmup > 1:
-            self._unprofiled = (_now() - begun) / (self._warmup - 1)
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(_ONE)
+        _load_cupti()
+        profiler = TorchProfiler(activities=_activities(), record_shapes=True, profile_memory=True, with_stack=True)
+        with _refused(profiler):
+            # Loaders have run ahead in all this: what they have in store must not make them look fast.
+            ahead = _ahead() + torch.cuda.is_initialized()  # the GPU is behind the host when timing begins
+            self.before += ahead
+            yield from _wait(ahead)
+            yield from self._time()
+            yield from self._profile(profiler)
 
     def _search(self) -> Course:
         with watching(torch.cuda.is_initialized()) as seen:
-            for _ in range(SEARCHED_STEPS):
-                yield False
+            yield from _wait(SEARCHED_STEPS)
         self._syncs = [Sync(*found, count / SEARCHED_STEPS) for found, count in seen.most_common()]
 
     def _time(self) -> Course:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=True)
-        if torch.autograd._profiler_enabled():
-            raise RuntimeError(_ONE)
+        self._timer = PhaseTimer()
+        with self._timer.listening():
+            yield from self._counted(self._timer)
+        if self._judge is not None:
+            self._verdict = self._judge(Step.mean(self._timer.steps()))
+
+    def _counted(self, timer: PhaseTimer, mark: Callable[[], object] = lambda: None) -> Course:
+        """The steps to time or to profile, each between two boundaries."""
+        timer.boundary()
+        mark()
+        for _ in range(self._steps):
+            yield False
+            timer.boundary()
+            mark()
+
+    def _profile(self, profiler: TorchProfiler) -> Course:
         with quiet_kineto():
-            profiler.prepare_trace()
-        running = False
-        others = _refused(profiler)
-        others.enter_context(quiet_allocator())
-        try:
-            # Loaders have run ahead in all this: what they have in store must not make them look fast.
-            for _ in range(_ahead()):
-                yield False
-            profiler.start_trace()
-            running = True
-            if torch.cuda.is_initialized():  # the GPU is behind the host: so it shall be when timing begins
-                yield False
-            _mark()
-            for _ in range(self._steps):
-                yield False
-                _mark()
-                self.timed += 1
-            _now()
-        finally:
-            if not running:  # what was prepared can only be ended by way of a start
-                profiler.start_trace()
-            profiler.stop_trace()
-            others.close()
-            if self.timed:
-                profiler.export_chrome_trace(str(self._trace.path))
+            profiler.start()
+        with quiet_allocator():
+            try:
+                if torch.cuda.is_initialized():  # the GPU is behind the host when profiling begins
+                    yield False
+                self._profiled = PhaseTimer()
+                yield from self._counted(self._profiled, _mark)
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+            finally:
+                profiler.stop()
+                if self._profiled.count:
+                    profiler.export_chrome_trace(str(self._trace.path))
 
 
-def _refused(ours: profile) -> ExitStack:
+def _wait(steps: int) -> Course:
+    """Let this many steps pass."""
+    for _ in range(steps):
+        yield False
+
+
+def _activities() -> list[ProfilerActivity]:
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *gpu]
+
+
+def _load_cupti() -> None:
+    """Start a profiler on a GPU once. The first start takes a second, in which loaders would run ahead."""
+    if torch.cuda.is_initialized():
+        with TorchProfiler(activities=_activities()):
+            pass
+
+
+def _refused(ours: TorchProfiler) -> ExitStack:
     """Until it is closed, other profilers raise: torch would end the process when a second one starts."""
 
     def unless_ours(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -201,13 +237,6 @@ def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
 def _mark() -> None:
     with record_function(BOUNDARY):
         pass
-
-
-def _now() -> float:
-    """Seconds, with nothing left to do for the device."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _ahead() -> int:

@@ -1,7 +1,7 @@
 """``flatout profile train.py``: any training script, profiled as it runs; it need not know of flatout.
 
-Nothing of torch is patched: updates are counted by torch's own hook on optimizers, and the parts of a step are read
-from the trace. Only the two steps that look for syncs run under a dispatch mode.
+Updates are counted by torch's own hook on optimizers. The two steps that search for syncs run under a dispatch mode. In
+the timed steps some functions of torch note when they are called. Everything is put back after the last step.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Ended:
 def profile_script(
     path: str, args: Sequence[str], *, steps: int, warmup: int, keep_going: bool
 ) -> tuple[ProfileRecording, Ended]:
-    """Runs a script and profiles the steps that end with updates ``warmup`` + 1 and following.
+    """Run a script, time some of its steps without the profiler, and profile as many after these.
 
     A step is what lies between two updates of the script's first optimizer.
 
     Args:
         path: of the script.
         args: its arguments.
-        steps: to time.
+        steps: number of steps to time, and number of steps to profile.
         warmup: updates before, at least 1.
         keep_going: let the script run on to its end, else end it when the profile is done.
 
     Returns:
         The recording, and how the script ended.
     """
-    recording = ProfileRecording(steps, warmup - 1)
+    recording = ProfileRecording(steps, warmup)
     return recording, _run(path, args, recording.course(), stop=not keep_going)
 
 
@@ -67,7 +67,7 @@ def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -
 
 def _capture(steps: int, warmup: int) -> Course:
     """The range that Nsight records: ``steps`` updates behind ``warmup`` others."""
-    for _ in range(warmup - 1):
+    for _ in range(warmup):
         yield False
     torch.cuda.synchronize()
     with torch.autograd.profiler.emit_nvtx():
@@ -92,6 +92,7 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
     """
     leader: Optimizer | None = None
     passed, done = 0, False
+    next(course)
     process = os.getpid()  # a child that the script forks is not profiled, and its end is its own
 
     def updated(optimizer: Optimizer, *_: object) -> None:

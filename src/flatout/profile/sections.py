@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 from flatout.core import formatting
 from flatout.profile.profile_data import Cause, Phase, ProfileData
 
+DISTORTED = 1.3
+"""Time of a step under the profiler, relative to without it, above which a profile says so."""
+
 
 class PhaseLook(NamedTuple):
     """Look of a part of a step.
@@ -62,8 +65,18 @@ def biggest(profile: ProfileData) -> str:
 def basis(profile: ProfileData) -> str:
     """Return the number of steps behind the figures."""
     count = len(profile.steps)
-    text = f"mean of {count} step{'s' * (count != 1)} under the profiler"
-    return f"{text}; {ms(profile.unprofiled_seconds)} without it" if profile.unprofiled_seconds else text
+    text = f"mean of {count} step{'s' * (count != 1)} without the profiler, after {profile.before} to warm up"
+    return text if profile.profiled_steps else f"{text}; the loop ended before the profiler began"
+
+
+def distortion(profile: ProfileData) -> str:
+    """Return what the profiler does to a step, in words; empty if it does little."""
+    if profile.distortion is None or profile.distortion <= DISTORTED:
+        return ""
+    return (
+        f"The profiler makes a step take {profile.distortion:.1f} times as long, so Python and small operators look "
+        "slower than they are."
+    )
 
 
 def peak(profile: ProfileData) -> str:
@@ -127,7 +140,8 @@ def sections(profile: ProfileData) -> Iterator[Section]:
         ]
         if on_gpu:
             columns.insert(4, ("GPU", "number", lambda operator: ms(operator.device_seconds)))
-        note = f"Share of a step: {'kernels of its own' if on_gpu else 'time of its own, without what it calls'}."
+        own = "kernels of its own" if on_gpu else "time of its own, without what it calls"
+        note = f"Share of a step under the profiler: {own}. {distortion(profile)}".rstrip()
         most = max(operator.share for operator in profile.operators) or 1.0
         yield Section("Costliest operators", note, columns, profile.operators, lambda operator: operator.share / most)
     if profile.syncs:

@@ -16,7 +16,7 @@ from flatout.profile import profile_page, profile_text
 from flatout.profile.profile_data import ProfileData
 from flatout.report.shown import Shown
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON form; raised whenever a field changes its meaning or goes away."""
 
 
@@ -38,10 +38,10 @@ class Profile(ProfileData, Shown):
         """Write the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
 
         Raises:
-            ValueError: this profile was not recorded in this process.
+            ValueError: this profile was not recorded in this process, or the loop ended before the profiler began.
         """
         if self.trace is None:
-            raise ValueError("this profile has no trace: it was not recorded in this process")
+            raise ValueError("this profile has no trace: no step was profiled in this process")
         opened = gzip.open(path, "wb") if fspath(path).endswith(".gz") else open(path, "wb")  # noqa: SIM115
         with opened as to, open(self.trace.path, "rb") as trace:
             shutil.copyfileobj(trace, to)

@@ -5,67 +5,90 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
 from flatout.profile.advice import advise
-from flatout.profile.gaps import gaps, grouped
+from flatout.profile.gaps import busy, gaps, grouped
 from flatout.profile.memory_timeline import memory
 from flatout.profile.nsight import kernel_filter
 from flatout.profile.operators import device_phases, operators, top_kernel
 from flatout.profile.places import code_at
-from flatout.profile.profile_data import PHASES, Step, Sync, TraceFile
+from flatout.profile.profile_data import Gaps, Step, Sync, TraceFile
 from flatout.profile.shown_profile import Profile
 from flatout.profile.trace import Trace
 from flatout.report.environment import environment_of
+from flatout.report.model import Row
 
 
 def summarise(
-    trace: Trace,
+    steps: tuple[Step, ...],
+    trace: Trace | None,
     *,
-    unprofiled_seconds: float | None = None,
+    profiled: Sequence[Step] = (),
+    before: int = 0,
     syncs: Sequence[Sync] = (),
     samples: float | None = None,
     commands: Sequence[str] = (),
     verdict: str = "",
+    rows: Sequence[Row] = (),
     trace_file: TraceFile | None = None,
 ) -> Profile:
-    """A profile of a trace, and of what a trace does not tell; for the arguments see ``Profile``.
+    """Return the profile of timed steps, and of a trace of others; for the arguments see ``Profile``.
 
     Args:
+        steps: timed without the profiler.
+        trace: of steps under the profiler; None if there were none.
+        profiled: the steps of the trace.
         syncs: those that were found apart from the trace.
         commands: ``{kernel}`` in them becomes the costliest kernel's name.
+        rows: of a report, which ``advise`` leaves out where they are decided.
         trace_file: that the trace was read from.
     """
-    steps = tuple(_steps(trace))
-    kernel = kernel_filter(top_kernel(trace))
+    mean = Step.mean(steps)
     profile = Profile(
         steps=steps,
-        seconds=sum(step.seconds for step in steps) / len(steps),
-        unprofiled_seconds=unprofiled_seconds,
+        seconds=mean.seconds,
+        before=before,
+        profiled_steps=len(profiled),
+        profiled_seconds=Step.mean(profiled).seconds if profiled else None,
         samples=samples,
-        phases={phase: sum(step.phases[phase] for step in steps) / len(steps) for phase in PHASES},
-        device_phases=device_phases(trace),
-        operators=operators(trace),
-        gaps=grouped(trace, gaps(trace)),
-        syncs=(*syncs, *_silent(trace)),
-        memory=memory(trace),
+        phases=mean.phases,
+        device_phases={},
+        operators=(),
+        gaps=(),
+        syncs=tuple(syncs),
+        memory=None,
         advice=(),
-        commands=tuple(command.replace("{kernel}", kernel) for command in commands),
+        commands=(),
         environment=environment_of(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")),
         verdict=verdict,
         trace=trace_file,
     )
-    return replace(profile, advice=advise(profile, trace))
+    kernel = kernel_filter("" if trace is None else top_kernel(trace))
+    profile = replace(profile, commands=tuple(command.replace("{kernel}", kernel) for command in commands))
+    if trace is not None:
+        profile = replace(
+            profile,
+            device_phases=device_phases(trace),
+            operators=operators(trace),
+            gaps=_unprofiled(trace, mean.seconds),
+            syncs=(*syncs, *_silent(trace)),
+            memory=memory(trace),
+        )
+    return replace(profile, advice=advise(profile, trace, rows))
 
 
-def _steps(trace: Trace) -> Iterator[Step]:
-    for start, end in pairwise(trace.boundaries):
-        phases = dict.fromkeys(PHASES, 0.0)
-        for span in trace.parts.between(start, end):
-            phases[span.phase] += 1e-6 * (span.end - span.start)
-        yield Step(1e-6 * (end - start), phases)
+def _unprofiled(trace: Trace, seconds: float) -> tuple[Gaps, ...]:
+    """Return the gaps of a trace, scaled to the idle time of a step of ``seconds`` without the profiler.
+
+    The profiler slows the host down, so a GPU waits for the host more often. Kernels take as long as without it.
+    """
+    found = grouped(trace, gaps(trace))
+    idle = sum(gap.seconds for gap in found)
+    works = sum(end - start for start, end in busy(trace)) * 1e-6 / trace.steps
+    scale = max(0.0, seconds - works) / idle if idle else 1.0
+    return tuple(replace(gap, seconds=scale * gap.seconds) for gap in found)
 
 
 def _silent(trace: Trace) -> Iterator[Sync]:

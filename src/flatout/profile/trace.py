@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from flatout.profile.events import RUNTIME, Event
+from flatout.profile.events import RUNTIME, Event, nest
 from flatout.profile.parts import Parts
 from flatout.profile.places import is_users
 from flatout.profile.profile_data import Phase
@@ -70,7 +70,7 @@ class Trace:
         self.device.sort(key=lambda event: event.start)
         self.memory.sort(key=lambda raw: raw["ts"])
         self.host.sort(key=lambda event: (event.start, -event.end))
-        _nest(self.host)
+        nest(self.host)
         calls = (event for event in self.host if event.is_call and "correlation" in event.args)
         self._launches = {call.args["correlation"]: call for call in calls}
         operators = {(event.thread, event.start): event for event in self.host if event.kind == "cpu_op"}
@@ -177,21 +177,6 @@ def _is_valid(text: str) -> bool:
         json.loads(text, strict=False)
         return True
     return False
-
-
-def _nest(events: list[Event]) -> None:
-    """Tells each event its parent. Events are sorted by start, the longer ones first.
-
-    What was under way when profiling stopped ends with it, parents and children in any order: an event's parent is
-    the one that it begins in.
-    """
-    under_way: dict[Any, list[Event]] = {}
-    for event in events:
-        stack = under_way.setdefault(event.thread, [])
-        while stack and stack[-1].end <= event.start:
-            stack.pop()
-        event.parent = stack[-1] if stack else None
-        stack.append(event)
 
 
 def _own_place(event: Event) -> str:

@@ -1,0 +1,35 @@
+"""Techniques that a training uses already, as its trace shows."""
+
+from __future__ import annotations
+
+from flatout.profile.events import Event
+from flatout.profile.trace import Trace
+
+_SIGNS: dict[str, tuple[str, ...]] = {
+    "compile": ("Torch-Compiled Region", "CompiledFunction"),
+    "cuda_graph": ("cudaGraphLaunch",),
+    "fused_optimizer": ("aten::_fused_", "flatout::step"),
+    "workers": ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter",),
+}
+"""Beginnings of the names of events that a technique leaves, by its name."""
+_LOW = {"c10::BFloat16", "c10::Half"}
+
+
+def techniques_in_use(trace: Trace) -> set[str]:
+    """Return the names of techniques of ``flatout.optimize`` that the steps of a trace use."""
+    events = trace.within(trace.host)
+    names = {event.name for event in events}
+    found = {technique for technique, signs in _SIGNS.items() if any(name.startswith(signs) for name in names)}
+    if any(_LOW & set(event.args.get("Input type", ())) for event in events):
+        found.add("precision")
+    if any(_is_channels_last(event) for event in events):
+        found.add("channels_last")
+    return found
+
+
+def _is_channels_last(event: Event) -> bool:
+    """Return whether an event is a convolution whose weight has the channels innermost."""
+    if event.name != "aten::convolution":
+        return False
+    _, strides, *_ = event.args.get("Input Strides", ((), ()))
+    return len(strides) == 4 and strides[1] == 1 and strides[3] > 1

@@ -1,0 +1,318 @@
+"""Timed steps: their times and parts come without the profiler, on a clock that a test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import flatout
+from flatout.mfu import MfuCounter
+from flatout.profile import Profile, profile_run
+from flatout.profile.phase_timer import PhaseTimer, is_gpu
+from flatout.profile.profile_data import PHASES, Step
+from flatout.profile.sections import sections
+from tests.clock import Clock, TimedSamples, simulated_time
+from tests.profile.test_profile import PLAIN
+
+SECONDS = {"loader_wait": 8.0, "forward": 3.0, "backward": 4.0, "update": 2.0, "host_idle": 1.0}
+"""Seconds of the parts of a step of ``Loop``."""
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    with simulated_time(tick=0.0) as clock:
+        yield clock
+
+
+class Slow(nn.Module):
+    """Layer that takes time in forward and backward."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_forward_hook(lambda *_: clock.advance(SECONDS["forward"] - 1.0))
+        self.layer.weight.register_hook(lambda _: clock.advance(SECONDS["backward"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Loop:
+    """Training on simulated time. Under the profiler each step takes ``overhead`` seconds more, half of it in forward.
+
+    Attributes:
+        profiled: for each step, whether it ran under a profiler.
+    """
+
+    def __init__(self, clock: Clock, overhead: float = 0.0) -> None:
+        torch.manual_seed(0)
+        self.clock, self.overhead = clock, overhead
+        self.model = Slow(clock)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer.register_step_pre_hook(lambda *_: clock.advance(SECONDS["update"]))
+        self.loader = DataLoader(TimedSamples(clock, SECONDS["loader_wait"] / 8), batch_size=8)
+        self.profiled: list[bool] = []
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        self.clock.advance(1.0)
+        return nn.functional.cross_entropy(output, y)
+
+    def step(self, batch: Any) -> None:
+        x, y = batch
+        self.optimizer.zero_grad()
+        self.profiled.append(torch.autograd._profiler_enabled())
+        if self.profiled[-1]:
+            self.clock.advance(self.overhead)
+        self.loss(self.model(x), y).backward()
+        self.optimizer.step()
+        self.clock.advance(SECONDS["host_idle"])
+
+    def profile(self, **about: Any) -> Profile:
+        return profile_run(self.loader, self.step, **about)
+
+
+def parts(step: Step) -> dict[str, float]:
+    """Return the parts of a step that take time, rounded."""
+    return {phase: round(seconds, 6) for phase, seconds in step.phases.items() if seconds > 1e-6}
+
+
+def timed(clock: Clock, *steps: Callable[[], object]) -> list[dict[str, float]]:
+    """Return the parts of each step."""
+    timer = PhaseTimer()
+    with timer.listening():
+        timer.boundary()
+        for step in steps:
+            step()
+            timer.boundary()
+    return [parts(step) for step in timer.steps()]
+
+
+def test_headline_and_phases_are_those_of_steps_without_the_profiler(clock: Clock) -> None:
+    loop = Loop(clock, overhead=36.0)
+    profile = loop.profile(steps=3, warmup=1)
+    assert loop.profiled == [False] * (profile.before + 3) + [True] * 3
+    assert profile.seconds == pytest.approx(sum(SECONDS.values()))
+    assert parts(Step(profile.seconds, profile.phases)) == pytest.approx(SECONDS)
+    assert [parts(step) for step in profile.steps] == [pytest.approx(SECONDS)] * 3
+    assert profile.profiled_seconds == pytest.approx(sum(SECONDS.values()) + 36.0)
+    assert profile.distortion == pytest.approx(3.0)
+    assert profile.samples == 8
+
+
+@pytest.mark.parametrize(("overhead", "told"), [(0.0, None), (5.0, None), (6.0, "1.3"), (36.0, "3.0")])
+def test_a_distortion_is_told_beside_the_operators(overhead: float, told: str | None, clock: Clock) -> None:
+    profile = Loop(clock, overhead).profile(steps=2, warmup=0)
+    (operators,) = (section for section in sections(profile) if section.items is profile.operators)
+    assert (f"{told} times" in operators.note) if told else ("times" not in operators.note)
+
+
+def test_a_loop_that_ends_before_the_profiler_has_times_and_no_operators(clock: Clock) -> None:
+    loop = Loop(clock)
+    loop.loader = list(loop.loader)[:6]  # type: ignore[assignment]
+    batches = iter(loop.loader)
+    profile = profile_run(batches, loop.step, steps=9, warmup=1)
+    assert (len(profile.steps), profile.profiled_steps, profile.profiled_seconds) == (3, 0, None)
+    assert (profile.operators, profile.gaps, profile.memory, profile.trace) == ((), (), None, None)
+    assert profile.phases["forward"] == pytest.approx(SECONDS["forward"])
+    assert profile.advice
+    assert profile.distortion is None
+    assert str(profile)
+    assert profile._repr_html_()
+    assert profile.to_json()
+
+
+def test_parts_of_a_run_are_those_that_it_marks(clock: Clock) -> None:
+    model = Slow(clock)
+    loss_fn = Loop(clock).loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TimedSamples(clock, 1.0), batch_size=8)
+    run = flatout.optimize(model, loader, optimizer, loss_fn, budget=0, techniques=PLAIN)
+    optimizer.register_step_pre_hook(lambda *_: clock.advance(SECONDS["update"]))
+    profile = run.profile(steps=2, warmup=1)
+    assert parts(Step(profile.seconds, profile.phases)) == pytest.approx(
+        {name: seconds for name, seconds in SECONDS.items() if name != "host_idle"}
+    )
+    assert "47 %" in profile.verdict  # the loader's share of the timed steps
+
+
+def test_evaluation_is_the_loops_own_code(clock: Clock) -> None:
+    loop = Loop(clock)
+
+    def evaluate() -> None:
+        loop.model.eval()
+        with torch.no_grad():
+            for x, _ in list(loop.loader)[:1]:
+                loop.model(x)
+        loop.model.train()
+
+    (x, y), *_ = loop.loader
+    (found,) = timed(clock, lambda: (loop.step((x, y)), evaluate()))
+    training = {name: seconds for name, seconds in SECONDS.items() if name not in ("loader_wait", "host_idle")}
+    assert {name: found[name] for name in training} == training
+
+
+def test_a_forward_without_modules_is_what_precedes_the_backward(clock: Clock) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: clock.advance(5.0))
+
+    def step() -> None:
+        loss = weight.square().sum()
+        clock.advance(2.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        clock.advance(1.0)
+
+    assert timed(clock, step, step) == [{"forward": 2.0, "update": 5.0, "host_idle": 1.0}] * 2
+
+
+def test_a_closures_forward_and_a_checkpoints_second_forward_are_where_they_belong(clock: Clock) -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda *_: clock.advance(1.0))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    assert timed(clock, lambda: optimizer.step(closure)) == [{"forward": 1.0, "backward": 1.0}]
+
+
+def test_clipping_scaling_and_schedules_are_parts_of_the_update(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (clock.advance(1.0), function(*args, **kwargs))[1])
+
+    for owner, name in (
+        (clip_grad, "_get_total_norm"),
+        (torch.amp.GradScaler, "unscale_"),
+        (torch.amp.GradScaler, "update"),
+        (torch.optim.lr_scheduler.StepLR, "get_lr"),
+    ):
+        slow(owner, name)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, schedule = torch.amp.GradScaler("cpu"), torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def step() -> None:
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        clip_grad.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+    assert timed(clock, step) == [{"update": 4.0}]
+
+
+def test_a_clock_of_a_device_gives_times_when_asked() -> None:
+    class Stream:
+        """Clock whose marks are numbers of events; times are known at the end."""
+
+        def __init__(self) -> None:
+            self.made = 0
+
+        def mark(self) -> int:
+            self.made += 1
+            return self.made
+
+        def seconds(self, marks: list[int]) -> list[float]:
+            return [0.5 * mark for mark in marks]
+
+    model = nn.Linear(2, 1)
+    timer = PhaseTimer(Stream())
+    with timer.listening():
+        timer.boundary()
+        model(torch.ones(1, 2)).sum().backward()
+        timer.boundary()
+    (step,) = timer.steps()
+    assert step.seconds == pytest.approx(2.5)  # boundary, forward, backward, boundary: six marks
+    assert parts(step) == {"forward": 1.0, "backward": 0.5, "host_idle": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("cuda:1", True), (torch.device("cuda"), True), (0, True), ("cpu", False), (torch.float16, False), (None, False)],
+)
+def test_an_upload_has_a_gpu_as_its_target(target: Any, expected: bool) -> None:
+    assert is_gpu(target) == expected
+    assert not is_gpu(torch.ones(1))
+
+
+def states() -> list[Any]:
+    """Return what a timer replaces."""
+    return [
+        record_function.__enter__,
+        record_function.__exit__,
+        torch.autograd._engine_run_backward,
+        nn.Module.__call__,
+        torch.amp.GradScaler.step,
+        clip_grad._get_total_norm,
+        LRScheduler.step,
+        Tensor.to,
+    ]
+
+
+def test_everything_is_put_back_even_after_an_error() -> None:
+    def fail() -> None:
+        with PhaseTimer().listening():
+            assert states() != before
+            raise KeyError
+
+    before = states()
+    with pytest.raises(KeyError):
+        fail()
+    assert states() == before
+    counter = MfuCounter()
+    with torch.profiler.profile() as profiler, counter.step() as step, step.phase("forward"):
+        pass
+    assert "flatout.forward" in {event.key for event in profiler.key_averages()}
+
+
+def test_other_threads_and_errors_leave_whole_spans() -> None:
+    model = nn.Linear(2, 1)
+    timer = PhaseTimer()
+    with timer.listening():
+        timer.boundary()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        model(torch.ones(1, 2)).sum().backward()
+        timer.boundary()
+    (step,) = timer.steps()
+    assert sum(step.phases.values()) == pytest.approx(step.seconds)
+    assert set(step.phases) == set(PHASES)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_not_compiled_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True), PhaseTimer().listening():
+        compiled(torch.ones(2, 4)).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(torch.ones(2, 4)).sum().backward()
+    torch._dynamo.reset()
