@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from flatout.mfu import MfuCounter, ranges
 from flatout.native import _host
 
 RECORDER = Path(__file__).parents[1] / "native" / "nvtx_recorder.cpp"
@@ -54,3 +56,21 @@ def test_step_phases_and_techniques_are_ranges(tool: Path, tmp_path: Path) -> No
 
 def test_nobody_listens_here() -> None:
     assert not _host.nvtx_listens()
+
+
+def test_ranges_are_shown_elsewhere_within_a_block_and_nowhere_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def show(name: str) -> AbstractContextManager[object]:
+        shown.append(name)
+        return nullcontext()
+
+    counter = MfuCounter()
+    with ranges.ranges_shown_as(show), counter.step() as step, step.phase("forward"):
+        pass
+    assert shown == ["flatout.step", "flatout.forward"]
+    monkeypatch.setattr(ranges, "nvtx_range", show)
+    monkeypatch.setattr(ranges, "_make_range", show)
+    with counter.step() as step, step.phase("forward"):
+        pass
+    assert len(shown) == 2
