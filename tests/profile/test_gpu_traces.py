@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.core.formatting import clean, share
-from flatout.profile import Memory, Profile, gaps, memory_timeline, operators, profile_page
+from flatout.profile import Memory, Profile, Step, gaps, memory_timeline, operators, profile_page
 from flatout.profile.profile_data import PHASES
 from flatout.profile.profile_text import continued
 from flatout.profile.sections import LOOKS, sections
+from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report import charts
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording, summary_of
@@ -205,6 +206,19 @@ def test_time_after_the_last_kernel_is_accounted_for() -> None:
     r = step()
     r.kernel(0, 0, 400)
     assert found(r) == [(400, 1000, "own code", "host_idle", "")]
+
+
+@pytest.mark.parametrize(("microseconds", "idle"), [(1000, 600), (500, 100), (300, 0)])
+def test_idle_time_is_that_of_a_step_without_the_profiler(microseconds: int, idle: int) -> None:
+    r = step()
+    r.phase("loader_wait", 0, 150)
+    r.kernel(0, 150, 550)
+    trace = Trace(r.events)
+    timed = Step(1e-6 * microseconds, dict.fromkeys(PHASES, 0.0))
+    profile = summarise((timed,), trace, profiled=trace.parts.steps(trace.boundaries))
+    assert sum(gap.seconds for gap in profile.gaps) == pytest.approx(1e-6 * idle)
+    assert profile.device_busy == pytest.approx(1 - idle / microseconds)
+    assert [gap.longest for gap in profile.gaps] == pytest.approx([450e-6, 150e-6])  # as the profiler saw them
 
 
 def test_without_work_on_a_device_there_are_no_gaps() -> None:

@@ -97,6 +97,11 @@ def test_phases_and_steps_add_up(profile: Profile) -> None:
     assert profile.device_busy is None
 
 
+def test_the_old_name_of_the_time_without_the_profiler_warns(profile: Profile) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Profile\.seconds"):
+        assert profile.unprofiled_seconds == profile.seconds
+
+
 def marked_parts(profile: Profile) -> set[str]:
     assert profile.trace is not None
     return marked(Trace.read(profile.trace.path))

@@ -331,6 +331,23 @@ def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert captured.out == "no training\n"
 
 
+def test_a_script_that_ends_before_the_profiler_has_a_profile_without_a_trace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, trace, figures = write(tmp_path, LOOP), tmp_path / "trace.json", tmp_path / "figures.json"
+    brief = ["profile", "--warmup", "1", "--steps", "9"]
+    assert main([*brief, "--json", str(figures), path]) == 0
+    captured = capfd.readouterr()
+    assert timed_steps(captured.out) == 3
+    assert re.search(r"\b3 of 9\b.*\b0\b", captured.err)
+    found = json.loads(figures.read_text())
+    assert (found["profiled_steps"], found["profiled_seconds"], found["operators"]) == (0, None, [])
+    assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
+    assert main([*brief, "--trace", str(trace), path]) == 1
+    assert "trace.json" in capfd.readouterr().err
+    assert not trace.exists()
+
+
 def test_several_optimizers_accumulation_and_a_scaler(tmp_path: Path) -> None:
     text = """
 import torch

@@ -93,7 +93,7 @@ def make_clock() -> Clock:
     return DeviceClock() if torch.cuda.is_initialized() else HostClock()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Span:
     """Stretch of a part of a step; its end is a number of a mark, None while it lasts."""
 
