@@ -157,7 +157,7 @@ def assemble(session: Session, outcome: Outcome) -> Run:
     toggles = [*ledger.rules.values(), *ledger.candidates]
     schedule = scaled_schedule(bench, request.scheduler, own_size=session.own_size, own_loader=session.loader)
     summary = Summary(
-        rows=_in_order(ledger.rows),
+        rows=_in_order(session.rows),
         environment=environment_of(job.spec.device),
         before=outcome.before,
         after=outcome.after,

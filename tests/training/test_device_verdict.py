@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -89,6 +90,21 @@ def test_every_remedy_is_a_technique_with_an_argument_that_optimize_takes() -> N
 @pytest.mark.parametrize("status", STATUSES)
 def test_only_what_was_not_tried_is_left(status: Status) -> None:
     assert bool(untried([row("compile", status)], ["compile"])) == (status == "not tried")
+
+
+def test_what_was_left_out_on_request_is_not_left_to_try() -> None:
+    assert untried([replace(row("compile", "not tried"), left_out=True)], ["compile"]) == []
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.ones(8, 4), torch.ones(8, 1))] * 4
+    arguments = (model, batches, optimizer, nn.functional.mse_loss)
+    run = flatout.optimize(*arguments, budget=0, techniques={"compile": False})
+    assert {row.technique for row in run.report.rows if row.left_out} == {"compile"}
+    assert flatout.Report.from_json(run.report.to_json()).row("compile").left_out
+    run.undo()
+    planned = flatout.optimize(*arguments, plan=flatout.Plan(decisions={}, fingerprint=run.plan.fingerprint))
+    assert planned.report.row("compile").left_out
+    assert untried(planned.report.rows, ARGUMENTS) == []
 
 
 def test_remedies_come_in_their_order_with_the_titles_of_their_rows() -> None:

@@ -103,6 +103,7 @@ class Row:
         memory: a step's memory with that candidate, relative to without; None where it was not measured.
         expected: the gain that the technique's literature expects; empty where there is none to be had.
         purpose: what the technique does, for whom its title says nothing; empty when not known.
+        left_out: whether ``techniques=`` or a plan does without the technique.
     """
 
     technique: str
@@ -116,6 +117,7 @@ class Row:
     memory: float | None = None
     expected: str = ""
     purpose: str = ""
+    left_out: bool = False
 
     @property
     def gain_pairs(self) -> int | None:

@@ -24,7 +24,8 @@ ARGUMENTS: Mapping[str, str] = {
 def untried(rows: Iterable[Row], techniques: Iterable[str]) -> list[str]:
     """Return those of ``techniques`` that were not tried, each with the argument that tries it.
 
-    A technique that was kept or rejected, or that does not apply, is no remedy. Neither is one without a row.
+    A technique that was kept, rejected or left out on request, or that does not apply, is no remedy. Neither is one
+    without a row.
     """
-    by_name = {row.technique: row for row in rows if row.status == "not tried"}
+    by_name = {row.technique: row for row in rows if row.status == "not tried" and not row.left_out}
     return [f"{formatting.clean(by_name[name].title)} ({ARGUMENTS[name]})" for name in techniques if name in by_name]

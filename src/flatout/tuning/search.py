@@ -88,9 +88,7 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
     peak, _ = peak_of(job.spec, measure=bench.budget.seconds > 0)
     before = _completed(before, job, baseline.peak_flops, baseline.costs)
     after = _completed(after, job, peak, bench.costs() if session.measures else {})
-    verdict = (
-        "" if after is None else str(judged(job, after.mfu, session.ledger.rows, stall_fraction=after.load_fraction))
-    )
+    verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
     for technique in REGISTRY:
         if isinstance(technique, Advice):
             with announced(f"looking at {technique.title}"):

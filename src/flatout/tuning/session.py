@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, 
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.plan import fingerprint
+from flatout.report.model import Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
 from flatout.training.attachments import attach, detach
@@ -100,6 +102,11 @@ class Session:
         self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
         self._undo: list[Callable[[], object]] = []
         self._guard = contextlib.ExitStack()
+
+    @property
+    def rows(self) -> list[Row]:
+        """One row for each technique decided so far, with what the choices leave out."""
+        return [replace(row, left_out=self.choices.values.get(row.technique) is False) for row in self.ledger.rows]
 
     def prepare(self) -> None:
         """Apply the rules, take batches for trials, and run a first step.
