@@ -331,6 +331,17 @@ def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert captured.out == "no training\n"
 
 
+def test_timed_steps_come_before_the_profiler_and_without_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    noting = LONGER_LOOP.replace("    step()", "    step()\n    print('profiled', torch.autograd._profiler_enabled())")
+    path, figures = write(tmp_path, noting), tmp_path / "figures.json"
+    assert main(["profile", "--keep-going", "--warmup", "1", "--steps", "2", "--json", str(figures), path]) == 0
+    seen = re.findall(r"^profiled (\w+)", capfd.readouterr().out, re.MULTILINE)
+    # One warms up, two search, and two are timed. The fifth update starts the profiler, and the seventh ends it.
+    assert seen == ["False"] * 4 + ["True"] * 2 + ["False"] * 3
+    found = json.loads(figures.read_text())
+    assert (len(found["steps"]), found["before"], found["profiled_steps"]) == (2, 3, 2)
+
+
 def test_a_script_that_ends_before_the_profiler_has_a_profile_without_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

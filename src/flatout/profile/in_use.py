@@ -31,5 +31,5 @@ def _is_channels_last(event: Event) -> bool:
     """Return whether an event is a convolution whose weight has the channels innermost."""
     if event.name != "aten::convolution":
         return False
-    _, strides, *_ = event.args.get("Input Strides", ((), ()))
-    return len(strides) == 4 and strides[1] == 1 and strides[3] > 1
+    weight = event.args.get("Input Strides", ())[1:2]
+    return any(len(strides) == 4 and strides[1] == 1 and strides[3] > 1 for strides in weight)

@@ -182,18 +182,18 @@ class PhaseTimer:
         return len(self._marks) - 1
 
     def _entering(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def enter(range: Any) -> Any:
-            span = self.begin(range.name) if range.name.startswith(_RANGES) else None
+        def enter(annotation: Any) -> Any:
+            span = self.begin(annotation.name) if annotation.name.startswith(_RANGES) else None
             if span is not None:
-                self._ranges[id(range)] = span
-            return method(range)
+                self._ranges[id(annotation)] = span
+            return method(annotation)
 
         return enter
 
     def _leaving(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def leave(range: Any, *exception: Any) -> Any:
-            self.end(self._ranges.pop(id(range), None))
-            return method(range, *exception)
+        def leave(annotation: Any, *exception: Any) -> Any:
+            self.end(self._ranges.pop(id(annotation), None))
+            return method(annotation, *exception)
 
         return leave
 

@@ -84,15 +84,15 @@ def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
 
 
 @contextmanager
-def replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Within the ``with`` block a class has ``wrap(method)`` for one of its methods, inherited or its own."""
-    method, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wrap(method))
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function of a class or module, inherited or its own, by ``wrap(function)`` within the block."""
+    function, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, wrap(function))
     try:
         yield
     finally:
         if own:
-            setattr(owner, name, method)
+            setattr(owner, name, function)
         else:
             delattr(owner, name)
 
