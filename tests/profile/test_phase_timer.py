@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.mfu import MfuCounter
 from flatout.profile import Profile, profile_run
-from flatout.profile.phase_timer import PhaseTimer, is_gpu
+from flatout.profile.phase_timer import DeviceClock, HostClock, PhaseTimer, is_gpu
 from flatout.profile.profile_data import PHASES, Step
 from flatout.profile.sections import sections
 from tests.clock import Clock, TimedSamples, simulated_time
@@ -252,6 +253,51 @@ def test_a_clock_of_a_device_gives_times_when_asked() -> None:
         2.5
     )  # six marks: two boundaries, both ends of forward and backward, none of the inner module
     assert parts(step) == {"forward": 1.0, "backward": 0.5, "host_idle": 1.0}
+
+
+def test_uploads_are_copies_to_the_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(tensor: Tensor, *_: object) -> Tensor:  # there is no GPU to copy to
+        clock.advance(1.0)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for method in ("to", "cuda"):
+        monkeypatch.setattr(Tensor, method, copy)
+    timer = PhaseTimer(HostClock())
+    with timer.listening():
+        timer.boundary()
+        torch.ones(1).to("cuda")
+        torch.ones(1).cuda()
+        torch.ones(1).to(torch.float16)
+        timer.boundary()
+    assert [parts(step) for step in timer.steps()] == [{"h2d": 2.0, "host_idle": 1.0}]
+    assert Tensor.to is copy
+
+
+def test_a_mark_in_the_capture_of_a_graph_has_the_time_of_the_mark_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """Event at the number of milliseconds of its creation."""
+
+        made = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            Event.made += 100
+            self.at = Event.made
+
+        def record(self, stream: object) -> None:
+            assert stream.device == "cuda:0"  # type: ignore[attr-defined]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    capturing = iter([False, True, False])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(device="cuda:0"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = DeviceClock()
+    assert clock.seconds([clock.mark() for _ in range(3)]) == pytest.approx([0.0, 0.0, 0.1])
 
 
 @pytest.mark.parametrize(
