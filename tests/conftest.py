@@ -77,11 +77,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty cache folder, because peaks measured beside other tests are wrong for users."""
+    """Use a cache folder without plans, because peaks measured beside other tests are wrong for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FLATOUT_BUDGET", raising=False)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FLATOUT_CACHE", str(_without_plans(tmp_path_factory.mktemp("cache"))))
         yield
+
+
+def _without_plans(cache: Path) -> Path:
+    """Put a file in the place of the folder of plans, so that no test repeats the decisions of another."""
+    (cache / "plans").touch()
+    return cache
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -121,13 +127,13 @@ def ended_workers() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def simulated_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Cache of the peaks measured on simulated clocks, which tests on the real clock must not read."""
-    return tmp_path_factory.mktemp("simulated")
+    return _without_plans(tmp_path_factory.mktemp("simulated"))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, simulated_cache: Path) -> Iterator[Clock]:
     """Simulated clock for tests of ``optimize``. ``TimedStep`` or the test advances the clock."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(simulated_cache))
+    monkeypatch.setenv("FLATOUT_CACHE", str(simulated_cache))
     monkeypatch.setattr("flatout.mfu.peaks._SIZES", {"cpu": (64,)})  # tests on this clock check no peak
     with simulated_tuning() as clock:
         yield clock

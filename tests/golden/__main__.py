@@ -18,7 +18,7 @@ from tests.golden.trainings import result, trainings
 
 def report(name: str) -> dict[str, Any]:
     """Return the report and plan of a simulated job, without figures that depend on the machine or a real clock."""
-    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, FLATOUT_CACHE=cache):
         recorded = run(
             JOBS[name], lambda tuned: {"report": json.loads(tuned.report.to_json()), "plan": tuned.plan.decisions}
         )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import re
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+
+from flatout.core.cache_folder import cache_folder, read_own, write_own
 
 Precision = torch.dtype | Literal["tf32"]
 """What products are computed in: a dtype, or ``"tf32"`` for float32 operands on tensor cores."""
@@ -177,8 +177,8 @@ def measured_peak_flops(
     """Return the highest measured FLOP/s of a product of square matrices on this machine.
 
     The measurement takes one or two seconds per device, dtype, number of threads and release of torch. Later calls read
-    the result from ``$XDG_CACHE_HOME/flatout/peaks.json`` (``~/.cache`` by default). The measurement of float32 uses
-    the user's TF32 setting.
+    the result from ``peaks.json`` in the folder of ``flatout.core.cache_folder``. The measurement of float32 uses the
+    user's TF32 setting.
 
     Args:
         device: default: the current CUDA device if there is one, else the CPU.
@@ -259,28 +259,25 @@ def _seconds(place: torch.device, a: torch.Tensor, b: torch.Tensor, out: torch.T
     return first.elapsed_time(last) * 1e-3
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout" / "peaks.json"
+def _cache() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "peaks.json"
 
 
 def _read_cache() -> dict[str, float]:
+    path = _cache()
+    text = None if path is None else read_own(path)
     try:
-        read = json.loads(_cache().read_text())
+        read = json.loads(text or "{}")
         return {str(key): float(value) for key, value in read.items() if 0 < float(value) < math.inf}
-    except (OSError, RuntimeError, ValueError, AttributeError, TypeError):
-        return {}  # none yet, or not ours: it is written anew
+    except (ValueError, OverflowError, AttributeError, TypeError, RecursionError):
+        return {}  # not written by flatout: the next measurement replaces it
 
 
 def _write_cache(known: Mapping[str, float]) -> None:
-    try:
-        path = _cache()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile: it sees the old file or the new one.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file, indent=1)
-        os.replace(file.name, path)
-    except (OSError, RuntimeError):
-        pass  # no home, or one that cannot be written to: it is measured again next time
+    path = _cache()
+    if path is not None:
+        write_own(path, json.dumps(known, indent=1))
 
 
 def _place(device: torch.device | str | int | None) -> torch.device:
