@@ -255,7 +255,12 @@ NO_PLANS: dict[str, Any] = {
     "a fingerprint of numbers": GOOD | {"fingerprint": {"device": 1}},
     "a list of fingerprints": GOOD | {"fingerprint": []},
     "a technique that there is not": GOOD | {"decisions": {"warp_drive": True}},
+    "negative noise": GOOD | {"noise": -0.1},
+    "no finite load": GOOD | {"load_average": float("inf")},
+    "half a core": GOOD | {"cores": 0.5},
+    "a text of undecided techniques": GOOD | {"undecided": "compile"},
     "another version": GOOD | {"schema_version": 99},
+    "version 1": GOOD | {"schema_version": 1},
     "a version of lists": GOOD | {"schema_version": [[]]},
     "no version": GOOD | {"schema_version": None},
 }
@@ -269,6 +274,22 @@ def test_a_file_that_is_no_plan_is_refused_by_its_path(tmp_path: Path, data: Any
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"plan\.json"):
         flatout.Plan.load(path)
+
+
+def test_a_plan_of_version_2_is_read(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(GOOD | {"schema_version": 2}))
+    assert flatout.Plan.load(tmp_path / "plan.json") == flatout.Plan({"precision": "bf16"}, {"a": "b"})
+
+
+def test_a_plan_holds_the_conditions_of_its_measurements(tmp_path: Path) -> None:
+    """Two plans of other conditions are equal, because they decide the same."""
+    plan = flatout.Plan({}, {}, noise=0.02, load_average=3.5, cores=2, undecided=["compile"])
+    plan.save(tmp_path / "plan.json")
+    loaded = flatout.Plan.load(tmp_path / "plan.json")
+    assert loaded.to_dict() == plan.to_dict()
+    assert loaded == flatout.Plan({}, {})
+    assert loaded.is_made_under_load
+    assert not flatout.Plan({}, {}).is_made_under_load
 
 
 @pytest.mark.parametrize(

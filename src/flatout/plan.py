@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,48 @@ from flatout.core.machine import usable_cores
 from flatout.techniques import REGISTRY, Measured
 from flatout.training.checkpoint.folder import newest_in
 
-SCHEMA_VERSION = 2
+CACHED = "cached"
+"""Value of ``optimize(plan=...)`` for the plan that an earlier start left in the user's cache."""
+
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (2, SCHEMA_VERSION)
+"""Versions of plan files that ``Plan.load`` reads. Version 2 has decisions and fingerprint only."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Decisions of ``optimize``, and the setup that they were made for.
 
+    Two plans are equal if decisions and fingerprint are.
+
     Attributes:
         decisions: value for each kept technique, as ``optimize(techniques=...)`` takes it.
         fingerprint: device, torch, model, optimizer and batch that the decisions were made for.
+        noise: noise floor of the measurements: relative difference of the baseline from itself; None if unknown.
+        load_average: load average of the last minute before the measurements; None if unknown.
+        cores: cores that the process could use; None if unknown.
+        undecided: names of techniques that the budget or the noise left without a decision.
     """
 
     decisions: Mapping[str, Any]
     fingerprint: Mapping[str, str]
+    noise: float | None = field(default=None, compare=False)
+    load_average: float | None = field(default=None, compare=False)
+    cores: int | None = field(default=None, compare=False)
+    undecided: Sequence[str] = field(default=(), compare=False)
+
+    @property
+    def is_made_under_load(self) -> bool:
+        """True if other programs competed for the cores when the plan was made."""
+        return self.load_average is not None and self.cores is not None and self.load_average > self.cores
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the file that ``save`` writes."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -52,9 +76,10 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             version = data["schema_version"]
-            if version == SCHEMA_VERSION:
+            if version in READABLE_VERSIONS:
                 return cls.from_dict(data)
-            reason = f"has plan version {version!r}, this flatout reads version {SCHEMA_VERSION}"
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            reason = f"has plan version {version!r}, this flatout reads versions {known}"
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a flatout plan: {first_line(error)}") from error
         raise ValueError(f"{path} {reason}")
@@ -64,16 +89,20 @@ class Plan:
         """Return a plan from its fields as plain data, as ``dataclasses.asdict`` returns them.
 
         Raises:
-            KeyError: a field is missing.
+            KeyError: decisions or fingerprint are missing.
             ValueError: a field is invalid.
         """
         decisions, fingerprint = data["decisions"], data["fingerprint"]
-        for name, field in (("decisions", decisions), ("fingerprint", fingerprint)):
-            if not isinstance(field, dict) or not all(isinstance(key, str) for key in field):
-                raise ValueError(f"{name} must be an object, got {type(field).__name__}")
+        for name, given in (("decisions", decisions), ("fingerprint", fingerprint)):
+            if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+                raise ValueError(f"{name} must be an object, got {type(given).__name__}")
         if not all(isinstance(value, str) for value in fingerprint.values()):
             raise ValueError(f"fingerprint must hold strings, got {fingerprint!r}")
-        plan = cls(decisions=_with_lr_rule(decisions), fingerprint=fingerprint)
+        conditions = {name: data[name] for name in _CONDITIONS if name in data}
+        plan = cls(_with_lr_rule(decisions), fingerprint, **conditions)
+        for name, (is_valid, allowed) in _CONDITIONS.items():
+            if not is_valid(getattr(plan, name)):
+                raise ValueError(f"{name} must be {allowed}, got {getattr(plan, name)!r}")
         plan.check_decisions()
         return plan
 
@@ -81,9 +110,9 @@ class Plan:
     def from_checkpoints(cls, folder: str | Path) -> Plan | None:
         """Return the plan of the newest checkpoint in a folder of ``Run.fit``; None without a checkpoint.
 
-        A script with ``optimize(..., plan=Plan.from_checkpoints("checkpoints"))`` measures once, and uses the same
-        decisions after each restart. ``techniques=`` and ``precision=`` may stay in the script, because they agree with
-        the plan.
+        A script with ``optimize(..., plan=Plan.from_checkpoints("checkpoints") or "cached")`` uses the same decisions
+        after each restart, and no timing changes them. ``techniques=`` and ``precision=`` may stay in the script,
+        because they agree with the plan.
 
         Raises:
             ValueError: the newest checkpoint holds no plan.
@@ -136,10 +165,26 @@ class Plan:
         Raises:
             ValueError: a field differs. The message names the first such field and both values.
         """
-        for field, here in fingerprint.items():
-            there = self.fingerprint.get(field, "nothing")
+        for name, here in fingerprint.items():
+            there = self.fingerprint.get(name, "nothing")
             if there != here:
-                raise ValueError(f"this plan was made for another {field}: {there} there, {here} here")
+                raise ValueError(f"this plan was made for another {name}: {there} there, {here} here")
+
+
+def _is_quantity(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf)
+
+
+_CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "noise": (_is_quantity, "a number >= 0"),
+    "load_average": (_is_quantity, "a number >= 0"),
+    "cores": (lambda value: value is None or (type(value) is int and value >= 1), "an int >= 1"),
+    "undecided": (
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+        "a list of strings",
+    ),
+}
+"""Fields on the machine and its measurements: test, and words for an error. Files of version 2 have none of them."""
 
 
 def _with_lr_rule(decisions: dict[str, Any]) -> dict[str, Any]:

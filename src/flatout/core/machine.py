@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ def usable_cores() -> int:
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
+
+
+def cpu_name() -> str:
+    """Return the processor's model name, or its architecture if the system reports no name."""
+    lines = text_of(_PROC / "cpuinfo").splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _siblings(cpu: int) -> str:
@@ -43,6 +50,14 @@ def control_groups(controller: str) -> Iterator[Path]:
         paths |= {name: path.lstrip("/") for name in controllers.split(",")}
     own = root / (paths.get(controller) or paths.get("", ""))
     yield from (group for group in (own, *own.parents) if root in (group, *group.parents))
+
+
+def load_average() -> float | None:
+    """Return the number of processes that ran or waited for a core, averaged over a minute; None if unknown."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
 
 
 def wanted_core_seconds() -> float:
