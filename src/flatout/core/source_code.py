@@ -1,0 +1,62 @@
+"""Hash of the source code of functions and classes. Nothing of the code runs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_LIBRARIES = ("torch", "flatout", "builtins", "typing", "abc")
+"""Packages whose code depends on versions that are known, or on nothing."""
+
+
+def hash_of_source(code: Iterable[Any]) -> str:
+    """Return a hash of the functions in ``code``, and of the methods of its classes and their bases.
+
+    Code of torch and flatout is left out. A function whose source cannot be read counts with its name only.
+
+    Args:
+        code: functions, methods, partial functions, classes, or objects that stand for their classes.
+    """
+    functions = {function for part in code for function in _functions_of(part)}
+    texts = sorted(f"{function.__module__}.{function.__qualname__}\n{_source_of(function)}" for function in functions)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _functions_of(part: Any) -> Iterator[types.FunctionType]:
+    if isinstance(part, functools.partial):
+        yield from _functions_of(part.func)
+    elif isinstance(part, types.MethodType):
+        yield from _functions_of(part.__func__)
+    elif isinstance(part, types.FunctionType):
+        if not _is_of_library(part):
+            yield part
+    elif isinstance(part, type):
+        for owner in part.__mro__:
+            if not _is_of_library(owner):
+                for value in map(_unwrapped, vars(owner).values()):
+                    if isinstance(value, types.FunctionType):
+                        yield from _functions_of(value)
+    else:
+        yield from _functions_of(type(part))
+
+
+def _unwrapped(attribute: Any) -> Any:
+    """Return the function of an attribute of a class that wraps one."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    return attribute.__func__ if isinstance(attribute, (classmethod, staticmethod)) else attribute
+
+
+def _is_of_library(part: Any) -> bool:
+    return str(part.__module__).partition(".")[0] in _LIBRARIES
+
+
+def _source_of(function: types.FunctionType) -> str:
+    try:
+        return inspect.getsource(function)
+    except Exception:  # made by exec, from a file that is gone, or not read as Python
+        return ""
