@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from flatout.techniques import Technique
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Folder of cached plans that belongs to one test."""
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "plans"
 
 
 @pytest.fixture
