@@ -609,14 +609,14 @@ def test_the_requested_size_stays_when_parts_are_reverted(clock):
 
     def seconds(samples, active):
         computed.append(samples)
-        return beyond_a_cache(samples)
+        return beyond_a_cache(samples) / 100
 
     class Samples(TimedSamples):
         def __len__(self):
             return 512
 
     # Only the race reads the loader, whose samples take longer with steps in parts.
-    samples = Samples(clock, lambda: 10.0 if computed[-1] < 64 else 0.01)
+    samples = Samples(clock, lambda: 0.1 if computed[-1] < 64 else 1e-4)
     model = nn.Linear(8, 3)
     settings = {"batch_size": 64, "budget": 10**5, "expected_steps": 10**6}
     run = optimize(DataLoader(samples, batch_size=4), model, loss_fn=TimedStep(clock, seconds), **settings)

@@ -16,7 +16,7 @@ from support.loops import DEVICE
 
 from flatout.core.snapshot import Snapshot
 from flatout.monitor import GpuSample, Sample, Sampler
-from flatout.tuning.trial import synchronize
+from flatout.tuning.timing import synchronize
 
 WARM_UP_SECONDS = 0.5
 SETTLING_SECONDS = 1.0

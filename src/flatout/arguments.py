@@ -57,9 +57,10 @@ def validate(request: Request) -> Choices:
     check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
     if r.seed is not None:
         check_seed(r.seed)
-    if r.plan is None:
+    given = r.given_plan
+    if given is None:
         return choices
-    plan = r.plan if isinstance(r.plan, Plan) else Plan.load(r.plan)
+    plan = given if isinstance(given, Plan) else Plan.load(given)
     return planned(choices, plan, r.batch_size, r.accumulate)
 
 

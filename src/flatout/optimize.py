@@ -1,4 +1,4 @@
-"""``flatout.optimize``: validate, prepare, search, confirm, assemble."""
+"""``flatout.optimize``: validate, prepare, repeat or search, confirm, assemble."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
 from flatout.core.reproducible import seed_all
-from flatout.plan import Plan
+from flatout.plan import CACHED, Plan
 from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Row, Summary
@@ -21,8 +21,9 @@ from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
+from flatout.tuning.cached_plan import decide
 from flatout.tuning.request import Request
-from flatout.tuning.search import Outcome, confirm, search
+from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
 
 
@@ -47,7 +48,7 @@ def optimize(
     techniques: Mapping[str, Any] | None = None,
     expected_steps: int | None = None,
     budget: float | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | str | Path | None = CACHED,
 ) -> Run:
     """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
 
@@ -99,9 +100,13 @@ def optimize(
             environment variable ``FLATOUT_BUDGET``, else the smaller of 60 seconds and a tenth of the training's time.
             The default means rules only if the training is too short to compare anything. Then a note names the
             ``expected_steps`` to pass. Advice takes at most a twentieth of the budget on top.
-        plan: a ``Plan`` or the path of a saved one, which is applied without measuring. Decisions that do not apply
-            here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan's
-            decisions.
+        plan: ``"cached"`` repeats the decisions of an earlier start with the same model, data, arguments and machine.
+            Numerics are compared again, and the decisions must not lose a race of two seconds or six updates. With
+            ``deterministic`` there is no race. Setup, such as a compilation, is not limited by ``budget``. Without such
+            decisions, or if they fail, trials decide, and the result is cached in the folder ``FLATOUT_CACHE``
+            (``~/.cache/flatout`` by default, ``off`` for none). None always runs the trials, and replaces the cached
+            decisions. A ``Plan`` or the path of a saved one is applied without measuring. Its decisions that do not
+            apply here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -140,7 +145,7 @@ def optimize(
     session = Session(request, validate(request))
     try:
         session.prepare()
-        outcome = confirm(session, search(session))
+        outcome = decide(session)
     except BaseException as error:
         session.restore(error)
         raise
@@ -161,6 +166,8 @@ def assemble(session: Session, outcome: Outcome) -> Run:
         environment=environment_of(job.spec.device),
         before=outcome.before,
         after=outcome.after,
+        gain=outcome.gain,
+        gain_statistic=outcome.gain_statistic,
         verdict=outcome.verdict,
         tuning_seconds=bench.budget.spent,
         notes=_notes(session),
@@ -169,7 +176,7 @@ def assemble(session: Session, outcome: Outcome) -> Run:
     return Run(
         job,
         scheduler=request.scheduler if schedule is None else schedule,
-        plan=Plan(decisions=ledger.values, fingerprint=session.fingerprint),
+        plan=session.plan(),
         report=Report(summary),
         toggles=toggles if schedule is None else [*toggles, schedule],
         example=example_of(session.taken[0]),
@@ -183,7 +190,7 @@ def _notes(session: Session) -> tuple[str, ...]:
     The notes name the tuned loop, unless it is the training of ``run.step``, and costs outside of the figures.
     """
     spec, size = session.job.spec, size_of(session.job)
-    notes = [session.apart] if session.apart else []
+    notes = [*session.notes]
     if spec.inference:
         notes.append(
             "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"
@@ -196,7 +203,7 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
     if session.measures and not session.bench.rewindable:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
-    return (*notes, *session.notes)
+    return tuple(notes)
 
 
 def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -24,9 +24,11 @@ from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
+from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import Choices
 from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.trial import Measure
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
 from tests.techniques.recorder import Rerun
@@ -230,10 +232,11 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
         pace: pace of the job before any trial.
     """
 
-    def alternate(*_: Any, **__: Any) -> tuple[list[float], list[float]]:
-        return [old] * 10, [new] * 10
+    @contextlib.contextmanager
+    def loops(*_: Any, **__: Any) -> Iterator[tuple[Measure, Measure]]:
+        yield lambda i: Block((old,), old), lambda i: Block((new,), new)
 
-    with mock.patch.object(LoaderTimer, "pace", pace), mock.patch.object(Bench, "alternate", alternate):
+    with mock.patch.object(LoaderTimer, "pace", pace), mock.patch.object(Bench, "loops", loops):
         yield
 
 

@@ -23,7 +23,14 @@ def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique],
     """Function that makes a technique the only one of ``optimize``, because no argument adds a technique."""
 
     def register(technique: Technique) -> None:
-        for module in ("session", "search"):
-            monkeypatch.setattr(sys.modules[f"flatout.tuning.{module}"], "REGISTRY", (technique,))
+        for module in (
+            "plan",
+            "tuning.session",
+            "tuning.search",
+            "tuning.switch_stage",
+            "tuning.race",
+            "tuning.cached_plan",
+        ):
+            monkeypatch.setattr(sys.modules[f"flatout.{module}"], "REGISTRY", (technique,))
 
     return register

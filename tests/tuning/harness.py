@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from flatout.report import Gain, Trial
 from flatout.techniques import Candidate, StepTechnique
 from flatout.training.job import Job
-from flatout.tuning.trial import FEWEST_PAIRS
 
 
 class Change(Candidate):
@@ -41,12 +40,7 @@ class OneCandidate(StepTechnique):
 
 
 def trial(
-    gain: Gain | None,
-    before: int | None = 200,
-    after: int | None = 200,
-    *,
-    pairs: int = FEWEST_PAIRS,
-    failure: str = "",
+    gain: Gain | None, before: int | None = 200, after: int | None = 200, *, pairs: int = 6, failure: str = ""
 ) -> Trial:
     """Return a trial of a candidate whose steps take ``after`` MiB instead of ``before``."""
     ms = 0.0 if gain is None else 1000 / gain.ratio

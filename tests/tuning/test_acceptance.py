@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from flatout.report import Gain, Row, Trial
-from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
-from flatout.tuning.trial import FEWEST_PAIRS
+from flatout.tuning.acceptance import NO_SLOWER, earns, rank, ratio, saves_memory, serves, spares, verdict
+from flatout.tuning.trial import KEEP_ABOVE
 from tests.reasons import reasons
 from tests.tuning.harness import trial
 
 ROW = Row("candidate", 1, "a candidate", "kept", "it is fast")
+ONE_PAIR = Gain(2.0, 0.0, math.inf)
 FASTER, EVEN, SLOWER, UNSURE = Gain(2.0, 1.9, 2.1), Gain(1.0, 0.99, 1.01), Gain(0.5, 0.4, 0.6), Gain(1.2, 0.9, 1.5)
 
 
@@ -35,7 +37,7 @@ def test_the_row_of_a_candidate_that_is_kept_for_its_memory_has_that_reason() ->
     [
         ([trial(SLOWER)], "not-faster", SLOWER),
         ([trial(UNSURE)], "not-surely-faster", UNSURE),
-        ([trial(FASTER, pairs=FEWEST_PAIRS - 1)], "too-few-pairs", FASTER),
+        ([trial(ONE_PAIR, pairs=1)], "not-surely-faster", ONE_PAIR),
         ([trial(SLOWER), trial(EVEN), trial(None, failure="it ran out of memory: x")], "not-faster", EVEN),
         ([trial(None, failure="it ran out of memory: x")], "out-of-memory", None),
     ],
@@ -64,3 +66,25 @@ def test_speed_comes_before_memory() -> None:
     assert [serves(each) for each in (fast, small, trial(EVEN), failed)] == [True, True, False, False]
     assert [spares(each) for each in (fast, trial(EVEN), trial(SLOWER), failed)] == [True, True, False, False]
     assert ratio(failed) == 0.0
+
+
+@pytest.mark.parametrize(("low", "kept"), [(KEEP_ABOVE + 1e-6, True), (KEEP_ABOVE, False), (0.9, False)])
+def test_only_a_sure_gain_is_kept(low: float, kept: bool) -> None:
+    assert earns(trial(Gain(1.2, low, 1.3))) is kept
+
+
+@pytest.mark.parametrize(("low", "spared"), [(NO_SLOWER + 1e-6, True), (NO_SLOWER, False), (0.0, False)])
+def test_only_what_is_surely_no_slower_uses_less_of_the_machine(low: float, spared: bool) -> None:
+    assert spares(trial(Gain(1.0, low, 1.3))) is spared
+
+
+def test_a_candidate_that_saves_memory_must_surely_be_no_slower() -> None:
+    assert saves_memory(trial(EVEN, 200, 180))
+    assert not saves_memory(trial(EVEN, 200, 192))
+    assert not saves_memory(trial(EVEN, 20, 10))  # too little to matter
+    assert not saves_memory(trial(SLOWER, 200, 10))
+    assert not saves_memory(trial(UNSURE, 200, 10))
+    assert not saves_memory(trial(ONE_PAIR, 200, 10, pairs=1))
+    assert not saves_memory(trial(EVEN, 200, 180, failure="wrong"))
+    assert not saves_memory(trial(EVEN, None, 180))
+    assert not saves_memory(trial(None, 200, 180))

@@ -37,10 +37,24 @@ def test_reverted_trials_leave_choices_and_rejections() -> None:
     ledger.add(Decision(row("a"), "choice", 1, candidate("a")))
     ledger.add(Decision(row("a"), "trial", 2, candidate("b")))
     ledger.add(Decision(row("c"), "trial", 3, candidate("c")))
-    ledger.revert_trials(lambda kept: replace(kept, status="rejected"))
+    ledger.revert(ledger.won, lambda kept: replace(kept, status="rejected"))
     assert ledger.values == {"a": 1}
     assert {r.technique: r.status for r in ledger.rows} == {"a": "kept", "c": "rejected"}
     assert not ledger.won
+
+
+def test_trials_are_reverted_one_at_a_time() -> None:
+    ledger = Ledger()
+    for name in ("a", "b", "a"):
+        ledger.add(Decision(row(name), "trial", name, candidate(name)))
+    first, second, third = ledger.won
+    ledger.revert([third], lambda kept: replace(kept, status="rejected"))
+    assert ledger.won == [first, second]
+    assert ledger.row("a").status == "kept"
+    ledger.revert([first], lambda kept: replace(kept, status="rejected"))
+    assert ledger.won == [second]
+    assert ledger.candidates == [second.candidate]
+    assert {r.technique: r.status for r in ledger.rows} == {"a": "rejected", "b": "kept"}
 
 
 def test_candidates_of_rules_are_apart_from_those_of_trials() -> None:

@@ -9,6 +9,9 @@ from typing import Literal
 
 Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "not built yet"]
 
+Statistic = Literal["wall", "cpu"]
+"""Time that is compared: wall time or CPU time."""
+
 SCHEMA_VERSION = 1
 """Version of the JSON form; raised whenever a field changes its meaning or goes away."""
 
@@ -18,7 +21,7 @@ class Gain:
     """Speed of the candidate relative to the baseline: 1.25 is 25 % more steps per second.
 
     Attributes:
-        ratio: center of the paired trials' baseline time / candidate time.
+        ratio: geometric mean over the paired trials of baseline time / candidate time.
         low: lower end of the 95 % interval of the ratio. Infinite ends, or ends that are one point, are no interval.
         high: upper end.
     """
@@ -42,8 +45,8 @@ class Trial:
     Attributes:
         candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
         baseline_ms: median step (or load + step) time of the baseline, milliseconds.
-        candidate_ms: the same of the candidate. On a busy machine the two medians may disagree with ``gain``, which
-            compares neighbors: show ``paired_ms``.
+        candidate_ms: that time divided by the gain. Reports of earlier versions have the median, which may disagree
+            with ``gain``: show ``paired_ms``.
         gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
         pairs: number of paired measurements.
         baseline_bytes: what a step of the baseline allocates at its height, beyond parameters, gradients and optimizer
@@ -187,6 +190,8 @@ class Summary:
         notes: sentences that belong to no row.
         verdict: what the tuned loop makes of its device, and what limits it, in words.
         won: names of the techniques that a trial kept, in that order; each was timed in the company of those before it.
+        gain: speed of the tuned loop relative to the original, from a race of both; None without a race.
+        gain_statistic: the time that ``gain`` compares: CPU time if it is much less noisy than wall time.
     """
 
     rows: tuple[Row, ...]
@@ -197,6 +202,8 @@ class Summary:
     notes: tuple[str, ...] = field(default=())
     verdict: str = ""
     won: tuple[str, ...] = ()
+    gain: Gain | None = None
+    gain_statistic: Statistic = "wall"
 
     @property
     def pays_back_after(self) -> float | None:

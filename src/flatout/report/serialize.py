@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flatout.report.model import SCHEMA_VERSION, Gain, Status, Summary
+from flatout.report.model import SCHEMA_VERSION, Gain, Summary
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
@@ -65,9 +65,9 @@ def _read(kind: Any, value: Any) -> Any:
         required = {field.name for field in dataclasses.fields(kind) if _is_required(field)}
         given = {name for name in kinds if value.get(name) is not None}
         return kind(**{name: _read(kinds[name], value[name]) for name in kinds if name in given | required})
-    if kind == Status:
+    if get_origin(kind) is Literal:
         if value not in arguments:
-            raise ValueError(f"a row's status must be one of {', '.join(arguments)}; got {value!r}")
+            raise ValueError(f"a status or statistic must be one of {', '.join(arguments)}; got {value!r}")
         return value
     if isinstance(kind, UnionType):
         return None if value is None else _read(arguments[0], value)

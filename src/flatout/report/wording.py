@@ -211,7 +211,12 @@ def _part(difference: float) -> str:
 
 
 def speedup(summary: Summary) -> float | None:
-    """Samples per second after / before; None when that was not measured."""
+    """Return the speed of the tuned loop relative to the original; None if unknown.
+
+    Reports without a race have the ratio of the samples per second.
+    """
+    if summary.gain is not None:
+        return summary.gain.ratio
     if summary.before is None or summary.after is None or not summary.before.samples_per_second > 0:
         return None
     return summary.after.samples_per_second / summary.before.samples_per_second
@@ -240,5 +245,17 @@ def headline(summary: Summary) -> str:
     if factor is None:
         return "tuned, with no time left to race it against the loop as it came" if summary.won else "nothing was timed"
     if factor >= FASTER:
-        return f"{factor:.2f}× the speed it came with"
+        return f"{factor:.2f}× the speed it came with{_in_parentheses(factor_interval(summary))}"
     return "as fast as it came" if factor > 0.99 else f"{factor:.2f}× the speed it came with (slower)"
+
+
+def factor_interval(summary: Summary) -> str:
+    """Return the 95 % interval of the speedup: ``1.97 … 2.11`` or ``1.97 … 2.11 by CPU time``; empty without one."""
+    if summary.gain is None or summary.gain.interval is None:
+        return ""
+    low, high = summary.gain.interval
+    return f"{low:.2f} … {high:.2f}" + " by CPU time" * (summary.gain_statistic == "cpu")
+
+
+def _in_parentheses(text: str) -> str:
+    return f" ({text})" if text else ""

@@ -70,7 +70,9 @@ class CpuThreads(StepTechnique):
     name = "cpu_threads"
     title = "CPU threads"
     values = "a number of threads >= 1"
+    keeps_cpu_time = False
     rationale = "operators are shared by this many threads: with more or fewer, they take longer"
+    is_switch = True
 
     def check(self, job: Job) -> None:
         """Require a step on the CPU."""

@@ -105,6 +105,8 @@ class Tf32(StepTechnique):
     name = "tf32"
     title = "TF32"
     rationale = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
+    is_switch = True
+    alternative_to = "precision"
     expected = "up to 7× on matrix products"
     optimistic_gain = 8.0
 

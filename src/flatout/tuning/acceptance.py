@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flatout.report.model import Row, Trial
-from flatout.tuning.trial import FEWEST_PAIRS, KEEP_ABOVE, keeps_pace, pays, saves_memory
+from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE, NO_SLOWER
+
+SAVES_BELOW = 0.95
+WORTH_SAVING = 16 * 2**20
+"""Limits of a memory saving that pays.
+
+A candidate that is no slower is kept if a step takes at most this share of its memory, and saves at least these bytes.
+"""
 
 
 def earns(trial: Trial) -> bool:
     """Return True if the candidate is faster with certainty."""
-    return not trial.failure and trial.gain is not None and pays(trial.gain, trial.pairs)
+    return not trial.failure and trial.gain is not None and trial.gain.low > KEEP_ABOVE
 
 
 def spares(trial: Trial) -> bool:
-    """Return True if the candidate is as fast and uses less of the machine."""
-    return not trial.failure and trial.gain is not None and keeps_pace(trial.gain, trial.pairs)
+    """Return True if the candidate is no slower. It uses less of the machine."""
+    return not trial.failure and trial.gain is not None and trial.gain.low > NO_SLOWER
+
+
+def saves_memory(trial: Trial) -> bool:
+    """Return True if the candidate takes less memory and is no slower."""
+    return spares(trial) and saves_bytes(trial.baseline_bytes, trial.candidate_bytes)
+
+
+def saves_bytes(old: int | None, new: int | None) -> bool:
+    """Return True if a step takes enough bytes less; False if a number is unknown."""
+    return old is not None and new is not None and new < SAVES_BELOW * old and old - new >= WORTH_SAVING
 
 
 def ratio(trial: Trial) -> float:
@@ -31,6 +49,12 @@ def serves(trial: Trial) -> bool:
 def rank(trial: Trial) -> tuple[bool, float]:
     """Return a sort key that ranks speed before memory."""
     return (True, ratio(trial)) if earns(trial) else (False, -(trial.memory or 0.0))
+
+
+def is_open(trials: Sequence[Trial]) -> bool:
+    """Return True if more pairs could show that one of the rejected candidates pays, or if there was no trial."""
+    timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
+    return not trials or any(gain.high >= DROP_BELOW for gain in timed)
 
 
 def verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
@@ -59,6 +83,4 @@ def _why_rejected(trial: Trial) -> str:
     times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
     if trial.gain.ratio <= 1.0:
         return times
-    if trial.pairs < FEWEST_PAIRS:
-        return f"{times}, but the budget allowed {trial.pairs} of the {FEWEST_PAIRS} pairs that a verdict needs"
     return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%} faster"

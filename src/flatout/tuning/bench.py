@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+import torch
 
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
@@ -17,14 +19,17 @@ from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate, RecordedCandidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
+from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.noise import Noise
 from flatout.tuning.step_memory import step_memory
-from flatout.tuning.trial import interleave, seconds, synchronize
+from flatout.tuning.timing import seconds, synchronize, timed_block
+from flatout.tuning.trial import Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0
-"""Time limit for the pairs of one trial, in seconds. Set-up is extra."""
+"""Time limit for the pairs of one trial, in seconds, until all techniques were tried. Set-up is extra."""
 
 PHASE_UPDATES = 8
 PHASE_SECONDS = 1.0
@@ -39,11 +44,20 @@ COSTS_SHARE = 0.05
 STRETCH_SECONDS = 0.05
 """Duration of a stretch of training from one loader, in trials that alternate two loaders."""
 
-TURN_SECONDS = 0.02
-"""Duration of a turn with one candidate, if updates are shorter."""
+BLOCK_SECONDS = 0.02
+"""Duration of a block with one candidate, if updates are shorter."""
 
-WARMED_UP_BELOW = 0.5
-"""Duration of an update, in seconds, below which an untimed update precedes each turn."""
+LONG_UPDATE = 0.5
+"""Duration of an update, in seconds, up to which an untimed update precedes each block."""
+
+NOISE_SHARE = 0.05
+"""Share of the budget for the noise floor."""
+
+LOADER_NOISE_PAIRS = 3
+"""Number of pairs of training from the present loader with itself, before another loader is tried."""
+
+FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
+"""Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs."""
 
 
 @dataclass
@@ -63,6 +77,8 @@ class Bench:
     budget: Budget
     rewindable: bool
     ledger: Ledger = field(default_factory=Ledger)
+    _noise: dict[int, Noise] = field(default_factory=dict)
+    _loader_noise: Noise | None = None
     _pace: Pace | None = None
     _memory: int | None = None
 
@@ -98,7 +114,7 @@ class Bench:
     def use(self, source: Iterable[Any]) -> None:
         """Use another loader as the source of the training."""
         self.job.data.source = source
-        self._pace = None
+        self._pace = self._loader_noise = None
 
     def update(self, i: int, *phase: PhaseOf) -> None:
         """Run the steps of one update on the batches of turn ``i``, with ``phase`` as in ``Stepper.step``."""
@@ -106,25 +122,63 @@ class Bench:
         for k in range(job.spec.accumulate):
             job.stepper.step(job.data.batches[(i * job.spec.accumulate + k) % len(job.data.batches)], *phase)
 
-    def turns(self) -> Callable[[int], float]:
-        """Return a function that runs turn ``i`` and returns the seconds per update.
+    def blocks(self) -> Measure:
+        """Return a function that measures block ``i``.
 
-        An untimed update precedes each turn, because toggling a candidate moves weights, clears caches and changes the
+        An untimed update precedes each block, because toggling a candidate moves weights, clears caches and changes the
         state of the allocator. This update is omitted if updates are so long that its effect is negligible.
         """
-        update_seconds = self.job.spec.accumulate * self.pace.step_ms / 1e3
-        count = max(1, round(TURN_SECONDS / update_seconds))
+        update_seconds = self.update_seconds
 
-        def updates(first: int) -> None:
-            for i in range(first, first + count):
+        def block(i: int) -> Block:
+            if update_seconds <= LONG_UPDATE:
                 self.update(i)
+            return timed_block(self.update, range(i, i + self.updates_per_block), self.job.spec.device)
 
-        def turn(i: int) -> float:
-            if update_seconds < WARMED_UP_BELOW:
-                self.update(i)
-            return seconds(lambda: updates(i), self.job.spec.device) / count
+        return block
 
-        return turn
+    @property
+    def noise(self) -> Noise:
+        """Noise of the steps at the present number of threads.
+
+        Kept candidates change the time of a step more than its relative noise, which is therefore not measured again.
+        """
+        threads = torch.get_num_threads()
+        if threads not in self._noise:
+            seconds = 2 * self.updates_per_block * self.update_seconds
+            affordable = min(MOST_NOISE_PAIRS, NOISE_SHARE * self.budget.seconds / seconds)
+            block = self.blocks()
+            self.rewind()
+            pairs = [(block(i), block(i)) for i in range(max(FEWEST_NOISE_PAIRS, int(affordable)))]
+            self.rewind()
+            self._noise[threads] = Noise.of(pairs, one_thread=threads == 1 and self.job.spec.device.type == "cpu")
+        return self._noise[threads]
+
+    def loader_noise(self, stretch: Measure) -> Noise:
+        """Return the noise of training from the present loader.
+
+        Args:
+            stretch: measures a stretch of this training.
+        """
+        if self._loader_noise is None:
+            pairs = [(stretch(i), stretch(i)) for i in range(LOADER_NOISE_PAIRS)]
+            self._loader_noise = Noise.of(pairs, one_thread=False)
+        return self._loader_noise
+
+    @property
+    def known_noise(self) -> float | None:
+        """Standard deviation of the log ratio of neighboring blocks, as measured last; None before."""
+        return list(self._noise.values())[-1].floors["wall"].scale if self._noise else None
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of an update with the kept candidates, without waiting for batches."""
+        return self.job.spec.accumulate * self.pace.step_ms / 1e3
+
+    @property
+    def updates_per_block(self) -> int:
+        """Number of updates in a block."""
+        return max(1, round(BLOCK_SECONDS / self.update_seconds))
 
     @property
     def pace(self) -> Pace:
@@ -137,14 +191,14 @@ class Bench:
         job, batches = self.job, self.job.data.batches
         self.rewind()
         for batch in batches[:2]:
-            job.stepper.step(batch)
+            took = seconds(lambda b=batch: job.stepper.step(b), job.spec.device)  # type: ignore[misc]
+        timed = [*batches, *batches] if took <= LONG_UPDATE else batches[:2]
         if self.rewindable:
-            track = LoaderTimer(job, job.data.source)
-            track.stretch(2 * len(batches), settle=1)  # the first stretch starts the workers
-            track.close()
+            with closing(LoaderTimer(job, job.data.source)) as track:
+                track.stretch(len(timed), settle=int(took <= LONG_UPDATE))  # the first stretch starts the workers
             pace = track.pace
         else:
-            step = median(seconds(lambda b=b: job.stepper.step(b), job.spec.device) for b in (*batches, *batches))  # type: ignore[misc]
+            step = median(seconds(lambda b=b: job.stepper.step(b), job.spec.device) for b in timed)  # type: ignore[misc]
             pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
         self.rewind()
         return pace
@@ -214,21 +268,38 @@ class Bench:
     def stretch_steps(self) -> int:
         """Return the number of batches per stretch: long enough to time, and whole updates."""
         step_seconds = self.pace.total_ms / 1e3
-        return self._whole_updates(min(50, max(4, math.ceil(STRETCH_SECONDS / step_seconds))))
+        fewest = 4 if step_seconds <= LONG_UPDATE else 1
+        return self._whole_updates(min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds))))
+
+    def pair_seconds(self) -> float:
+        """Return the seconds of a stretch with each of two loops as fast as this one, warm-up included."""
+        untimed = self.job.spec.accumulate if self.update_seconds <= LONG_UPDATE else 0
+        return 2 * (self.stretch_steps() + untimed) * self.pace.total_ms / 1e3
 
     def _whole_updates(self, steps: int) -> int:
         return self.job.spec.accumulate * math.ceil(steps / self.job.spec.accumulate)
 
-    def interleave(self, old: Callable[[int], float], new: Callable[[int], float]) -> tuple[list[float], list[float]]:
-        """Measure pairs within the time limit of a trial."""
-        return interleave(old, new, *self.budget.deadlines(TRIAL_SECONDS))
+    def trial(self, old: Measure, new: Measure, *, keeps_cpu_time: bool, has_other_merits: bool = False) -> PairedTrial:
+        """Run a trial of steps within the time limit.
 
-    def alternate(
+        Args:
+            old: measures a block of the baseline.
+            new: measures a block of the candidate.
+            keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
+            has_other_merits: True if the candidate needs only be no slower.
+        """
+        trial = PairedTrial(self.noise, keeps_cpu_time=keeps_cpu_time, has_other_merits=has_other_merits)
+        trial.run(old, new, *self.budget.deadlines(TRIAL_SECONDS))
+        return trial
+
+    @contextmanager
+    def loops(
         self, old: LoaderTimer, new: LoaderTimer, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
-    ) -> tuple[list[float], list[float]]:
-        """Train from two loaders alternately, and return the seconds of each stretch.
+    ) -> Iterator[tuple[Measure, Measure]]:
+        """Yield two functions that measure a stretch of training, from the old and from the new loader.
 
-        Each loader first drains its queue, and continues until the other's workers have filled theirs.
+        Each loader first drains its queue, and continues until the other's workers have filled theirs. At least one
+        untimed update precedes each stretch, as in ``blocks``.
 
         Args:
             old: the baseline.
@@ -236,20 +307,20 @@ class Bench:
             on_for_new: candidates that are on only while ``new`` runs.
             scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
-        steps = self.stretch_steps()
-
-        def stretch_old(_: int) -> float:
-            for candidate in reversed(on_for_new):
-                candidate.disable()
-            return scale * old.stretch(steps, old.queue, rest=new.refill_seconds)
-
-        def stretch_new(_: int) -> float:
-            for candidate in on_for_new:
-                candidate.enable()
-            return new.stretch(steps, new.queue, rest=old.refill_seconds)
-
         try:
-            return self.interleave(stretch_old, stretch_new)
+            steps, fewest = self.stretch_steps(), int(self.update_seconds <= LONG_UPDATE)
+
+            def stretch_old(_: int) -> Block:
+                for candidate in reversed(on_for_new):
+                    candidate.disable()
+                return old.stretch(steps, max(fewest, old.queue), rest=new.refill_seconds).scaled(scale)
+
+            def stretch_new(_: int) -> Block:
+                for candidate in on_for_new:
+                    candidate.enable()
+                return new.stretch(steps, max(fewest, new.queue), rest=old.refill_seconds)
+
+            yield stretch_old, stretch_new
         finally:
             old.close()
             new.close()

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 
+RACE_SHARE = 0.15
+"""Least share of the budget that trials leave for the race of the tuned loop against the original."""
+
 
 class Budget:
     """Deadline for measurements. A trial starts only if it is expected to fit.
 
     Args:
         seconds: total seconds for measurements; 0 allows no trial.
+
+    Attributes:
+        seconds: the same; may change before the first trial.
+        later: seconds that techniques need that were not tried yet. A close call leaves them this time.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._extra = 0.0
+        self.later = 0.0
+        self._race_seconds = 0.0
+        self._race_share = RACE_SHARE
         self._started = time.perf_counter()
 
     @property
@@ -24,18 +33,27 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Remaining seconds; never negative."""
-        return max(0.0, self.seconds + self._extra - self.spent)
+        """Remaining seconds for trials; never negative."""
+        end = min(self.seconds - self._race_seconds, (1 - self._race_share) * self.seconds)
+        return max(0.0, end - self.spent)
 
-    def allow(self, share: float) -> None:
-        """Reserve a share of the total for the last measurements, even if trials have used more."""
-        self._extra = max(0.0, self.spent - (1 - share) * self.seconds)
+    def reserve(self, seconds: float) -> None:
+        """Leave at least so many seconds for the race."""
+        self._race_seconds = seconds
+
+    def begin_race(self) -> None:
+        """Give the remaining time to the race."""
+        self._race_seconds = self._race_share = 0.0
 
     def fits(self, estimate: float) -> bool:
         """Return True if a trial that takes about ``estimate`` seconds may start."""
         return self.left > 0 and estimate <= self.left
 
     def deadlines(self, at_most: float) -> tuple[float, float]:
-        """Return the soft and the hard end of a trial of ``at_most`` seconds, as ``time.perf_counter()`` values."""
-        now = time.perf_counter()
-        return now + min(at_most, self.left), now + self.left
+        """Return the soft and the hard end of a trial, as ``time.perf_counter()`` values.
+
+        Args:
+            at_most: seconds until the soft end.
+        """
+        now, first = time.perf_counter(), min(at_most, self.left)
+        return now + first, now + max(first, self.left - self.later)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 UPDATES = 8
 """Number of updates whose losses are compared."""
 
+FEWEST_UPDATES = 2
+"""The same if updates are long: the second loss shows the effect of the first update."""
+
 BATCHES = 2
 """Number of batches whose outputs are compared with an optimizer. Without one, all batches of the trials are."""
 
@@ -40,7 +43,7 @@ class Observed:
             the outputs. A model compiled with its loss also relies on the losses, because its outputs come from the
             plain model.
         gradients: gradients of the first batch's loss, by parameter name; empty in inference.
-        losses: losses of ``UPDATES`` updates; empty without updates.
+        losses: losses of successive updates; empty without updates.
     """
 
     dtype: torch.dtype | str
@@ -75,7 +78,7 @@ class Difference:
         return f"{self.what} differ by {_share(self.by)}{place}, {_share(self.allowed)} is allowed"
 
 
-def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Observed:
+def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False, updates: int = UPDATES) -> Observed:
     """Return the results of a run from the present state. The run changes the state.
 
     Args:
@@ -83,6 +86,7 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Ob
         batches: on the device.
         evaluation: also compare outputs in eval mode, because a candidate can break a branch that training does not
             take.
+        updates: number of updates whose losses are compared.
     """
     dtype = compute_dtype(job.spec.model)
     if job.spec.inference:
@@ -98,7 +102,7 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False) -> Ob
     gradients = _gradients(job, batches[0])
     losses: dict[str, Tensor] = {}
     if job.spec.optimizer is not None:
-        steps = range(UPDATES * job.spec.accumulate)
+        steps = range(updates * job.spec.accumulate)
         losses = {f"of step {i + 1}": job.stepper.step(batches[i % len(batches)]).float() for i in steps}
     return Observed(dtype, outputs, gradients, losses)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flatout.report.model import Row
 from flatout.techniques import Candidate
 
 Ground = Literal["rule", "choice", "trial"]
-"""Ground of a decision: a rule, a choice of the user or of a plan, or a trial."""
+"""Ground of a decision: a rule, a choice of the user or of a plan, or a trial of this start or an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Decision:
         ground: ground on which a technique is kept; None if it is not kept.
         value: ``techniques={name: value}`` repeats the decision; a plan stores the value.
         candidate: the candidate to turn on; None for a loader, and for a rule that is built into ``Run``.
+        is_open: True if the budget or the noise left the technique without a decision.
     """
 
     row: Row
     ground: Ground | None = None
     value: Any = None
     candidate: Candidate | None = None
+    is_open: bool = False
 
     @property
     def technique(self) -> str:
@@ -44,6 +46,11 @@ class Ledger:
 
     _decisions: list[Decision] = field(default_factory=list)
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All decisions, to return to them with ``reset``."""
+        return tuple(self._decisions)
+
     def add(self, decision: Decision) -> Row:
         """Record a decision and return the technique's row."""
         self._decisions.append(decision)
@@ -52,9 +59,7 @@ class Ledger:
     def amend(self, row: Row) -> None:
         """Replace the row of the decision that counts for its technique."""
         counting = self._counting(row.technique)
-        self._decisions = [
-            Decision(row, d.ground, d.value, d.candidate) if d is counting else d for d in self._decisions
-        ]
+        self._decisions = [replace(d, row=row) if d is counting else d for d in self._decisions]
 
     def is_kept(self, technique: str) -> bool:
         """Return True if the technique is kept."""
@@ -85,20 +90,31 @@ class Ledger:
         return [d.candidate for d in self._decisions if d.ground in ("choice", "trial") and d.candidate is not None]
 
     @property
+    def undecided(self) -> list[str]:
+        """Names of techniques without a decision. The next start spends its budget on them."""
+        names = dict.fromkeys(d.technique for d in self._decisions)
+        return [name for name in names if self._counting(name).is_open]
+
+    @property
     def won(self) -> list[Decision]:
         """Decisions of trials to keep a technique."""
         return [d for d in self._decisions if d.ground == "trial"]
 
-    def revert_trials(self, rejected: Callable[[Row], Row]) -> None:
-        """Replace the decisions of trials to keep a technique by rejections.
+    def revert(self, decisions: Sequence[Decision], rejected: Callable[[Row], Row]) -> None:
+        """Replace decisions of trials to keep a technique by rejections.
 
         Args:
+            decisions: decisions of this ledger.
             rejected: returns the row of a technique that is no longer kept.
         """
-        won, self._decisions = self.won, [d for d in self._decisions if d.ground != "trial"]
-        for row in {d.technique: d.row for d in won}.values():
+        self._decisions = [d for d in self._decisions if all(d is not reverted for reverted in decisions)]
+        for row in {d.technique: d.row for d in decisions}.values():
             if not self.is_kept(row.technique):
                 self.add(Decision(rejected(row)))
+
+    def reset(self, decisions: Sequence[Decision]) -> None:
+        """Return to earlier ``decisions``."""
+        self._decisions = list(decisions)
 
     def _counting(self, technique: str) -> Decision:
         decisions = [d for d in self._decisions if d.technique == technique]

@@ -11,7 +11,8 @@ from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 from flatout.data.loader_class import base_of
 from flatout.report.model import Pace
 from flatout.training.job import Job
-from flatout.tuning.trial import synchronize
+from flatout.tuning.block import Block
+from flatout.tuning.timing import synchronize
 
 PREFETCHED = 2
 """Number of batches that a Prefetcher or an InMemoryLoader holds in advance."""
@@ -69,7 +70,7 @@ class LoaderTimer:
         self._batches = _endless(Prefetcher(loader, job.spec.device))
         self._stretches: list[Stretch] = []
 
-    def stretch(self, steps: int, settle: int, rest: float = 0.0) -> float:
+    def stretch(self, steps: int, settle: int, rest: float = 0.0) -> Block:
         """Train for ``steps`` batches, after some untimed ones.
 
         Args:
@@ -78,7 +79,8 @@ class LoaderTimer:
             rest: minimum of untimed seconds, in which another loader's workers fill their queue and stop.
 
         Returns:
-            The seconds of the timed batches.
+            A block whose only time is the mean of the timed batches. Waits for batches are rare and long, and a
+            quartile would hide them.
         """
         begin, settled = time.perf_counter(), 0
         while settled < settle or time.perf_counter() < begin + rest:
@@ -87,7 +89,7 @@ class LoaderTimer:
             synchronize(self._job.spec.device)
             settled += self._job.spec.accumulate
         synchronize(self._job.spec.device)
-        start, waited, samples = time.perf_counter(), 0.0, 0
+        start, cpu, waited, samples = time.perf_counter(), time.process_time(), 0.0, 0
         for _ in range(steps):
             asked = time.perf_counter()
             batch = next(self._batches)
@@ -95,10 +97,10 @@ class LoaderTimer:
             self._job.stepper.step(batch)
             samples += batch_size_of(batch)
         synchronize(self._job.spec.device)
-        took = time.perf_counter() - start
+        took, cpu = time.perf_counter() - start, time.process_time() - cpu
         self._stretches.append(Stretch(took, waited, samples, steps))
         self.refill_seconds = self.queue * took / steps
-        return took
+        return Block((took / steps,), cpu / steps)
 
     @property
     def fewest_alone(self) -> int:

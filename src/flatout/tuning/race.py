@@ -1,95 +1,200 @@
-"""Race of the tuned loop against the original: decisions of trials are reverted if the tuned loop is slower."""
+"""Race of the tuned loop against the original: only what is shown not to be slower stays."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from flatout.core.batches import batch_size_of
-from flatout.report.model import Gain, Pace, Row
-from flatout.techniques import Candidate
-from flatout.tuning.bench import COSTS_SHARE, Bench, off
+from flatout.report.model import Gain, Pace, Row, Statistic
+from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique
+from flatout.tuning.bench import Bench, off
+from flatout.tuning.block import Block
+from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
-from flatout.tuning.statistics import paired_gain
-from flatout.tuning.trial import FEWEST_PAIRS
+from flatout.tuning.noise import difference
+from flatout.tuning.statistics import fixed_gain
+from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
 from flatout.tuning.trial_runner import scale_of
 
-Paces = tuple[Pace | None, Pace | None]
-"""Pace of the original loop and of the tuned loop; None if not measured."""
+FEWEST_PAIRS, MOST_PAIRS = 5, 12
+"""Limits of the number of pairs of a race. The time of the first pair fixes the number."""
 
 
-def race(bench: Bench) -> Paces:
-    """Time the original loop against the tuned loop.
+@dataclass(frozen=True)
+class RaceResult:
+    """Result of the race.
+
+    Attributes:
+        before: pace of the original loop; None if not measured.
+        after: pace of the tuned loop; None if not measured.
+        gain: speed of the tuned loop relative to the original; None without a race.
+        statistic: the time that ``gain`` compares.
+    """
+
+    before: Pace | None
+    after: Pace | None
+    gain: Gain | None = None
+    statistic: Statistic = "wall"
+
+
+def race(bench: Bench) -> RaceResult:
+    """Time the original loop against the tuned loop, and revert decisions until the tuned loop is shown not slower.
 
     A trial measures one technique, with those kept before it in use. The race measures the gain of all techniques
-    that won a trial. Kept techniques that won none, such as forced ones, are on in both loops.
-
-    Returns:
-        The paces of both loops.
+    that won a trial. Kept techniques that won none, such as forced ones, are on in both loops. The techniques are
+    reverted one at a time, the one with the least certain gain first.
     """
-    budget, won = bench.budget, bench.ledger.won
+    budget = bench.budget
     if budget.seconds == 0:
-        return None, None
-    if not won:
-        return bench.pace, bench.pace
-    pace = bench.pace
-    has_time = budget.left > 0
-    budget.allow(COSTS_SHARE)
-    if not has_time and not budget.fits(2 * FEWEST_PAIRS * bench.stretch_steps() * pace.total_ms / 1e3):
-        return None, pace
+        return RaceResult(None, None)
+    budget.begin_race()
+    result = RaceResult(bench.pace, bench.pace)
+    while bench.ledger.won:
+        result = race_once(bench)
+        assert result.gain is not None
+        if result.gain.low > NO_SLOWER:
+            return result
+        won = bench.ledger.won
+        _revert(bench, _least_certain(won) if budget.left > 0 else won, result.gain)
+        result = RaceResult(bench.pace, bench.pace)
+    return result
+
+
+def shortest_race(bench: Bench) -> float:
+    """Return the seconds of a race of the fewest pairs."""
+    return FEWEST_PAIRS * bench.pair_seconds()
+
+
+def race_once(bench: Bench) -> RaceResult:
+    """Time the original and the tuned loop in a number of pairs that the remaining time fixes. Nothing is reverted."""
+    if not bench.ledger.won:
+        return RaceResult(bench.pace, bench.pace)
     bench.rewind()
-    candidates = [decision.candidate for decision in won if decision.candidate is not None]
-    replaced_loader = any(decision.candidate is None for decision in won)
-    if bench.rewindable:
-        times, paces = _race_loops(bench, candidates, replaced_loader)
-    else:
-        times, paces = _race_steps(bench, candidates)
-    gain = paired_gain(*times)
-    if gain.high < 0.8 or (gain.high < 1.0 and len(times[0]) >= FEWEST_PAIRS):
-        _revert(bench, candidates, replaced_loader, gain)
-        paces = paces[0], paces[0]
-    bench.rewind()
-    return paces
+    try:
+        return _measure(bench)
+    finally:
+        bench.rewind()
 
 
-Times = tuple[list[float], list[float]]
+def _measure(bench: Bench) -> RaceResult:
+    candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
+    keeps_cpu_time = _keep_cpu_time(bench.ledger.won)
+    statistic = bench.noise.statistic(keeps_cpu_time=True) if keeps_cpu_time else "wall"
+    with _loops(bench, candidates) as loops:
+        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new)
+        first = next(measured)
+        affordable = bench.budget.left / 2 / (time.perf_counter() - begun)
+        count = max(FEWEST_PAIRS, int(min(MOST_PAIRS, 1 + affordable)))
+        pairs = [first, *itertools.islice(measured, count - 1)]
+        statistic = statistic if loops.computes_itself else "wall"
+        gain = fixed_gain([difference(pair, statistic) for pair in pairs])
+        return RaceResult(*loops.paces(), gain, statistic)
 
 
-def _race_loops(bench: Bench, candidates: Sequence[Candidate], replaced_loader: bool) -> tuple[Times, Paces]:
-    job = bench.job
+@dataclass(frozen=True)
+class _Loops:
+    """Both loops, and the paces of what was measured.
+
+    Attributes:
+        old: measures the original loop.
+        new: measures the tuned loop.
+        paces: returns the paces of both.
+        computes_itself: True if no other thread or process makes batches.
+    """
+
+    old: Measure
+    new: Measure
+    paces: Callable[[], tuple[Pace, Pace]]
+    computes_itself: bool
+
+
+@contextmanager
+def _loops(bench: Bench, candidates: Sequence[Candidate]) -> Iterator[_Loops]:
+    """Yield the original and the tuned loop, with their loaders if these may be iterated again."""
+    job, scale = bench.job, math.prod(map(scale_of, candidates))
+    if not bench.rewindable:
+        yield _step_loops(bench, candidates)
+        return
     new = LoaderTimer(job, job.data.source)
+    replaced_loader = any(decision.candidate is None for decision in bench.ledger.won)
     with off(*candidates):
         old = LoaderTimer(job, job.data.loader if replaced_loader else job.data.source)
-    scale = math.prod(map(scale_of, candidates))
-    times = bench.alternate(old, new, candidates, scale)
-    return times, (old.pace.scaled(scale), new.pace)
+    with bench.loops(old, new, candidates, scale) as (measure_old, measure_new):
+        yield _Loops(measure_old, measure_new, lambda: (old.pace.scaled(scale), new.pace), old.queue == new.queue == 0)
 
 
-def _race_steps(bench: Bench, candidates: Sequence[Candidate]) -> tuple[Times, Paces]:
-    """Race on the trial's batches alone, because the race must not read the loader."""
-    job, new = bench.job, bench.turns()
-
-    def old(i: int) -> float:
-        with off(*candidates):
-            return new(i)
-
-    times = bench.interleave(old, new)
+def _step_loops(bench: Bench, candidates: Sequence[Candidate]) -> _Loops:
+    """Return loops over the trial's batches alone, because the race must not read the loader."""
+    job, new = bench.job, bench.blocks()
     samples = job.spec.accumulate * batch_size_of(job.data.batches[0])
-    before, after = (pace_of(Stretch(took, 0.0, samples, job.spec.accumulate) for took in each) for each in times)
-    return times, (before, after)
+    stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
+
+    def noted(block: Block, index: int) -> Block:
+        stretches[index].append(Stretch(block.mean, 0.0, samples, job.spec.accumulate))
+        return block
+
+    def old(i: int) -> Block:
+        with off(*candidates):
+            return noted(new(i), 0)
+
+    return _Loops(old, lambda i: noted(new(i), 1), lambda: (pace_of(stretches[0]), pace_of(stretches[1])), True)
 
 
-def _revert(bench: Bench, candidates: Sequence[Candidate], replaced_loader: bool, gain: Gain) -> None:
-    """Turn off the techniques that trials kept, and reject them in the report."""
-    why = f"paid alone, but everything kept together ran at {gain.ratio:.2f} times the original speed"
+def _keep_cpu_time(won: Sequence[Decision]) -> bool:
+    """Return True if the CPU time of a step with all candidates is comparable with that of a step without."""
+    names = {decision.technique for decision in won}
+    techniques = [technique for technique in REGISTRY if technique.name in names]
+    return all(isinstance(technique, StepTechnique) and technique.keeps_cpu_time for technique in techniques)
+
+
+def _least_certain(won: Sequence[Decision]) -> Sequence[Decision]:
+    """Return the decision with the lowest lower end of its gain, and those that stand and fall with it.
+
+    The loader's decisions are one group, and so are the two of a pair, of which only the first has a gain.
+    """
+    groups: list[list[Decision]] = []
+    for decision in won:
+        is_loader = decision.candidate is None
+        loaders = next((group for group in groups if group[0].candidate is None), None)
+        if is_loader and loaders is not None:
+            loaders.append(decision)
+        elif decision.row.gain is None and groups:
+            groups[-1].append(decision)
+        else:
+            groups.append([decision])
+    return min(groups, key=lambda group: 0.0 if group[0].row.gain is None else group[0].row.gain.low)
+
+
+def _revert(bench: Bench, decisions: Sequence[Decision], gain: Gain) -> None:
+    """Turn off kept techniques, and reject them in the report.
+
+    Techniques that were tried with another number of samples, or that stop working, are reverted with them.
+    """
+    why = f"helped alone, but the tuned loop was not shown to be as fast as the original: {gain.ratio:.2f}×"
 
     def rejected(row: Row) -> Row:
         return replace(row, status="rejected", chosen="", why=why)
 
-    for candidate in reversed(candidates):
+    won = bench.ledger.won
+    first_resized = next(
+        (i for i, d in enumerate(won) if d in decisions and isinstance(d.candidate, ResizingCandidate)), len(won)
+    )
+    decisions = [d for i, d in enumerate(won) if d in decisions or i > first_resized]
+    for candidate in reversed(bench.ledger.candidates):
         candidate.disable()
-    if replaced_loader:
+    bench.ledger.revert(decisions, rejected)
+    for candidate in bench.ledger.candidates:
+        candidate.enable()
+    if any(decision.candidate is None for decision in decisions):
         bench.use(bench.job.data.loader)
-    bench.ledger.revert_trials(rejected)
     bench.forget()
+    for batch in bench.job.data.batches:  # code that was compiled for the reverted techniques compiles again
+        bench.job.stepper.step(batch)
+    broken = [d for d in bench.ledger.won if d.candidate is not None and d.candidate.failure]
+    if broken:
+        _revert(bench, broken, gain)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.plan import Plan
+from flatout.plan import CACHED, Plan
 from flatout.training.spec import LossWeight
 
 
@@ -38,3 +38,13 @@ class Request:
     expected_steps: int | None
     budget: float | None
     plan: Plan | str | Path | None
+
+    @property
+    def given_plan(self) -> Plan | str | Path | None:
+        """Plan that the user gave, which is applied to the letter; None if trials or the cache decide."""
+        return None if self.plan == CACHED else self.plan
+
+    @property
+    def measures(self) -> bool:
+        """True if trials may run. Only then a plan is read from the cache, or written to it."""
+        return self.budget != 0 and self.given_plan is None

@@ -7,16 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.core import formatting
-from flatout.report.model import Pace, Row
-from flatout.techniques import REGISTRY, Advice, Measured, NotApplicable, PricedRule, ResizingCandidate
+from flatout.core.machine import load_average, usable_cores
+from flatout.report.model import Gain, Pace, Row, Statistic
+from flatout.techniques import REGISTRY, Advice, Measured, NotApplicable, PricedRule, ResizingCandidate, StepTechnique
 from flatout.training.device_verdict import judged
 from flatout.training.job import Job
 from flatout.training.step_flops import peak_of
 from flatout.tuning.batch_size_stage import apply_batch_size
+from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.ledger import Decision
-from flatout.tuning.race import race
+from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session, announced
+from flatout.tuning.switch_stage import decide_switches
+
+MOST_FOR_RACE = 0.4
+"""Largest share of the budget that trials leave for the race."""
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take after all trials, because advice is cheap."""
@@ -42,12 +48,16 @@ class Outcome:
     Attributes:
         before: pace of the original loop; None if not measured.
         after: pace of the tuned loop; None if not measured.
+        gain: speed of the tuned loop relative to the original, from the race; None without a race.
+        gain_statistic: the time that ``gain`` compares.
         verdict: utilization of the device, and its limit, in words.
         peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
     """
 
     before: Pace | None
     after: Pace | None
+    gain: Gain | None
+    gain_statistic: Statistic
     verdict: str
     peak_flops: float | None
 
@@ -58,13 +68,9 @@ def search(session: Session) -> Baseline:
     Raises:
         ValueError: a forced technique cannot be kept, or a decision disagrees with the plan.
     """
-    request, bench, tuner = session.request, session.bench, session.tuner
-    on_gpu = session.job.spec.device.type == "cuda"
-    checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
-    apply_batch_size(tuner, bench, session.choices, request.batch_size, checks_memory=checks)
-    session.settle_budget()
-    peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
-    baseline = Baseline(peak, bench.costs() if session.measures else {})
+    baseline, bench, tuner = measured_baseline(session), session.bench, session.tuner
+    measured = [technique for technique in REGISTRY if isinstance(technique, Measured)]
+    bench.budget.later = tuner.needs(measured)
     if session.job.spec.resizes:  # all later decisions are made at this size
         with announced(f"trying {BATCH_SIZE.title}"):
             tuner.decide(BATCH_SIZE)
@@ -73,21 +79,54 @@ def search(session: Session) -> Baseline:
         if isinstance(technique, PricedRule) and candidate is not None and session.measures:
             with announced(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
-    for technique in REGISTRY:
-        if isinstance(technique, Measured):
-            with announced(f"trying {technique.title}"):
-                tuner.decide(technique)
+    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_switch)]
+    bench.budget.later = tuner.needs(others)
+    with announced("trying combinations of switches"):
+        decided = decide_switches(tuner, bench)
+    left = [technique for technique in measured if technique.name not in decided]
+    for i, technique in enumerate(left):
+        bench.budget.later = tuner.needs(left[i + 1 :])
+        with announced(f"trying {technique.title}"):
+            tuner.decide(technique)
     return baseline
+
+
+def measured_baseline(session: Session) -> Baseline:
+    """Apply the requested batch size, settle the budget, and measure what no later stage can."""
+    request, bench = session.request, session.bench
+    on_gpu = session.job.spec.device.type == "cuda"
+    checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
+    apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
+    session.settle_budget()
+    if session.measures:
+        bench.budget.reserve(min(shortest_race(bench), MOST_FOR_RACE * bench.budget.seconds))
+    peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
+    return Baseline(peak, bench.costs() if session.measures else {})
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
     """Race the tuned loop against the original, revert decisions that do not pay, and collect advice."""
-    job, bench = session.job, session.bench
+    bench = session.bench
     with announced("racing the tuned loop against the original"):
-        before, after = race(bench)
+        has_won = bool(bench.ledger.won)
+        result = race(bench)
+        if has_won and not bench.ledger.won:
+            session.notes.append(f"no gain could be shown: {noise_of(bench)}")
+    return conclude(session, baseline, result)
+
+
+def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
+    """End all trials after the last race, and collect advice.
+
+    Args:
+        session: the session, with its decisions.
+        baseline: measurements of the original loop.
+        result: result of the race.
+    """
+    job, bench = session.job, session.bench
     peak, _ = peak_of(job.spec, measure=bench.budget.seconds > 0)
-    before = _completed(before, job, baseline.peak_flops, baseline.costs)
-    after = _completed(after, job, peak, bench.costs() if session.measures else {})
+    before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
+    after = _completed(result.after, job, peak, bench.costs() if session.measures else {})
     verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
     for technique in REGISTRY:
         if isinstance(technique, Advice):
@@ -99,7 +138,15 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
         if isinstance(candidate, ResizingCandidate):
             candidate.on_tuning_end()
     bench.rewind(to_train=False)
-    return Outcome(before, after, verdict, peak)
+    return Outcome(before, after, result.gain, result.statistic, verdict, peak)
+
+
+def noise_of(bench: Bench) -> str:
+    """Return the noise of steps and the load of the machine, for the report."""
+    facts = [] if bench.known_noise is None else [f"noise here is ±{1.96 * bench.known_noise:.0%}"]
+    load = load_average()
+    facts += [] if load is None else [f"the load is {load:.1f} on {usable_cores()} cores"]
+    return ", ".join(facts) or "the noise here is unknown"
 
 
 def _advise(technique: Advice, session: Session) -> Row:

@@ -14,13 +14,14 @@ from flatout import mfu
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.cleanup import add_note, run_all
+from flatout.core.machine import load_average, usable_cores
 from flatout.core.reproducible import is_reproducible
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
-from flatout.plan import fingerprint
+from flatout.plan import Plan, fingerprint
 from flatout.report.model import Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
@@ -30,7 +31,7 @@ from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
 from flatout.training.spec import Spec, device_of
-from flatout.tuning import trial
+from flatout.tuning import timing
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
@@ -62,9 +63,11 @@ class Session:
         job: the training.
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
+        load_average: load average of the machine before the session.
+        repeated: plan of the user or of the cache that the decisions repeat; None if trials decide.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
         expected_steps: batches of ``loader`` that the training will take.
-        notes: notes for the report on the length of the training.
+        notes: sentences for the report.
         bench: measures the steps of the job; set by ``prepare``, like all below.
         taken: the batches for trials, from ``loader``.
         fingerprint: of model, optimizer, device and first batch, for the plan.
@@ -87,19 +90,21 @@ class Session:
             loss_weight=request.loss_weight,
             inference=request.optimizer is None and not request.model.training,
             accumulate=request.accumulate,
-            resizes=request.batch_size == "auto" and request.plan is None,
+            resizes=request.batch_size == "auto" and request.given_plan is None,
             lr_rule=_lr_rule(request, choices),
             memory_limit=request.memory_limit,
             max_grad_norm=request.max_grad_norm,
             deterministic=deterministic,
             reproducible=is_reproducible() and not request.deterministic,
         )
-        self.notes: list[str] = []
+        self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
+        self.notes = [self.apart] if self.apart else []
         self.expected_steps = request.expected_steps or self._default_steps()
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
         self.own_size = size_of(self.job)
-        self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
+        self.load_average = load_average()
+        self.repeated = choices.plan
         self._undo: list[Callable[[], object]] = []
         self._guard = contextlib.ExitStack()
 
@@ -143,8 +148,8 @@ class Session:
 
     @property
     def measures(self) -> bool:
-        """True if trials run."""
-        return self.bench.budget.seconds > 0 and self.choices.plan is None
+        """True if trials decide."""
+        return self.bench.budget.seconds > 0 and self.request.measures and self.repeated is None
 
     def settle_budget(self) -> None:
         """Set the default budget from the pace of the training. Call this when steps fit in memory."""
@@ -158,6 +163,19 @@ class Session:
         self.bench.budget.seconds = affordable(seconds / scale, steps, per_update)
         if not self.measures:
             self.notes.append(why_nothing(seconds / scale, steps, per_update))
+
+    def plan(self) -> Plan:
+        """Return the decisions as a plan, with the conditions under which trials made them."""
+        if self.repeated is not None:
+            return replace(self.repeated, decisions=self.ledger.values, fingerprint=self.fingerprint)
+        return Plan(
+            decisions=self.ledger.values,
+            fingerprint=self.fingerprint,
+            noise=self.bench.known_noise,
+            load_average=self.load_average,
+            cores=usable_cores(),
+            undecided=self.ledger.undecided,
+        )
 
     def restore(self, error: BaseException) -> None:
         """Restore everything after an error. The error gets a note if something could not be restored."""
@@ -185,7 +203,7 @@ class Session:
     def _step_seconds(self) -> float:
         """Return the seconds of a step, without its loading."""
         self.bench.rewind()
-        took = trial.seconds(lambda: self.job.stepper.step(self.job.data.batches[0]), self.job.spec.device)
+        took = timing.seconds(lambda: self.job.stepper.step(self.job.data.batches[0]), self.job.spec.device)
         self.bench.rewind()
         return took
 

@@ -17,7 +17,7 @@ from flatout.training.micro_batches import part_sizes
 from flatout.tuning.size_finder import Found, find
 from flatout.tuning.size_models import Probe
 from flatout.tuning.step_memory import step_memory
-from flatout.tuning.trial import seconds
+from flatout.tuning.timing import seconds
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -1,33 +1,43 @@
-"""Paired statistics: the gain of a candidate, and its confidence interval."""
+"""Gain from a number of pairs that is fixed before the first."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
+from statistics import fmean, stdev
 
 from flatout.report.model import Gain
 
-RESAMPLES = 2000
+T_QUANTILES = {
+    2: 12.71,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+    11: 2.228,
+    12: 2.201,
+}
+"""0.975 quantile of Student's t distribution for a number of pairs, which has one degree of freedom less."""
 
 
-def paired_gain(baseline: Sequence[float], candidate: Sequence[float]) -> Gain:
-    """Return the median of baseline[i] / candidate[i] with its 95 % bootstrap interval.
+def fixed_gain(differences: Sequence[float]) -> Gain:
+    """Return the geometric mean of paired ratios with its 95 % t interval.
 
-    The two times of a pair are measured next to each other, so a slower machine slows both and keeps the ratio. The
-    median ignores single pairs that another process disturbed. The interval is the percentile bootstrap of the median
-    (Efron, 1979). Its generator is local, so global random state does not change.
+    The interval is valid only if nothing in the pairs decided when to stop.
 
     Args:
-        baseline: seconds, one per pair.
-        candidate: seconds, one per pair, same length.
+        differences: log ratio of baseline time to candidate time, one per pair, at most 12.
 
     Raises:
-        ValueError: the lists are empty or differ in length.
+        ValueError: fewer than two pairs, or more than 12.
     """
-    if not baseline or len(baseline) != len(candidate):
-        raise ValueError(f"need equally many paired times, got {len(baseline)} and {len(candidate)}")
-    ratios = np.asarray(baseline) / np.asarray(candidate)
-    picks = np.random.default_rng(0).integers(0, len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picks], axis=1), [2.5, 97.5])
-    return Gain(ratio=float(np.median(ratios)), low=float(low), high=float(high))
+    pairs = len(differences)
+    if pairs not in T_QUANTILES:
+        raise ValueError(f"differences must have 2 to {max(T_QUANTILES)} pairs, got {pairs}")
+    half = T_QUANTILES[pairs] * stdev(differences) / math.sqrt(pairs)
+    mean = fmean(differences)
+    return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half))

@@ -1,115 +1,133 @@
-"""Paired trials: two ways to do the same work, interleaved in one process on real batches."""
+"""Paired trials: a candidate and the baseline in turns, until the pairs show which is faster."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Literal
 
-import torch
-
-from flatout.report.model import Gain, Trial
-from flatout.tuning.statistics import paired_gain
+from flatout.report.model import Gain, Statistic, Trial
+from flatout.tuning.block import Block
+from flatout.tuning.noise import Noise, Pair, difference
+from flatout.tuning.sequence import GainSequence
 
 KEEP_ABOVE = 1.01
-"""Lower end of a gain's interval above which a candidate is kept."""
+"""Speed above which a candidate is kept. Effects of memory layout of up to 1 % do not last until the next start."""
 
-FEWEST_PAIRS = 6
-"""Minimum of paired times for a verdict: the interval of a median of five is its range."""
-
-SAVES_BELOW = 0.95
-WORTH_SAVING = 16 * 2**20
-"""Limits of a memory saving that pays.
-
-A candidate that is no slower is kept if a step takes at most this share of its memory, and saves at least these bytes.
-"""
+DROP_BELOW = 1.03
+"""Speed below which a candidate is not worth more pairs."""
 
 NO_SLOWER = 0.98
-"""Lower end of a gain's interval above which a candidate counts as no slower."""
+"""Speed above which a candidate counts as no slower."""
 
-MOST_PAIRS = 40
-HOPELESS_AFTER = 3
+FEWEST_PAIRS = 3
+"""Number of pairs that show a factor of two beside moderate noise."""
 
+MOST_PAIRS = 200
+"""Number of pairs after which a trial ends undecided."""
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall time of ``work()`` with everything that it queued on the device."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
+_seeds = itertools.count()
+"""Seeds of the random orders."""
 
+Verdict = Literal["faster", "not faster", "undecided"]
 
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that is queued on a CUDA device. Other devices have no queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+Measure = Callable[[int], Block]
+"""Function that measures block ``i`` with one configuration."""
 
 
-def interleave(
-    baseline: Callable[[int], float], candidate: Callable[[int], float], soft: float, hard: float
-) -> tuple[list[float], list[float]]:
-    """Measure pairs, in alternating order, until the verdict is clear or the time is up.
+def measure_pairs(baseline: Measure, candidate: Measure) -> Iterator[Pair]:
+    """Yield pairs without end, each in random order.
+
+    Alternating orders would cancel linear drift, but resonate with periodic disturbances. The same random order in
+    every trial would resonate, too.
+    """
+    order = random.Random(next(_seeds))
+    for i in itertools.count():
+        if order.random() < 0.5:
+            old = baseline(i)
+            yield old, candidate(i)
+        else:
+            new = candidate(i)
+            yield baseline(i), new
+
+
+class PairedTrial:
+    """Pairs of a baseline and a candidate. The verdict is valid at any number of pairs.
 
     Args:
-        baseline: measures pair ``i`` with the baseline and returns seconds.
-        candidate: measures pair ``i`` with the candidate, on the same work.
-        soft: ``time.perf_counter()`` after which only the pairs needed for a verdict start.
-        hard: ``time.perf_counter()`` after which no pair starts. One pair is always measured.
-
-    Returns:
-        Seconds of the baseline and of the candidate, one each per pair.
+        noise: noise of the baseline against itself.
+        keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
+        has_other_merits: True if the candidate needs only be no slower, because it saves memory or cores.
     """
-    old: list[float] = []
-    new: list[float] = []
-    for i in range(MOST_PAIRS):
-        if i % 2 == 0:
-            old.append(baseline(i))
-            new.append(candidate(i))
-        else:
-            new.append(candidate(i))
-            old.append(baseline(i))
-        now = time.perf_counter()
-        if now > hard or (now > soft and len(old) >= FEWEST_PAIRS) or _is_clear(old, new):
-            break
-    return old, new
 
+    def __init__(self, noise: Noise, *, keeps_cpu_time: bool = True, has_other_merits: bool = False) -> None:
+        self._keep_above, self._drop_below = (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
+        self.statistic: Statistic = noise.statistic(keeps_cpu_time=keeps_cpu_time)
+        self.pairs: list[Pair] = []
+        self._sequence = GainSequence(noise.floors[self.statistic])
 
-def _is_clear(old: list[float], new: list[float]) -> bool:
-    """Return True if more pairs would not change the verdict. Early checks require more than the final margin."""
-    if len(old) == HOPELESS_AFTER and all(b < 0.8 * c for b, c in zip(old, new, strict=True)):
-        return True
-    if len(old) < 2 * FEWEST_PAIRS or len(old) % 4:
-        return False
-    gain = paired_gain(old, new)
-    return gain.low > 1 + 2 * (KEEP_ABOVE - 1) or gain.high < 1.0
+    def add(self, pair: Pair) -> None:
+        """Add neighboring blocks of the baseline and of the candidate."""
+        self.pairs.append(pair)
+        self._sequence.add(difference(pair, self.statistic))
 
+    def run(self, baseline: Measure, candidate: Measure, soft: float, hard: float) -> None:
+        """Add pairs until the verdict is clear or the time is up. One pair is always added.
 
-def pays(gain: Gain, pairs: int) -> bool:
-    """Return True if a measured gain is certain and has enough pairs to keep a candidate."""
-    return gain.low > KEEP_ABOVE and pairs >= FEWEST_PAIRS
+        Args:
+            baseline: measures block ``i`` of the baseline.
+            candidate: measures block ``i`` of the candidate, on the same batches.
+            soft: ``time.perf_counter()`` after which a close call continues only if ``hard`` leaves enough time for it.
+            hard: ``time.perf_counter()`` after which no pair starts.
+        """
+        begun, earlier = time.perf_counter(), len(self.pairs)
+        for pair in itertools.islice(measure_pairs(baseline, candidate), MOST_PAIRS):
+            self.add(pair)
+            now = time.perf_counter()
+            pair_seconds = (now - begun) / (len(self.pairs) - earlier)
+            if self.verdict != "undecided" or now > hard:
+                break
+            if now > soft and len(self.pairs) >= FEWEST_PAIRS and now + self._pairs_missing * pair_seconds > hard:
+                break
 
+    @property
+    def _pairs_missing(self) -> float:
+        """Number of pairs until the verdict, if the next pairs are like those so far."""
+        low, high = self._sequence.interval
+        mean = self._sequence.mean
+        margin = max(mean - math.log(self._keep_above), math.log(self._drop_below) - mean)
+        return len(self.pairs) * (((high - low) / 2 / margin) ** 2 - 1)
 
-def keeps_pace(gain: Gain, pairs: int) -> bool:
-    """Return True if a candidate that uses less of the machine is as fast, by a median of enough pairs."""
-    return gain.ratio >= 1 / KEEP_ABOVE and pairs >= FEWEST_PAIRS
+    @property
+    def gain(self) -> Gain:
+        """Geometric mean of the candidate's speed relative to the baseline, with the interval of the sequence."""
+        low, high = self._sequence.interval
+        return Gain(math.exp(self._sequence.mean), math.exp(low), math.exp(high))
 
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict of the pairs so far. "faster" means fast enough to keep, and "not faster" not worth it."""
+        gain = self.gain
+        if gain.low > self._keep_above:
+            return "faster"
+        return "not faster" if gain.high < self._drop_below else "undecided"
 
-def saves_memory(trial: Trial) -> bool:
-    """Return True if a candidate takes less memory at no measurable cost in speed."""
-    old, new = trial.baseline_bytes, trial.candidate_bytes
-    if trial.failure or trial.gain is None or old is None or new is None:
-        return False
-    saves = new < SAVES_BELOW * old and old - new >= WORTH_SAVING
-    return saves and trial.gain.low > NO_SLOWER and keeps_pace(trial.gain, trial.pairs)
+    def record(self, label: str, steps: int) -> Trial:
+        """Return the record of at least one pair for the report.
 
-
-def trial_of(label: str, old: list[float], new: list[float], steps: int) -> Trial:
-    """Return the record of paired times, each over ``steps`` steps."""
-    return Trial(
-        candidate=label,
-        baseline_ms=1e3 * median(old) / steps,
-        candidate_ms=1e3 * median(new) / steps,
-        gain=paired_gain(old, new),
-        pairs=len(old),
-    )
+        Args:
+            label: name of the candidate.
+            steps: steps of an update.
+        """
+        baseline = median(old.mean for old, _ in self.pairs)
+        return Trial(
+            candidate=label,
+            baseline_ms=1e3 * baseline / steps,
+            candidate_ms=1e3 * baseline / self.gain.ratio / steps,
+            gain=self.gain,
+            pairs=len(self.pairs),
+        )

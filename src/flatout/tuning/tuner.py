@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
 from flatout.report.model import Row, Trial
 from flatout.techniques import (
-    REGISTRY,
     Candidate,
-    CompanionTechnique,
     LoaderCandidate,
     LoaderTechnique,
     Measured,
@@ -25,8 +23,8 @@ from flatout.techniques import (
     SparingTechnique,
     StepTechnique,
 )
-from flatout.tuning.acceptance import earns, rank, ratio, serves, spares, verdict
-from flatout.tuning.bench import Bench
+from flatout.tuning.acceptance import earns, is_open, rank, ratio, serves, spares, verdict
+from flatout.tuning.bench import TRIAL_SECONDS, Bench
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.forced import warm_up_forced
 from flatout.tuning.ledger import Decision
@@ -73,6 +71,22 @@ class Tuner:
         if row.status != "not applicable":
             self._choices.check_plan(technique, ledger.values.get(technique.name, False))
         return row
+
+    def may_try(self, technique: Measured) -> bool:
+        """Return True if the technique applies, and no choice or reason speaks against a trial."""
+        try:
+            technique.check(self._bench.job)
+        except (NotApplicable, Unsuitable):
+            return False
+        return self._choices.of(technique) is None and not self._why_not_try(technique)
+
+    def needs(self, techniques: Iterable[Measured]) -> float:
+        """Return the estimated seconds to try techniques that are not decided yet."""
+        bench = self._bench
+        if bench.budget.seconds == 0:
+            return 0.0
+        tried = [t for t in techniques if not bench.ledger.is_kept(t.name) and self.may_try(t)]
+        return sum(TRIAL_SECONDS + technique.setup_estimate(bench.job, bench.pace) for technique in tried)
 
     def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
         """Keep a candidate without a trial, in the tuned loop and in the baseline."""
@@ -158,19 +172,13 @@ class Tuner:
     def _decide_step(self, technique: StepTechnique) -> Row:
         bench = self._bench
         trials, best = self._try_all(self._candidates(technique), technique)
-        if best is None and any(trial.gain is not None and not trial.failure for trial in trials):
-            for companion in self._companions(technique):
-                more, pair = self._try_pairs(technique, companion)
-                trials += more
-                if pair is not None:
-                    return self._keep_pair(technique, companion, trials, *pair)
         if trials and all(trial.gain is None for trial in trials):
             bench.job.failed.add(technique.name)
         row = _with_finding(
             verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0]), technique, best
         )
         if best is None:
-            return bench.ledger.add(Decision(row))
+            return bench.ledger.add(Decision(row, is_open=is_open(trials)))
         return bench.keep(Decision(row, "trial", best[1].value, best[1]))
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
@@ -205,49 +213,6 @@ class Tuner:
             if best is None or candidate is not best[1]:
                 candidate.release()
         return trials, best
-
-    def _companions(self, technique: StepTechnique) -> Iterator[StepTechnique]:
-        """Yield companions that no choice decides and that the budget allows to try."""
-        names = technique.companions if isinstance(technique, CompanionTechnique) else ()
-        for companion in REGISTRY:
-            if companion.name not in names or self._choices.of(companion) is not None:
-                continue
-            assert isinstance(companion, StepTechnique)
-            if self._bench.budget.fits(setup_estimate(self._bench, [technique, companion])):
-                with contextlib.suppress(NotApplicable):
-                    companion.check(self._bench.job)
-                    yield companion
-
-    def _try_pairs(
-        self, technique: StepTechnique, companion: StepTechnique
-    ) -> tuple[list[Trial], tuple[Trial, PairCandidate] | None]:
-        job, pairs = self._bench.job, []
-        for first in technique.candidates(job):
-            try:
-                with first:
-                    others = companion.candidates(job)
-            except NotApplicable:
-                continue
-            label = f"{first.label} + {companion.title}"
-            pairs += [PairCandidate(first, other, f"{label} {other.label}") for other in others]
-        return self._try_all(pairs, technique, companion)
-
-    def _keep_pair(
-        self,
-        technique: StepTechnique,
-        companion: StepTechnique,
-        trials: list[Trial],
-        best: Trial,
-        pair: PairCandidate,
-    ) -> Row:
-        """Keep both techniques. The technique's row has the gain of the pair, and the companion's row refers to it."""
-        bench, (first, second) = self._bench, pair.parts
-        alone = f"{technique.rationale_on(bench.job)}; it pays in the company of {companion.title} alone"
-        row = bench.keep(Decision(verdict(technique.row("kept", alone), trials, best), "trial", first.value, first))
-        why = companion.rationale_on(bench.job)
-        why = f"{why}; tried together with {technique.title}, whose row has the gain of both"
-        bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
-        return row
 
     # Techniques that save memory
 
@@ -297,7 +262,8 @@ class Tuner:
             if bench.budget.left == 0:
                 break
             made: list[Iterable[Any]] = []
-            trial = attempt(bench, candidate.label, lambda c=candidate, m=made: loader_trial(bench, c, m))  # type: ignore[misc]
+            run = partial(loader_trial, bench, candidate, made, has_other_merits=is_sparing)
+            trial = attempt(bench, candidate.label, run)
             trials.append(trial)
             if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
                 best = trial, candidate, made[0]
@@ -305,7 +271,7 @@ class Tuner:
         row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best or (None, candidates[0]))
         if best is None:
-            return bench.ledger.add(Decision(row))
+            return bench.ledger.add(Decision(row, is_open=is_open(trials)))
         bench.use(best[2])
         return bench.ledger.add(Decision(row, "trial", best[1].value))
 

@@ -156,6 +156,7 @@ class Optimized(Lane):
             device=device,
             expected_steps=LONG_TRAINING,
             budget=budget,
+            plan=None,  # the demo shows trials, which a cached plan would replace
         )
         self.tuning_seconds = time.perf_counter() - start
         self.report = self._run.report

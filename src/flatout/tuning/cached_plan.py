@@ -1,0 +1,184 @@
+"""Cached plan: the decisions of an earlier start, verified and raced here before they replace a search.
+
+A deterministic training uses the cache, too. Only bit-identical techniques are timed there, so that a cached decision
+cannot change a result. But no timing changes such a plan: it is applied without a race, and all starts make the same
+decisions. A plan that the user gives, such as ``Plan.from_checkpoints`` for a resumed training, never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatout.core import formatting
+from flatout.core.errors import Unsuitable
+from flatout.core.machine import usable_cores
+from flatout.core.out_of_memory import free_memory
+from flatout.plan import CACHED, Plan
+from flatout.techniques import REGISTRY, LoaderTechnique, Measured, NotApplicable, StepTechnique
+from flatout.tuning.bench import Bench
+from flatout.tuning.budget import Budget
+from flatout.tuning.ledger import Decision, Ground
+from flatout.tuning.plan_key import key_of
+from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning.race import RaceResult, race_once
+from flatout.tuning.search import Outcome, conclude, confirm, measured_baseline, search
+from flatout.tuning.session import Session, announced
+from flatout.tuning.trial_runner import differences, warm_up
+
+RACE_SECONDS = 2.0
+RACE_UPDATES = 6
+"""The race of a cached plan takes the longer of these times."""
+
+SOURCE = "the cached plan"
+"""Origin of the decisions, for the report."""
+
+
+def decide(session: Session) -> Outcome:
+    """Decide every technique: by the cached plan if it holds here, else by a search whose result is cached."""
+    if not session.request.measures:
+        return confirm(session, search(session))
+    key = key_of(session)
+    plan = read_plan(key) if session.request.plan == CACHED else None
+    outcome = None if plan is None else _repeat(session, plan)
+    if outcome is None:
+        outcome = confirm(session, search(session))
+    if session.measures:
+        write_plan(key, session.plan())
+    return outcome
+
+
+def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
+    """Return the techniques that this start spends its budget on, although the plan holds.
+
+    These are the plan's undecided techniques. After a plan that was made under load, a quiet machine tries everything
+    that the plan does without.
+    """
+    if session.job.spec.deterministic:
+        return []
+    is_quiet = session.load_average is not None and session.load_average <= usable_cores()
+    tries_all = plan.is_made_under_load and is_quiet
+    return [
+        technique
+        for technique in REGISTRY
+        if isinstance(technique, Measured)
+        and session.choices.of(technique) is None
+        and technique.name not in plan.decisions
+        and (tries_all or technique.name in plan.undecided)
+    ]
+
+
+def _repeat(session: Session, plan: Plan) -> Outcome | None:
+    """Return the outcome of a plan; None if the plan fails or loses its race. Then the session is as before."""
+    before, source = session.ledger.decisions, session.job.data.source
+    try:
+        with announced("checking the cached plan"):
+            baseline = measured_baseline(session)
+            if not session.measures:  # the training is too short to compare anything
+                _roll_back(session, before, source)
+                return None
+            session.repeated = plan
+            _apply(session, plan)
+            result = _race(session.bench)
+        is_lost = result.gain is not None and result.gain.high < 1.0
+        failure = "the tuned loop was slower than the original" if is_lost else ""
+    except Exception as error:  # of a candidate that no longer works
+        failure = formatting.first_line(error)
+    if failure:
+        session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
+        _roll_back(session, before, source)
+        return None
+    session.notes.append(
+        f"the decisions come from {SOURCE} of an earlier start. optimize(plan=None) measures all techniques again"
+    )
+    techniques = techniques_to_try(session, plan)
+    if not techniques:
+        return conclude(session, baseline, result)
+    session.repeated = None
+    for technique in techniques:
+        with announced(f"trying {technique.title}"):
+            session.tuner.decide(technique)
+    return confirm(session, baseline)
+
+
+def _apply(session: Session, plan: Plan) -> None:
+    """Apply the decisions of a plan that apply here, in the order of the registry.
+
+    Raises:
+        Exception: a decision failed.
+    """
+    ledger = session.ledger
+    for technique in REGISTRY:
+        if not isinstance(technique, Measured):
+            continue
+        value = plan.decisions.get(technique.name, False)
+        if ledger.is_kept(technique.name) and value in (False, ledger.values[technique.name]):
+            continue
+        if session.choices.of(technique) is not None:
+            session.tuner.decide(technique)
+            continue
+        try:
+            technique.check(session.job)
+            if value is False:
+                ledger.add(Decision(technique.row("not tried", f"{SOURCE} does without it")))
+            else:
+                _keep(session, technique, value)
+        except NotApplicable as reason:
+            ledger.add(Decision(technique.row("not applicable", str(reason))))
+
+
+def _keep(session: Session, technique: Measured, value: Any) -> None:
+    """Turn a technique on, with its numerics compared again.
+
+    Raises:
+        NotApplicable: the candidate does not apply to this job.
+        Unsuitable: the numerics differ, or the technique may not be used here.
+        ValueError: there is no such candidate.
+    """
+    job, bench = session.job, session.bench
+    if job.spec.deterministic and technique.effect_on(job) != "exact":
+        raise Unsuitable(f"deterministic=True: {technique.title} may change the last bits")
+    candidate = technique.forced(job, value)
+    row = technique.row("kept", f"{SOURCE} asks for it: {technique.rationale_on(job)}", candidate.label)
+    # A race may revert decisions of trials only.
+    ground: Ground = "choice" if job.spec.deterministic else "trial"
+    if isinstance(technique, LoaderTechnique):
+        if not bench.rewindable:
+            raise Unsuitable("the loader cannot be rewound: another in its place would lose samples")
+        bench.use(candidate.make())
+        session.ledger.add(Decision(row, ground, candidate.value))
+        return
+    assert isinstance(technique, StepTechnique)
+    warm_up(bench, candidate)
+    failure = "; ".join(str(d) for d in differences(bench, candidate, [technique]) if d.fails) or candidate.failure
+    if failure:
+        raise Unsuitable(f"{technique.title}: {failure}")
+    bench.rewind()
+    # The warm-up may have settled the candidate's label and value.
+    bench.keep(Decision(replace(row, chosen=candidate.label), ground, candidate.value, candidate))
+
+
+def _race(bench: Bench) -> RaceResult:
+    """Race the tuned loop against the original for a short time, within the budget."""
+    update_seconds = bench.job.spec.accumulate * bench.pace.total_ms / 1e3
+    own = bench.budget
+    bench.budget = Budget(min(max(RACE_SECONDS, RACE_UPDATES * update_seconds), own.seconds))
+    try:
+        return race_once(bench)
+    finally:
+        bench.budget = own
+
+
+def _roll_back(session: Session, decisions: Sequence[Decision], source: Iterable[Any]) -> None:
+    """Turn off everything that a plan turned on, and return to earlier decisions."""
+    bench, ledger = session.bench, session.ledger
+    session.repeated = None
+    for candidate in reversed(ledger.candidates):
+        candidate.disable()
+        candidate.release()
+    ledger.reset(decisions)
+    bench.use(source)
+    bench.forget()
+    bench.rewind()
+    free_memory(session.job.spec.device)

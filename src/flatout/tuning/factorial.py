@@ -1,0 +1,143 @@
+"""Factorial trial: decides many switches together from blocks with random combinations of them.
+
+A pair of neighboring blocks runs a random combination of the open switches and then its complement. The log ratio of
+both times is regressed on the differences of the switches, without an intercept. Every pair therefore informs about
+every switch, and slow drift cancels within a pair. Interactions of two switches cancel, too: each estimate is the
+effect of a switch averaged over the others (fold-over; Box, Hunter and Hunter, "Statistics for Experimenters", 2005).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from flatout.tuning.sequence import LEAST_SCALE, NoiseFloor
+from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE
+
+Switch = TypeVar("Switch", bound=Hashable)
+
+PRIOR = 0.5
+"""Standard deviation of the prior of a switch's log gain, around 0."""
+
+EARLY = 3.2
+"""Posterior standard deviations between an estimate and a limit that fix a switch before the end."""
+
+LATE = 2.2
+"""The same at the end."""
+
+CHECK_EVERY = 2
+"""Number of pairs between two looks at the estimates."""
+
+
+class Estimate(NamedTuple):
+    """Estimate of a switch's log gain, with its standard deviation and the degrees of freedom of the latter."""
+
+    mean: float
+    deviation: float
+    freedom: float
+
+    def low(self, deviations: float) -> float:
+        """Return the lower bound that corresponds to so many standard deviations of a normal distribution."""
+        return self.mean - self._half(deviations)
+
+    def high(self, deviations: float) -> float:
+        """Return the upper bound; see ``low``."""
+        return self.mean + self._half(deviations)
+
+    def _half(self, deviations: float) -> float:
+        """Return half the width with the quantile of Student's t, as approximated by Wallace (1959)."""
+        n = self.freedom
+        z = deviations * (8 * n + 3) / (8 * n + 1)
+        return self.deviation * math.sqrt(n * math.expm1(z * z / n))
+
+
+class Factorial(Generic[Switch]):
+    """Decisions about switches that any combination may turn on.
+
+    Args:
+        groups: alternatives of each technique, of which a combination has at most one.
+        floor: noise of the baseline against itself.
+        seed: seed of the combinations.
+
+    Attributes:
+        kept: switches that are fixed on.
+        open: groups without a decision.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Switch]], floor: NoiseFloor, seed: int = 0) -> None:
+        self.kept: list[Switch] = []
+        self.open = [list(group) for group in groups]
+        self._columns = {switch: i for i, switch in enumerate(switch for group in groups for switch in group)}
+        self._floor = floor
+        self._random = random.Random(seed)
+        self._rows: list[np.ndarray] = []
+        self._gains: list[float] = []
+
+    def combinations(self) -> tuple[list[Switch], list[Switch]]:
+        """Return a random combination and its complement. The kept switches are in both."""
+        one, other = list(self.kept), list(self.kept)
+        for group in self.open:
+            switch = self._random.choice(group)
+            (one if self._random.random() < 0.5 else other).append(switch)
+        return one, other
+
+    def add(self, one: Sequence[Switch], other: Sequence[Switch], gain: float) -> None:
+        """Add a pair.
+
+        Args:
+            one: switches of the first block.
+            other: switches of the second block.
+            gain: log ratio of the second time to the first.
+        """
+        row = np.zeros(len(self._columns))
+        row[[self._columns[switch] for switch in one]] += 1
+        row[[self._columns[switch] for switch in other]] -= 1
+        self._rows.append(row)
+        self._gains.append(gain)
+        if len(self._gains) % CHECK_EVERY == 0:
+            self._fix(EARLY)
+
+    def close(self) -> None:
+        """Decide at the end. Switches that remain open are undecided."""
+        self._fix(LATE, last=True)
+
+    def pairs_of(self, switch: Switch) -> int:
+        """Return the number of pairs that inform about a switch."""
+        return sum(bool(row[self._columns[switch]]) for row in self._rows)
+
+    def estimates(self) -> dict[Switch, Estimate]:
+        """Return the estimate of each switch: ridge regression, with the scale pooled from the noise floor."""
+        rows = np.array(self._rows).reshape(-1, len(self._columns))
+        gains = np.array(self._gains)
+        variance, freedom = max(self._floor.scale, LEAST_SCALE) ** 2, float(self._floor.pairs)
+        means, covariance = self._ridge(rows, gains, variance)
+        residuals = gains - rows @ means
+        spent = len(self._columns) - np.trace(covariance) / PRIOR**2  # by the estimates
+        left = max(0.0, len(gains) - spent)
+        pooled = (freedom * variance + residuals @ residuals) / (freedom + left)
+        variance, freedom = max(pooled, LEAST_SCALE**2), freedom + left
+        means, covariance = self._ridge(rows, gains, variance)
+        deviations = np.sqrt(np.diag(covariance))
+        return {switch: Estimate(float(means[i]), float(deviations[i]), freedom) for switch, i in self._columns.items()}
+
+    def _ridge(self, rows: np.ndarray, gains: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return means and covariance of the posterior for a variance of a pair."""
+        information = rows.T @ rows / variance + np.eye(len(self._columns)) / PRIOR**2
+        covariance = np.linalg.inv(information)
+        return covariance @ rows.T @ gains / variance, covariance
+
+    def _fix(self, deviations: float, *, last: bool = False) -> None:
+        """Decide the groups whose estimates are at least so many standard deviations from the limits."""
+        estimates, still_open = self.estimates(), []
+        for group in self.open:
+            best = max(group, key=lambda switch: estimates[switch].mean)
+            rivals = [s for s in group if s != best and estimates[s].high(deviations) > estimates[best].low(deviations)]
+            if estimates[best].low(deviations) > math.log(KEEP_ABOVE) and (last or not rivals):
+                self.kept.append(best)
+            else:
+                still_open.append([s for s in group if estimates[s].high(deviations) > math.log(DROP_BELOW)])
+        self.open = [group for group in still_open if group]

@@ -1,0 +1,183 @@
+"""Key of a cached plan: everything known before a search that its decisions depend on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from flatout.core.batches import objects_of, tensors_within
+from flatout.core.machine import cpu_name, text_of, usable_cores
+from flatout.core.process_group import group_size
+from flatout.core.source_code import hash_of_source
+from flatout.core.version import __version__
+from flatout.data.loaders import original_of
+from flatout.plan import SCHEMA_VERSION
+from flatout.techniques.sdpa_backend import attention_kernels
+from flatout.training.spec import Spec
+from flatout.tuning.session import Session
+
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS",
+    "CUDA_",
+    "CUDNN_",
+    "DNNL_",
+    "FLATOUT_",
+    "GLIBC_TUNABLES",
+    "GOMP_",
+    "KMP_",
+    "LD_PRELOAD",
+    "MALLOC_",
+    "MKL_",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_",
+    "ONEDNN_",
+    "PYTORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRITON_",
+)
+"""Beginnings of the names of environment variables that may change numerics, kernels or speed."""
+
+IRRELEVANT = (
+    "CUDA_CACHE_",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "FLATOUT_BUDGET",
+    "FLATOUT_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets this variable when it compiles
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "TORCH_LOGS",
+    "TORCH_SHOW_CPP_STACKTRACES",
+    "TRITON_CACHE_DIR",
+)
+"""Variables with these beginnings that name folders, logs, or how long to measure."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def key_of(session: Session) -> dict[str, str]:
+    """Return the fields of the key by name, so that a person can compare the keys of two starts.
+
+    No decision depends on the seed, the learning rate, the budget or the values of weights. Of the affinity only the
+    number of cores counts, because the schedulers of clusters assign other cores to each start.
+
+    Args:
+        session: a prepared session, before its search.
+    """
+    spec, request, loader = session.job.spec, session.request, original_of(session.loader)
+    arguments = {name: getattr(request, name) for name in ("batch_size", "lr_rule", "memory_limit")}
+    return {
+        "flatout": f"{__version__}, plans of version {SCHEMA_VERSION}",
+        "python": platform.python_version(),
+        **session.fingerprint,
+        "batch": _shapes(session.job.data.batches),
+        "hardware": _hardware(spec.device),
+        "cores": f"{usable_cores()}, {torch.get_num_threads()} threads, {group_size()} processes",
+        "modes": _modes(spec.device),
+        "environment": ", ".join(f"{name}={os.environ[name]}" for name in sorted(filter(_is_relevant, os.environ))),
+        "code": hash_of_source(_code_of(spec, loader)),
+        "loader": _loader(loader),
+        "settings": _settings(spec.optimizer),
+        "scheduler": _class_of(request.scheduler),
+        "update": f"accumulate={spec.accumulate}, clips={spec.max_grad_norm is not None}",
+        "deterministic": str(spec.deterministic),
+        "choices": json.dumps({"techniques": session.choices.asked, **arguments}, sort_keys=True, default=repr),
+        "expected steps": f"10^{math.floor(math.log10(max(1, session.job.data.expected_steps)))}",
+    }
+
+
+def _shapes(batches: Sequence[Any]) -> str:
+    """Return dtypes and sizes of the batches' tensors. A size that varies is rounded up to a power of two.
+
+    Padding differs from start to start, so its exact sizes would never match.
+    """
+    made = [_class_of(leaf) for leaf in objects_of(batches[0])]
+    for same in zip(*map(tensors_within, batches), strict=False):
+        sizes = (set(along) for along in zip(*(t.shape for t in same), strict=False))
+        dtypes = {str(t.dtype).removeprefix("torch.") for t in same}
+        made.append(f"{'/'.join(sorted(dtypes))}[{', '.join(map(_rounded, sizes))}]")
+    return ", ".join(made)
+
+
+def _rounded(sizes: set[int]) -> str:
+    return str(*sizes) if len(sizes) == 1 else f"<={1 << (max(sizes) - 1).bit_length()}"
+
+
+def _hardware(device: torch.device) -> str:
+    cpu = f"{cpu_name()} with {torch.backends.cpu.get_cpu_capability()}"
+    if device.type != "cuda":
+        return cpu
+    found = torch.cuda.get_device_properties(device)
+    libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    driver = text_of(_DRIVER).partition("\n")[0]
+    return f"{cpu}, {found.multi_processor_count} SMs, {found.total_memory} bytes, {libraries}, {driver}"
+
+
+def _modes(device: torch.device) -> str:
+    """Return the modes of this process that change dtypes or kernels."""
+    backends: Any = torch.backends  # its stubs lack some of these modules
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    products = (backends.cuda.matmul, mkldnn.matmul, cudnn.conv, mkldnn.conv)
+    modes = {
+        "dtype": torch.get_default_dtype(),
+        "autocast": torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        "products": [module.fp32_precision for module in products],
+        "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic],
+        "attention": attention_kernels(),
+    }
+    return ", ".join(f"{name} {mode}" for name, mode in modes.items())
+
+
+def _is_relevant(variable: str) -> bool:
+    return variable.startswith(ENVIRONMENT) and not variable.startswith(IRRELEVANT)
+
+
+def _code_of(spec: Spec, loader: Any) -> list[Any]:
+    """Return the user's functions and classes whose source belongs to the key."""
+    code = [*spec.code, *{type(module) for root in spec.modules for module in root.modules()}]
+    if isinstance(loader, DataLoader):
+        code += [loader.collate_fn, type(loader.dataset)]
+    return code
+
+
+def _loader(loader: Any) -> str:
+    try:
+        length = str(len(loader))
+    except Exception:  # of the user's loader
+        length = "unknown"
+    facts = [_class_of(loader), f"length {length}"]
+    if isinstance(loader, DataLoader):
+        parts = (loader.dataset, loader.sampler, loader.batch_sampler)
+        facts += [*map(_class_of, parts), f"batch_size={loader.batch_size}", f"num_workers={loader.num_workers}"]
+    return ", ".join(facts)
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return the optimizer's settings. Of a number only its type counts, unless the number is 0."""
+    if optimizer is None:
+        return "none"
+    shown = {name: _setting(value) for name, value in sorted(getattr(optimizer, "defaults", {}).items())}
+    return ", ".join([f"{len(optimizer.param_groups)} groups", *(f"{name}={value}" for name, value in shown.items())])
+
+
+def _setting(value: Any) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or isinstance(value, (bool, str, torch.dtype)) or (is_number and value == 0):
+        return str(value)
+    return type(value).__name__
+
+
+def _class_of(value: Any) -> str:
+    return "none" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,113 @@
+"""Time-uniform confidence sequence of a gain, from paired blocks and the noise floor.
+
+The interval holds the true gain at all numbers of pairs together, so a trial may look after every pair and stop at any.
+It is the Gaussian mixture t sequence of Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian
+means with unknown variance" (2025), after Lai (1976). Pairs of the baseline with itself, whose mean is known to be 0,
+extend it. They give a scale before the first pair, so that two or three pairs decide large gains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LEVEL = 0.05
+"""Probability that the sequence misses the truth at any number of pairs."""
+
+PRIOR_PAIRS = 1.0
+"""Weight of the prior around no gain, in pairs: the variance of the mixture is that of a pair divided by this number.
+
+A smaller number narrows the interval of few pairs and widens that of many. On recordings 0.3 keeps more slower
+candidates and finds fewer gains of 5 %.
+"""
+
+FEWEST_PAIRS = 2
+"""Number of pairs that have an interval. A single stall in a single pair is not Gaussian."""
+
+LEAST_SCALE = 0.002
+"""Smallest standard deviation of a pair, in log time, whatever few pairs show."""
+
+
+class Interval(NamedTuple):
+    """Interval of a log ratio."""
+
+    low: float
+    high: float
+
+
+NOTHING_KNOWN = Interval(-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """Spread of the baseline against itself.
+
+    Attributes:
+        scale: root mean square of the log ratios of neighboring blocks.
+        pairs: number of these pairs.
+    """
+
+    scale: float
+    pairs: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> NoiseFloor:
+        """Return the noise floor for the log ratios of pairs of the baseline with itself."""
+        squares = sum(difference**2 for difference in differences)
+        return cls(math.sqrt(squares / len(differences)) if differences else 0.0, len(differences))
+
+
+class GainSequence:
+    """Confidence sequence of the mean log ratio of pairs.
+
+    Args:
+        floor: noise of the baseline against itself.
+        level: probability that the sequence ever misses the truth.
+    """
+
+    def __init__(self, floor: NoiseFloor, level: float = LEVEL) -> None:
+        self._floor = floor
+        self._level = level
+        self._count = 0
+        self._sum = 0.0
+        self._squares = 0.0
+
+    def add(self, difference: float) -> None:
+        """Add the log ratio of a pair: baseline time / candidate time."""
+        self._count += 1
+        self._sum += difference
+        self._squares += difference**2
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return self._count
+
+    @property
+    def mean(self) -> float:
+        """Mean log ratio; NaN without a pair."""
+        return self._sum / self._count if self._count else math.nan
+
+    @property
+    def scale(self) -> float:
+        """Standard deviation of a pair, pooled from the noise floor and from the spread of these pairs."""
+        spread = max(0.0, self._squares - self._count * self.mean**2) if self._count else 0.0
+        freedom = self._floor.pairs + max(0, self._count - 1)
+        variance = (self._floor.pairs * self._floor.scale**2 + spread) / freedom if freedom else math.inf
+        return max(math.sqrt(variance), LEAST_SCALE)
+
+    @property
+    def interval(self) -> Interval:
+        """Interval of the log ratio; infinite while the pairs are too few for one."""
+        n = self._count
+        freedom = self._floor.pairs + n - 1
+        if n < FEWEST_PAIRS or freedom <= 0:
+            return NOTHING_KNOWN
+        shrink = PRIOR_PAIRS / (n + PRIOR_PAIRS)
+        bound = (self._level * math.sqrt(shrink)) ** (-2 / (freedom + 1))
+        if shrink * bound >= 1:
+            return NOTHING_KNOWN
+        half = self.scale * math.sqrt(freedom * (bound - 1) / ((1 - shrink * bound) * n))
+        return Interval(self.mean - half, self.mean + half)

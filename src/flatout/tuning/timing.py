@@ -1,0 +1,68 @@
+"""Timing of work on a device: seconds of a call, and blocks of updates."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+
+from flatout.tuning.block import Block
+
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Wall time of ``work()`` with everything that it queued on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that is queued on a CUDA device. Other devices have no queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_block(update: Callable[[int], object], updates: range, device: torch.device) -> Block:
+    """Run ``update`` for each number in ``updates``, and return their times.
+
+    On a GPU the times lie between events on the current stream. The block waits for the GPU only at its ends.
+    """
+    synchronize(device)
+    before, cpu = _waits(), time.process_time()
+    walls = _between_events(update, updates, device) if device.type == "cuda" else _between_readings(update, updates)
+    cpu, after = time.process_time() - cpu, _waits()
+    return Block(walls, cpu / len(updates), None if before is None or after is None else after - before)
+
+
+def _between_readings(update: Callable[[int], object], updates: range) -> tuple[float, ...]:
+    readings = [time.perf_counter()]
+    for i in updates:
+        update(i)
+        readings.append(time.perf_counter())
+    return tuple(end - start for start, end in itertools.pairwise(readings))
+
+
+def _between_events(update: Callable[[int], object], updates: range, device: torch.device) -> tuple[float, ...]:
+    stream = torch.cuda.current_stream(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(updates) + 1)]
+    events[0].record(stream)
+    for event, i in zip(events[1:], updates, strict=True):
+        update(i)
+        event.record(stream)
+    torch.cuda.synchronize(device)
+    return tuple(start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events))
+
+
+def _waits() -> int | None:
+    """Return the voluntary context switches of this thread so far; None if the system does not count them."""
+    this_thread = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
+    return None if this_thread is None else resource.getrusage(this_thread).ru_nvcsw

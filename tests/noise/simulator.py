@@ -1,0 +1,178 @@
+"""Simulator of step times on noisy machines, with known true gains.
+
+A :class:`Machine` turns the work of training steps, in seconds on an idle core, into wall time and CPU time. The model
+has one thread on two cores, time slices of about 3 ms beside busy processes, one-sided stalls, a random walk and a
+trend of the clock, garbage collection, heavy tails, thermal throttling, and CPU time that grows beside other processes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from flatout.tuning.block import Block
+
+CORES = 2
+SLICE = 0.003
+"""Mean time slice of the scheduler, in seconds."""
+
+WOBBLE_SECONDS = 0.5
+"""Interval at which the share of the cores changes beside busy processes."""
+
+LAYOUT = 0.003
+"""Standard deviation of the effect of memory addresses on a block, in log time."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Kind of noise.
+
+    Attributes:
+        jitter: standard deviation of the work of a step, in log time.
+        busy: busy processes beside the training.
+        comes_and_goes: True if the number of busy processes changes every two seconds or so, between 0 and 8.
+        stalls: stalls per second.
+        stall_seconds: mean duration of a stall.
+        walk: standard deviation of the clock's random walk, in log time per square root of a second.
+        trend: drift of the clock, in log time per second.
+        contention: largest growth of the CPU time beside busy processes, in each step and in each tenth of a second.
+        refill: mean CPU time that a preemption costs, as caches are cold afterwards, in seconds.
+        pause_every: seconds between garbage collections; 0 without any.
+        pause_seconds: duration of a garbage collection.
+        tail: share of the steps that take a Pareto-distributed multiple of their time.
+        throttled: factor of the clock in alternating periods of three seconds, as in thermal throttling.
+    """
+
+    jitter: float = 0.01
+    busy: int = 0
+    comes_and_goes: bool = False
+    stalls: float = 0.3
+    stall_seconds: float = 0.01
+    walk: float = 0.002
+    trend: float = 0.0
+    contention: float = 0.0
+    refill: float = 0.0
+    pause_every: float = 0.0
+    pause_seconds: float = 0.0
+    tail: float = 0.0
+    throttled: float = 1.0
+
+
+_BESIDE_OTHERS = Scenario(jitter=0.02, stalls=0.5, walk=0.005, contention=0.15, refill=0.0003)
+
+SCENARIOS: dict[str, Scenario] = {
+    "quiet": Scenario(),
+    "shared host": Scenario(jitter=0.025, walk=0.02),
+    "jitter": Scenario(jitter=0.05, stalls=4, stall_seconds=0.02, walk=0.005),
+    "drift": Scenario(jitter=0.02, stalls=0.5, walk=0.03, trend=0.01),
+    "2 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 2})),
+    "4 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 4})),
+    "8 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 8})),
+    "come and go": Scenario(**(vars(_BESIDE_OTHERS) | {"comes_and_goes": True})),
+    "garbage collection": Scenario(pause_every=0.25, pause_seconds=0.015),
+    "heavy tails": Scenario(jitter=0.02, tail=0.05),
+    "thermal steps": Scenario(jitter=0.02, throttled=1.2),
+}
+
+
+class Machine:
+    """Clock that the work of training steps advances.
+
+    Attributes:
+        wall: wall time since the start, in seconds.
+        cpu: CPU time of the training, in seconds.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.wall = self.cpu = 0.0
+        self._scenario = scenario
+        self._random = random.Random(seed)
+        self._busy = scenario.busy
+        self._speed = 1.0
+        self._speed_until = self._wobble_until = self._busy_until = 0.0
+        self._wobble = self._contention = 1.0
+        self._slice_left = self._gamma(SLICE)
+        self._next_stall = self._interval(scenario.stalls)
+        self._next_pause = scenario.pause_every * self._random.random() or math.inf
+        self._phase = 6 * self._random.random()
+
+    def work(self, seconds: float) -> None:
+        """Advance both clocks by a step of ``seconds`` on an idle core."""
+        scenario, draw = self._scenario, self._random
+        if scenario.tail and draw.random() < scenario.tail:
+            seconds *= draw.paretovariate(1.5)
+        left = seconds * math.exp(draw.gauss(0.0, scenario.jitter))
+        if self._busy > 1:
+            left *= 1 + scenario.contention * draw.random()
+        while left > 0:
+            waits = self._change()
+            chunk = min(left, 0.05)
+            if waits > 1 and chunk > self._slice_left:
+                chunk = self._slice_left if left < 0.05 else chunk
+            took = chunk * self._speed * self._contention * self._throttle()
+            self.cpu += took
+            self.wall += took
+            left -= chunk
+            if waits > 1:
+                self._preempt(chunk, waits)
+            self._stall()
+
+    def _change(self) -> float:
+        """Update speed and load, and return how many processes share a core."""
+        scenario, draw = self._scenario, self._random
+        while self.wall >= self._speed_until:
+            self._speed *= math.exp(draw.gauss(0.0, scenario.walk * math.sqrt(0.1)) + scenario.trend * 0.1)
+            self._contention = 1 + scenario.contention * draw.random() * (self._busy > 1)
+            self._speed_until += 0.1
+        while self.wall >= self._wobble_until:
+            self._wobble = math.exp(draw.gauss(0.0, 0.25))
+            self._wobble_until += WOBBLE_SECONDS
+        while scenario.comes_and_goes and self.wall >= self._busy_until:
+            self._busy = draw.choice((0, 0, 2, 4, 8))
+            self._busy_until += draw.expovariate(0.5)
+        return max(1.0, (self._busy + 1) / CORES * self._wobble) if self._busy > 1 else 1.0
+
+    def _preempt(self, ran: float, waits: float) -> None:
+        """Wait for the slices of other processes after ``ran`` seconds."""
+        self._slice_left -= ran
+        if self._slice_left > 1e-12:
+            return
+        slices = 1 - self._slice_left / SLICE
+        self.wall += self._gamma(SLICE * (waits - 1), slices)
+        if self._scenario.refill:
+            refill = self._gamma(self._scenario.refill, slices / 4)  # exponential for one slice
+            self.wall += refill
+            self.cpu += refill
+        self._slice_left = self._gamma(SLICE)
+
+    def _stall(self) -> None:
+        scenario = self._scenario
+        while self.wall >= self._next_stall:
+            self.wall += self._random.expovariate(1 / scenario.stall_seconds)
+            self._next_stall += self._interval(scenario.stalls)
+        while self.wall >= self._next_pause:
+            self.wall += scenario.pause_seconds
+            self.cpu += scenario.pause_seconds
+            self._next_pause += scenario.pause_every
+
+    def _throttle(self) -> float:
+        return self._scenario.throttled if (self.wall + self._phase) % 6 < 3 else 1.0
+
+    def _gamma(self, mean: float, count: float = 1.0) -> float:
+        return self._random.gammavariate(4 * count, mean / 4)
+
+    def _interval(self, rate: float) -> float:
+        return self._random.expovariate(rate) if rate else math.inf
+
+    def block(self, step: float, updates: int, *, warm_up: bool = True) -> Block:
+        """Return the times of ``updates`` updates of ``step`` seconds, after an untimed one."""
+        step *= math.exp(self._random.gauss(0.0, LAYOUT))
+        if warm_up:
+            self.work(step)
+        walls, before = [], self.cpu
+        for _ in range(updates):
+            start = self.wall
+            self.work(step)
+            walls.append(self.wall - start)
+        return Block(tuple(walls), (self.cpu - before) / updates, waits=0)
