@@ -2,9 +2,9 @@
 
     python -m pytest benchmarks/decisions.py -s --benchmark-json=benchmarks/results/decisions.json
 
-The jobs of benchmarks/optimize.py. For each, every combination of the switches that need no compiler (of the six below,
-at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times over, and
-the last are timed for longer, with the combination that flatout found by itself among them.
+The jobs of benchmarks/optimize.py. For each, every combination of the techniques that need no compiler (of the six
+below, at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times
+over, and the last are timed for longer, with the combination that flatout found by itself among them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONVERTED = {
     "fused_optimizer": True,
     "in_memory": True,
 }
-"""What each switch is forced with; the number of threads depends on the machine."""
+"""What each technique is forced with; the number of threads depends on the machine."""
 
 APART = {"compile": False, "torchscript": False, "workers": False, "cuda_graph": False}
 """What no combination has."""
@@ -42,7 +42,7 @@ ROUNDS = 4
 LAST_ROUNDS = 12
 
 
-def switches() -> dict[str, Any]:
+def techniques() -> dict[str, Any]:
     """All of them, with the values to force."""
     return CONVERTED | {"cpu_threads": max(1, usable_cores() // 2)}
 
@@ -51,8 +51,8 @@ def combinations(job: Job) -> dict[str, Lane]:
     """A lane for each combination that serves the job, by what it turns on."""
     lanes: dict[str, Lane] = {}
     plain = Snapshot.capture([])
-    for on in itertools.product((False, True), repeat=len(switches())):
-        forced = {name: value if each else False for (name, value), each in zip(switches().items(), on, strict=True)}
+    for on in itertools.product((False, True), repeat=len(techniques())):
+        forced = {name: value if each else False for (name, value), each in zip(techniques().items(), on, strict=True)}
         with contextlib.suppress(ValueError):  # one of them does not apply
             run, steps = tuned(job, techniques=APART | forced, budget=0)
             name = _name(run.plan.decisions)

@@ -5,8 +5,8 @@
 Operating curve of a paired trial: how often it keeps a candidate of a known true gain, after how many pairs and
 seconds, and how often its interval holds the truth. "Headline" is the interval of 12 pairs of mean wall times, whose
 number is fixed before the first. Beside it stands the rule before: the bootstrap median of wall times, looked at after
-12 pairs and every 4 more, within 4 s. Both see the same pairs. Then ten switches at once: the speed that their
-decisions reach. Before, each switch had a trial of its own, one after the other.
+12 pairs and every 4 more, within 4 s. Both see the same pairs. Then ten factors at once: the speed that their
+decisions reach. Before, each factor had a trial of its own, one after the other.
 
 All times are simulated (tests/noise), so that the load of this machine does not matter. ``FLATOUT_BENCH_REPEATS=1000``
 repeats each cell so often instead of 40 times: the standard error of 1 % is then 0.3 %.
@@ -31,8 +31,8 @@ from flatout.tuning.block import Block
 from flatout.tuning.noise import Pair
 from flatout.tuning.statistics import fixed_gain
 from flatout.tuning.trial import KEEP_ABOVE, measure_pairs
+from tests.noise.combinations import Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine
-from tests.noise.switches import Switches, decide
 from tests.noise.trials import Cell, Result, trial
 
 REPEATS = int(os.environ.get("FLATOUT_BENCH_REPEATS", "40"))
@@ -43,7 +43,7 @@ LIMITS = {0.0005: 10.0, 0.005: 10.0, 0.1: 10.0, 2.0: 48.0}
 HEADLINE_PAIRS = 12
 
 BUDGETS = {0.005: (6.0, 8), 0.2: (20.0, 4), 2.0: (60.0, 2)}
-"""Seconds for ten switches and pairs of the baseline with itself, by the seconds of a step."""
+"""Seconds for ten factors and pairs of the baseline with itself, by the seconds of a step."""
 
 
 class Old:
@@ -178,46 +178,46 @@ def _summary(curves: dict[tuple[str, float, float], Curve], step: float) -> dict
     return {name: round(figure, 2) for name, figure in figures.items()}
 
 
-def one_at_a_time(switches: Switches, seconds: float) -> list[int]:
-    """Decide switches as before: a trial for each, with those that were kept before."""
+def one_at_a_time(factors: Factors, seconds: float) -> list[int]:
+    """Decide factors as before: a trial for each, with those that were kept before."""
     kept: list[int] = []
-    for i in range(len(switches.gains)):
-        left = seconds - switches.machine.wall
+    for i in range(len(factors.gains)):
+        left = seconds - factors.machine.wall
         if left <= 0:
             break
-        without, with_it = (partial(_block, switches, on) for on in (kept, [*kept, i]))
-        if Old.trial(measure_pairs(without, with_it), switches.machine, left).verdict == "faster":
+        without, with_it = (partial(_block, factors, on) for on in (kept, [*kept, i]))
+        if Old.trial(measure_pairs(without, with_it), factors.machine, left).verdict == "faster":
             kept = [*kept, i]
     return kept
 
 
-def _block(switches: Switches, on: Sequence[int], _: int) -> Block:
-    return switches.block(on)
+def _block(factors: Factors, on: Sequence[int], _: int) -> Block:
+    return factors.block(on)
 
 
-def _switches(task: tuple[str, float, float, str, int]) -> tuple[float, float, bool, float]:
+def _factors(task: tuple[str, float, float, str, int]) -> tuple[float, float, bool, float]:
     """Return the log gain of what is kept, the largest possible one, whether a slower one is kept, and the seconds."""
     scenario, step, interaction, rule, seed = task
-    switches = Switches.drawn(SCENARIOS[scenario], step, seed, interaction)
+    factors = Factors.drawn(SCENARIOS[scenario], step, seed, interaction)
     seconds, noise_pairs = BUDGETS[step]
-    kept = decide(switches, seconds, noise_pairs) if rule == "now" else one_at_a_time(switches, seconds)
-    slower = any(switches.gains[i] <= -0.02 for i in kept)
-    return switches.log_gain(kept), switches.best, slower, switches.machine.wall
+    kept = decide(factors, seconds, noise_pairs) if rule == "now" else one_at_a_time(factors, seconds)
+    slower = any(factors.gains[i] <= -0.02 for i in kept)
+    return factors.log_gain(kept), factors.best, slower, factors.machine.wall
 
 
 @pytest.mark.parametrize("step", BUDGETS, ids=lambda step: f"{1e3 * step:g} ms")
 @pytest.mark.parametrize("interaction", [0.0, 0.3])
-def test_ten_switches(step: float, interaction: float, benchmark) -> None:
+def test_ten_factors(step: float, interaction: float, benchmark) -> None:
     """Times one decision; the speeds that both rules reach are in ``extra_info``."""
     seconds, noise_pairs = BUDGETS[step]
-    switches = Switches.drawn(SCENARIOS["quiet"], step, 0, interaction)
-    benchmark.pedantic(lambda: decide(switches, seconds, noise_pairs), rounds=1)
-    print(f"\nten switches, steps of {1e3 * step:g} ms, {seconds:g} s, interactions {interaction:g}, {REPEATS} repeats")
+    factors = Factors.drawn(SCENARIOS["quiet"], step, 0, interaction)
+    benchmark.pedantic(lambda: decide(factors, seconds, noise_pairs), rounds=1)
+    print(f"\nten factors, steps of {1e3 * step:g} ms, {seconds:g} s, interactions {interaction:g}, {REPEATS} repeats")
     for scenario in SCENARIOS:
         figures: dict[str, Any] = {}
         for rule in ("now", "before"):
             tasks = [(scenario, step, interaction, rule, seed) for seed in range(REPEATS)]
-            gains, best, slower, took = zip(*_in_processes(_switches, tasks), strict=True)
+            gains, best, slower, took = zip(*_in_processes(_factors, tasks), strict=True)
             figures |= {
                 rule: round(math.exp(fmean(gains)), 2),
                 f"{rule}: slower kept, %": round(100 * fmean(slower), 1),

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.noise.combinations import LOG_GAINS, Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine, Scenario
-from tests.noise.switches import LOG_GAINS, Switches, decide
 from tests.noise.trials import Cell
 
 SILENT = Scenario(jitter=0.0, stalls=0.0, walk=0.0)
@@ -118,37 +118,35 @@ def test_a_block_is_as_long_as_the_tuners() -> None:
     assert [Cell(SILENT, step, 1.0, 1.0).is_long for step in STEPS] == [False, False, False, True]
 
 
-def test_switches_multiply_their_gains() -> None:
-    switches = Switches.drawn(SILENT, 0.005, seed=3)
-    assert sorted(switches.gains) == sorted(LOG_GAINS)
-    assert math.exp(switches.best) == pytest.approx(2.36, abs=0.01)
+def test_factors_multiply_their_gains() -> None:
+    factors = Factors.drawn(SILENT, 0.005, seed=3)
+    assert sorted(factors.gains) == sorted(LOG_GAINS)
+    assert math.exp(factors.best) == pytest.approx(2.36, abs=0.01)
     on = {0, 4, 7}
-    expected = sum(switches.gains[i] for i in on)
-    assert switches.log_gain(on) == pytest.approx(expected)
-    ratios = [switches.block([]).mean / switches.block(on).mean for _ in range(50)]
+    expected = sum(factors.gains[i] for i in on)
+    assert factors.log_gain(on) == pytest.approx(expected)
+    ratios = [factors.block([]).mean / factors.block(on).mean for _ in range(50)]
     assert fmean(map(math.log, ratios)) == pytest.approx(expected, abs=0.003)
 
 
-def test_interactions_add_to_the_gains_of_two_switches() -> None:
-    switches = Switches.drawn(SILENT, 0.005, seed=3, interaction=0.3)
-    assert len(switches.interactions) == 45
-    assert switches.log_gain([2]) == switches.gains[2]
-    assert switches.log_gain([5, 2]) == pytest.approx(
-        switches.gains[5] + switches.gains[2] + switches.interactions[5, 2]
-    )
-    assert switches.interactions[5, 2] != 0
+def test_interactions_add_to_the_gains_of_two_factors() -> None:
+    factors = Factors.drawn(SILENT, 0.005, seed=3, interaction=0.3)
+    assert len(factors.interactions) == 45
+    assert factors.log_gain([2]) == factors.gains[2]
+    assert factors.log_gain([5, 2]) == pytest.approx(factors.gains[5] + factors.gains[2] + factors.interactions[5, 2])
+    assert factors.interactions[5, 2] != 0
 
 
 @pytest.mark.parametrize(
     ("scenario", "step", "seconds"), [("quiet", 0.005, 6.0), ("4 busy", 0.005, 6.0), ("quiet", 2.0, 60.0)]
 )
-def test_ten_switches_reach_nearly_their_best_speed(scenario: str, step: float, seconds: float) -> None:
+def test_ten_factors_reach_nearly_their_best_speed(scenario: str, step: float, seconds: float) -> None:
     repeats, slower, speed = 20, 0, 0.0
     for seed in range(repeats):
-        switches = Switches.drawn(SCENARIOS[scenario], step, seed)
-        kept = decide(switches, seconds, noise_pairs=8 if step < 0.5 else 2)
-        assert switches.machine.wall < seconds + 8 * step + 0.5
-        slower += any(switches.gains[i] < 0 for i in kept)
-        speed += switches.log_gain(kept) / repeats
+        factors = Factors.drawn(SCENARIOS[scenario], step, seed)
+        kept = decide(factors, seconds, noise_pairs=8 if step < 0.5 else 2)
+        assert factors.machine.wall < seconds + 8 * step + 0.5
+        slower += any(factors.gains[i] < 0 for i in kept)
+        speed += factors.log_gain(kept) / repeats
     assert slower <= 1
     assert math.exp(speed) >= 2.2

@@ -108,7 +108,7 @@ def candidates(name: str, job: Job, pace: Pace = STARVED) -> list[Candidate]:
     if isinstance(technique, LoaderTechnique):
         return [Candidate(source) for source in technique.candidates(job, pace)]
     assert isinstance(technique, StepTechnique)
-    return [Candidate(switch) for switch in technique.candidates(job)]
+    return [Candidate(candidate) for candidate in technique.candidates(job)]
 
 
 def setup_seconds(name: str, job: Job, pace: Pace) -> float:
@@ -124,49 +124,49 @@ def setup_seconds(name: str, job: Job, pace: Pace) -> float:
 class Candidate:
     """Change to a job, active inside ``with``. A loader's candidate builds another loader instead."""
 
-    def __init__(self, switch: Any) -> None:
-        self._switch = switch
+    def __init__(self, candidate: Any) -> None:
+        self._candidate = candidate
 
     @property
     def label(self) -> str:
-        return self._switch.label
+        return self._candidate.label
 
     @property
     def value(self) -> Any:
-        return self._switch.value
+        return self._candidate.value
 
     @property
     def reason(self) -> str:
         """Sentence in which the tuner explains its choice of a loader's settings."""
-        return self._switch.reason
+        return self._candidate.reason
 
     def __enter__(self) -> Candidate:
-        self._switch.enable()
+        self._candidate.enable()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._switch.disable()
+        self._candidate.disable()
 
     def end_warmup(self) -> None:
         """End the warm-up: later calls use only the code that earlier calls compiled or recorded."""
-        self._switch.end_warmup()
+        self._candidate.end_warmup()
 
     def on_batch(self, batch: Any) -> None:
         """Pass a training batch to the candidate."""
-        self._switch.on_batch(batch)
+        self._candidate.on_batch(batch)
 
     def free(self) -> None:
         """Free the memory that only another ``enable`` would need."""
-        self._switch.release()
+        self._candidate.release()
 
     @property
     def stopped(self) -> set[str]:
         """Reason codes for which the candidate fell back; empty while it is in use."""
-        return _codes(self._switch.failure) if self._switch.failure else set()
+        return _codes(self._candidate.failure) if self._candidate.failure else set()
 
     def make(self) -> Any:
         """Build the loader."""
-        return self._switch.make()
+        return self._candidate.make()
 
 
 def forced(name: str, value: Any, job: Job) -> Candidate:
@@ -311,7 +311,7 @@ def rates_of(candidate: Candidate) -> list[Tensor]:
 
     No public attribute shows when the rates are written: too many writes give the same weights.
     """
-    return candidate._switch.runner._constants.rates._slots
+    return candidate._candidate.runner._constants.rates._slots
 
 
 def change_loss(run: flatout.Run, factor: float) -> None:

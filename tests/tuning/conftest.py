@@ -27,7 +27,7 @@ def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique],
             "plan",
             "tuning.session",
             "tuning.search",
-            "tuning.switch_stage",
+            "tuning.combination_stage",
             "tuning.race",
             "tuning.cached_plan",
         ):

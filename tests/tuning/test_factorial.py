@@ -1,4 +1,4 @@
-"""Factorial trial: combinations, estimates, and decisions about many switches together."""
+"""Factorial trial: combinations, estimates, and decisions about many factors together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flatout.tuning.factorial import CHECK_EVERY, PRIOR, Estimate, Factorial
 from flatout.tuning.sequence import NoiseFloor
 from flatout.tuning.trial import KEEP_ABOVE
-from tests.noise.switches import LOG_GAINS
+from tests.noise.combinations import LOG_GAINS
 
 QUIET, NOISY = NoiseFloor(0.003, 8), NoiseFloor(0.3, 8)
 GROUPS = [["a"], ["b1", "b2"], ["c"]]
@@ -24,24 +24,24 @@ Gains = Mapping[str, float]
 log_gains = st.floats(-0.5, 0.5)
 
 
-def open_switches(trial: Factorial[str]) -> set[str]:
+def open_factors(trial: Factorial[str]) -> set[str]:
     return set(itertools.chain(*trial.open))
 
 
 def run(trial: Factorial[str], gains: Gains, pairs: int, noise: float = 0.0, seed: int = 0) -> Factorial[str]:
-    """Add random combinations of switches with these log gains, and decide."""
+    """Add random combinations of factors with these log gains, and decide."""
     draw = random.Random(seed)
     for _ in range(pairs):
         one, other = trial.combinations()
-        gain = sum(gains[switch] for switch in one) - sum(gains[switch] for switch in other)
+        gain = sum(gains[factor] for factor in one) - sum(gains[factor] for factor in other)
         trial.add(one, other, gain + draw.gauss(0.0, noise))
     trial.close()
     return trial
 
 
 def look_at(trial: Factorial[str], gains: Gains) -> Factorial[str]:
-    for switch, gain in gains.items():
-        trial.add([switch], [], gain)
+    for factor, gain in gains.items():
+        trial.add([factor], [], gain)
     return trial
 
 
@@ -55,12 +55,12 @@ def test_a_combination_has_one_of_each_alternatives_and_its_complement_has_none(
             assert len(set(group) & {*one, *other}) == 1
 
 
-def test_each_switch_is_in_each_combination_as_often_as_the_others() -> None:
+def test_each_factor_is_in_each_combination_as_often_as_the_others() -> None:
     trial = Factorial(GROUPS, QUIET)
     pairs = [trial.combinations() for _ in range(1000)]
-    for switch, expected in {"a": 500, "b1": 250, "b2": 250, "c": 500}.items():
+    for factor, expected in {"a": 500, "b1": 250, "b2": 250, "c": 500}.items():
         for side in (0, 1):
-            assert sum(switch in pair[side] for pair in pairs) == pytest.approx(expected, abs=60)
+            assert sum(factor in pair[side] for pair in pairs) == pytest.approx(expected, abs=60)
     together = sum(("a" in one) == ("c" in one) for one, _ in pairs)
     assert together == pytest.approx(500, abs=60)
 
@@ -74,7 +74,7 @@ def test_combinations_repeat_with_the_seed_and_draw_no_global_random_state() -> 
 
 
 @given(st.tuples(log_gains, log_gains, log_gains), st.tuples(log_gains, log_gains, log_gains))
-def test_an_estimate_is_the_effect_averaged_over_the_other_switches(
+def test_an_estimate_is_the_effect_averaged_over_the_other_factors(
     alone: Sequence[float], both: Sequence[float]
 ) -> None:
     together = dict(zip(itertools.combinations(range(3), 2), both, strict=True))
@@ -95,8 +95,8 @@ def test_what_no_pair_informs_about_has_the_prior() -> None:
     trial = Factorial(GROUPS, QUIET)
     trial.add(["a"], [], 0.4)
     estimates = trial.estimates()
-    for switch in ("b1", "b2", "c"):
-        assert estimates[switch][:2] == (0.0, pytest.approx(PRIOR))
+    for factor in ("b1", "b2", "c"):
+        assert estimates[factor][:2] == (0.0, pytest.approx(PRIOR))
     assert estimates["a"].mean == pytest.approx(0.4, rel=1e-3)
     assert (trial.pairs_of("a"), trial.pairs_of("b1")) == (1, 0)
 
@@ -126,7 +126,7 @@ def test_noise_that_the_floor_has_not_seen_counts() -> None:
     assert noisy.estimates()["a"].deviation > 5 * quiet.estimates()["a"].deviation
 
 
-def test_switches_that_pay_are_kept_and_the_others_are_off() -> None:
+def test_factors_that_pay_are_kept_and_the_others_are_off() -> None:
     trial = run(Factorial(GROUPS, QUIET), {"a": 0.3, "b1": -0.1, "b2": -0.2, "c": 0.1}, 40, noise=0.003)
     assert set(trial.kept) == {"a", "c"}
     assert trial.open == []
@@ -149,19 +149,19 @@ def test_equal_alternatives_are_decided_at_the_end_only() -> None:
     assert trial.open == []
 
 
-def test_kept_switches_are_in_both_combinations() -> None:
+def test_kept_factors_are_in_both_combinations() -> None:
     trial = look_at(Factorial([["a"], ["b"]], NoiseFloor(0.05, 8)), {"a": 0.5, "b": math.log(KEEP_ABOVE)})
     assert trial.kept == ["a"]
-    assert open_switches(trial) == {"b"}
+    assert open_factors(trial) == {"b"}
     one, other = trial.combinations()
     assert sorted([one, other]) == [["a"], ["a", "b"]]
     trial.add(one, other, 0.0)
     assert (trial.pairs_of("a"), trial.pairs_of("b")) == (1, 2)
 
 
-def test_a_hopeless_switch_is_off_after_its_first_pair() -> None:
+def test_a_hopeless_factor_is_off_after_its_first_pair() -> None:
     trial = look_at(Factorial([["a"], ["b"]], NoiseFloor(0.1, 8)), {"a": -1.5, "b": 0.1})
-    assert open_switches(trial) == {"b"}
+    assert open_factors(trial) == {"b"}
     assert all("a" not in {*one, *other} for one, other in (trial.combinations() for _ in range(20)))
 
 
@@ -175,19 +175,19 @@ def test_decisions_are_checked_every_few_pairs() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.5, 0.0, -0.5])
-def test_switches_that_were_never_apart_stay_undecided(gain: float) -> None:
+def test_factors_that_were_never_apart_stay_undecided(gain: float) -> None:
     trial = Factorial([["a"], ["b"]], QUIET)
     for _ in range(20):
         trial.add(["a", "b"], [], gain)
     trial.close()
     assert trial.kept == []
-    assert open_switches(trial) == {"a", "b"}
+    assert open_factors(trial) == {"a", "b"}
 
 
 def test_a_close_call_stays_undecided() -> None:
     trial = run(Factorial([["a"], ["b"]], NOISY), {"a": 0.1, "b": -0.1}, 4)
     assert trial.kept == []
-    assert open_switches(trial) == {"a", "b"}
+    assert open_factors(trial) == {"a", "b"}
 
 
 def test_a_trial_without_pairs_decides_nothing() -> None:
@@ -197,15 +197,15 @@ def test_a_trial_without_pairs_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
-def test_ten_switches_reach_nearly_the_best_speed_and_hardly_ever_keep_a_slower_one(noise: float) -> None:
+def test_ten_factors_reach_nearly_the_best_speed_and_hardly_ever_keep_a_slower_one(noise: float) -> None:
     repeats, slower, speed = 40, 0, 0.0
     for seed in range(repeats):
         draw = random.Random(f"gains {seed}")
         gains = dict(zip("abcdefghij", draw.sample(LOG_GAINS, len(LOG_GAINS)), strict=True))
         floor = NoiseFloor.of([draw.gauss(0.0, noise) for _ in range(8)])
-        trial = look_at(Factorial([[switch] for switch in gains], floor, seed), gains)
+        trial = look_at(Factorial([[factor] for factor in gains], floor, seed), gains)
         kept = run(trial, gains, 30, noise, seed).kept
-        slower += any(gains[switch] < 0 for switch in kept)
-        speed += sum(gains[switch] for switch in kept) / repeats
+        slower += any(gains[factor] < 0 for factor in kept)
+        speed += sum(gains[factor] for factor in kept) / repeats
     assert slower <= 1
     assert math.exp(speed) > 2.25

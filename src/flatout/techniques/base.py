@@ -209,8 +209,9 @@ class StepTechnique(Measured):
             branch that training does not take.
         keeps_cpu_time: True if the CPU time of a step with a candidate is comparable with that of a step without: the
             candidates change no threads and no waits.
-        is_switch: True if candidates need no setup and turn on and off in less than a step. Trials combine switches.
-        alternative_to: name of an earlier switch that leaves this one without effect; empty if there is none.
+        is_combinable: True if candidates need no setup and turn on and off in less than a step. Trials combine them.
+        alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
+            none.
         reorders_memory: True if activations lie in memory in another order, in which torch then draws random numbers. A
             trial draws them in logical order (``tuning/logical_order.py``), so that the numbers are the same.
         optimistic_gain: the largest gain to expect. A setup that cannot pay even with this gain is not begun.
@@ -220,7 +221,7 @@ class StepTechnique(Measured):
     scope: Scope = "update"
     checks_evaluation: ClassVar[bool] = False
     keeps_cpu_time: ClassVar[bool] = True
-    is_switch: ClassVar[bool] = False
+    is_combinable: ClassVar[bool] = False
     alternative_to: ClassVar[str] = ""
     reorders_memory: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
@@ -247,7 +248,7 @@ class CompanionTechnique(StepTechnique):
     """Technique that may pay only together with another.
 
     Attributes:
-        companions: names of later switches. Candidates are also tried in pairs with candidates of these techniques.
+        companions: names of later combinable techniques. Candidates are also tried in pairs with theirs.
     """
 
     companions: ClassVar[tuple[str, ...]] = ()

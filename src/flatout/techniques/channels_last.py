@@ -69,7 +69,7 @@ class ChannelsLast(StepTechnique):
     title = "channels_last"
     expected = "8–35 %"
     rationale = "convolutions read and write their channels side by side, with no reordering in between"
-    is_switch = True
+    is_combinable = True
     reseeds = "dropout draws other masks of the same distribution"
     checks_evaluation = True
     reorders_memory = True

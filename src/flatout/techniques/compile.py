@@ -302,7 +302,7 @@ class Compile(StepTechnique):
         ``max-autotune`` takes minutes, so it requires a request.
         """
         modes = ["default"] if _why_no_cuda_graphs(job) else ["default", "reduce-overhead"]
-        return [_switch(job, mode) for mode in modes]
+        return [_candidate(job, mode) for mode in modes]
 
     def accepts(self, value: Any) -> bool:
         """Accept True or a mode."""
@@ -318,7 +318,7 @@ class Compile(StepTechnique):
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate for a mode."""
-        return _switch(job, "default" if value is True else value)
+        return _candidate(job, "default" if value is True else value)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return whether the user has compiled the model and ``value`` is True, which leaves the mode open."""
@@ -328,7 +328,7 @@ class Compile(StepTechnique):
         return value is True and by_user
 
 
-def _switch(job: Job, mode: str) -> Candidate:
+def _candidate(job: Job, mode: str) -> Candidate:
     return CompiledLoss(job, mode) if _compiles_loss(job) else CompiledModel(job.spec.model, mode)
 
 

@@ -72,7 +72,7 @@ class CpuThreads(StepTechnique):
     values = "a number of threads >= 1"
     keeps_cpu_time = False
     rationale = "operators are shared by this many threads: with more or fewer, they take longer"
-    is_switch = True
+    is_combinable = True
 
     def check(self, job: Job) -> None:
         """Require a step on the CPU."""

@@ -118,7 +118,7 @@ class CudnnBenchmark(StepTechnique):
     number = 4
     title = "cudnn.benchmark"
     rationale = "cuDNN has timed its convolution algorithms for these shapes, and the fastest are used"
-    is_switch = True
+    is_combinable = True
     expected = "up to 1.4×"
 
     def check(self, job: Job) -> None:

@@ -43,7 +43,7 @@ class FusedOptimizer(StepTechnique):
     name = "fused_optimizer"
     title = "fused optimizer"
     rationale = "the update reads and writes each parameter once, in one native call"
-    is_switch = True
+    is_combinable = True
     optimistic_gain = 4.0
 
     def check(self, job: Job) -> None:

@@ -60,7 +60,7 @@ class Precision(CompanionTechnique):
     title = "mixed precision"
     expected = "up to 2×"
     rationale = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
-    is_switch = True
+    is_combinable = True
     values = f"True, {', '.join(map(repr, DTYPES))}"
     optimistic_gain = 4.0
     companions = ("sdpa_backend",)

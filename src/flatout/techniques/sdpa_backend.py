@@ -145,7 +145,7 @@ class SdpaBackend(StepTechnique):
     name = "sdpa_backend"
     title = "SDPA backend"
     rationale = "attention runs in the kernel that is fastest for the model's shapes"
-    is_switch = True
+    is_combinable = True
     expected = "1.7 to 2.3× on attention on Hopper"
     effect = "reseeded"
     values = f"one of {', '.join(map(repr, KERNELS))}"

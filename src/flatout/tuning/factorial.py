@@ -1,9 +1,9 @@
-"""Factorial trial: decides many switches together from blocks with random combinations of them.
+"""Factorial trial: decides many factors together from blocks with random combinations of them.
 
-A pair of neighboring blocks runs a random combination of the open switches and then its complement. The log ratio of
-both times is regressed on the differences of the switches, without an intercept. Every pair therefore informs about
-every switch, and slow drift cancels within a pair. Interactions of two switches cancel, too: each estimate is the
-effect of a switch averaged over the others (fold-over; Box, Hunter and Hunter, "Statistics for Experimenters", 2005).
+A pair of neighboring blocks runs a random combination of the open factors and then its complement. The log ratio of
+both times is regressed on the differences of the factors, without an intercept. Every pair therefore informs about
+every factor, and slow drift cancels within a pair. Interactions of two factors cancel, too: each estimate is the
+effect of a factor averaged over the others (fold-over; Box, Hunter and Hunter, "Statistics for Experimenters", 2005).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from flatout.tuning.sequence import LEAST_SCALE, NoiseFloor
 from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE
 
-Switch = TypeVar("Switch", bound=Hashable)
+Factor = TypeVar("Factor", bound=Hashable)
 
 PRIOR = 0.5
-"""Standard deviation of the prior of a switch's log gain, around 0."""
+"""Standard deviation of the prior of a factor's log gain, around 0."""
 
 EARLY = 3.2
-"""Posterior standard deviations between an estimate and a limit that fix a switch before the end."""
+"""Posterior standard deviations between an estimate and a limit that fix a factor before the end."""
 
 LATE = 2.2
 """The same at the end."""
 
 CHECK_EVERY = 2
-"""Number of pairs between two looks at the estimates."""
+"""Number of pairs between two tests of the estimates."""
 
 
 class Estimate(NamedTuple):
-    """Estimate of a switch's log gain, with its standard deviation and the degrees of freedom of the latter."""
+    """Estimate of a factor's log gain, with its standard deviation and the degrees of freedom of the latter."""
 
     mean: float
     deviation: float
@@ -55,8 +55,8 @@ class Estimate(NamedTuple):
         return self.deviation * math.sqrt(n * math.expm1(z * z / n))
 
 
-class Factorial(Generic[Switch]):
-    """Decisions about switches that any combination may turn on.
+class Factorial(Generic[Factor]):
+    """Decisions about factors that any combination may turn on.
 
     Args:
         groups: alternatives of each technique, of which a combination has at most one.
@@ -64,53 +64,53 @@ class Factorial(Generic[Switch]):
         seed: seed of the combinations.
 
     Attributes:
-        kept: switches that are fixed on.
+        kept: factors that are fixed on.
         open: groups without a decision.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Switch]], floor: NoiseFloor, seed: int = 0) -> None:
-        self.kept: list[Switch] = []
+    def __init__(self, groups: Sequence[Sequence[Factor]], floor: NoiseFloor, seed: int = 0) -> None:
+        self.kept: list[Factor] = []
         self.open = [list(group) for group in groups]
-        self._columns = {switch: i for i, switch in enumerate(switch for group in groups for switch in group)}
+        self._columns = {factor: i for i, factor in enumerate(factor for group in groups for factor in group)}
         self._floor = floor
         self._random = random.Random(seed)
         self._rows: list[np.ndarray] = []
         self._gains: list[float] = []
 
-    def combinations(self) -> tuple[list[Switch], list[Switch]]:
-        """Return a random combination and its complement. The kept switches are in both."""
+    def combinations(self) -> tuple[list[Factor], list[Factor]]:
+        """Return a random combination and its complement. The kept factors are in both."""
         one, other = list(self.kept), list(self.kept)
         for group in self.open:
-            switch = self._random.choice(group)
-            (one if self._random.random() < 0.5 else other).append(switch)
+            factor = self._random.choice(group)
+            (one if self._random.random() < 0.5 else other).append(factor)
         return one, other
 
-    def add(self, one: Sequence[Switch], other: Sequence[Switch], gain: float) -> None:
+    def add(self, one: Sequence[Factor], other: Sequence[Factor], gain: float) -> None:
         """Add a pair.
 
         Args:
-            one: switches of the first block.
-            other: switches of the second block.
+            one: factors of the first block.
+            other: factors of the second block.
             gain: log ratio of the second time to the first.
         """
         row = np.zeros(len(self._columns))
-        row[[self._columns[switch] for switch in one]] += 1
-        row[[self._columns[switch] for switch in other]] -= 1
+        row[[self._columns[factor] for factor in one]] += 1
+        row[[self._columns[factor] for factor in other]] -= 1
         self._rows.append(row)
         self._gains.append(gain)
         if len(self._gains) % CHECK_EVERY == 0:
             self._fix(EARLY)
 
     def close(self) -> None:
-        """Decide at the end. Switches that remain open are undecided."""
+        """Decide at the end. Factors that remain open are undecided."""
         self._fix(LATE, last=True)
 
-    def pairs_of(self, switch: Switch) -> int:
-        """Return the number of pairs that inform about a switch."""
-        return sum(bool(row[self._columns[switch]]) for row in self._rows)
+    def pairs_of(self, factor: Factor) -> int:
+        """Return the number of pairs that inform about a factor."""
+        return sum(bool(row[self._columns[factor]]) for row in self._rows)
 
-    def estimates(self) -> dict[Switch, Estimate]:
-        """Return the estimate of each switch: ridge regression, with the scale pooled from the noise floor."""
+    def estimates(self) -> dict[Factor, Estimate]:
+        """Return the estimate of each factor: ridge regression, with the scale pooled from the noise floor."""
         rows = np.array(self._rows).reshape(-1, len(self._columns))
         gains = np.array(self._gains)
         variance, freedom = max(self._floor.scale, LEAST_SCALE) ** 2, float(self._floor.pairs)
@@ -122,7 +122,7 @@ class Factorial(Generic[Switch]):
         variance, freedom = max(pooled, LEAST_SCALE**2), freedom + left
         means, covariance = self._ridge(rows, gains, variance)
         deviations = np.sqrt(np.diag(covariance))
-        return {switch: Estimate(float(means[i]), float(deviations[i]), freedom) for switch, i in self._columns.items()}
+        return {factor: Estimate(float(means[i]), float(deviations[i]), freedom) for factor, i in self._columns.items()}
 
     def _ridge(self, rows: np.ndarray, gains: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:
         """Return means and covariance of the posterior for a variance of a pair."""
@@ -134,7 +134,7 @@ class Factorial(Generic[Switch]):
         """Decide the groups whose estimates are at least so many standard deviations from the limits."""
         estimates, still_open = self.estimates(), []
         for group in self.open:
-            best = max(group, key=lambda switch: estimates[switch].mean)
+            best = max(group, key=lambda factor: estimates[factor].mean)
             rivals = [s for s in group if s != best and estimates[s].high(deviations) > estimates[best].low(deviations)]
             if estimates[best].low(deviations) > math.log(KEEP_ABOVE) and (last or not rivals):
                 self.kept.append(best)

@@ -16,10 +16,10 @@ from flatout.training.step_flops import peak_of
 from flatout.tuning.batch_size_stage import apply_batch_size
 from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE
+from flatout.tuning.combination_stage import decide_factors
 from flatout.tuning.ledger import Decision
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session, announced
-from flatout.tuning.switch_stage import decide_switches
 
 MOST_FOR_RACE = 0.4
 """Largest share of the budget that trials leave for the race."""
@@ -79,10 +79,10 @@ def search(session: Session) -> Baseline:
         if isinstance(technique, PricedRule) and candidate is not None and session.measures:
             with announced(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
-    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_switch)]
+    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
     bench.budget.later = tuner.needs(others)
-    with announced("trying combinations of switches"):
-        decided = decide_switches(tuner, bench)
+    with announced("trying combinations of techniques"):
+        decided = decide_factors(tuner, bench)
     left = [technique for technique in measured if technique.name not in decided]
     for i, technique in enumerate(left):
         bench.budget.later = tuner.needs(left[i + 1 :])

@@ -69,12 +69,12 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
 
 
 @dataclass(frozen=True)
-class Look:
-    """First look at a candidate.
+class Screening:
+    """Screening of a candidate: a first pair, and its numerics.
 
     Attributes:
         pair: a step without and with the candidate.
-        trial: record of the look: the pair, the setup, and the differences in numerics.
+        trial: record of the screening: the pair, the setup, and the differences in numerics.
     """
 
     pair: Pair
@@ -87,7 +87,7 @@ class Look:
         return candidate.time("wall") > HOPELESS * baseline.time("wall")
 
 
-def look(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Look:
+def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Screening:
     """Warm a candidate up, time one step, and compare its numerics with the baseline's unless it is hopeless.
 
     Args:
@@ -99,7 +99,7 @@ def look(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]
     setup = max(0.0, took - len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3)
     paired = PairedTrial(bench.noise, keeps_cpu_time=False)
     paired.add(_first_pair(bench, candidate))
-    found = Look(
+    found = Screening(
         paired.pairs[0], replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
     )
     if found.is_hopeless:
@@ -117,9 +117,9 @@ def look(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]
 
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
-    """Time steps with a candidate against steps with the kept candidates only; see ``look`` for the arguments."""
+    """Time steps with a candidate against steps with the kept candidates only; see ``screen`` for the arguments."""
     job, scale, to_record = bench.job, scale_of(candidate), _steps_to_record(candidate)
-    first = look(bench, candidate, techniques)
+    first = screen(bench, candidate, techniques)
     if first.is_hopeless or first.trial.failure:
         return first.trial
     block = bench.blocks()

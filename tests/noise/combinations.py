@@ -1,4 +1,4 @@
-"""Simulated switches: ways to run a step with known gains, alone and together."""
+"""Simulated factors: ways to run a step with known gains, alone and together."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.noise.simulator import Machine, Scenario
 from tests.noise.trials import BLOCK_SECONDS, LONG_UPDATE
 
 LOG_GAINS = (0.47, 0.18, 0.13, 0.05, 0.03, 0.0, 0.0, -0.02, -0.10, -0.50)
-"""True log gains of ten switches: together 2.36 times the speed, if those that pay are on and no other."""
+"""True log gains of ten factors: together 2.36 times the speed, if those that pay are on and no other."""
 
 
 @dataclass
-class Switches:
-    """Training whose step ten switches change.
+class Factors:
+    """Training whose step ten factors change.
 
     Attributes:
         machine: runs the steps.
-        step: seconds of a step on an idle core without any switch.
-        gains: log gain of each switch.
-        interactions: log gain of each pair of switches on top.
+        step: seconds of a step on an idle core without any factor.
+        gains: log gain of each factor.
+        interactions: log gain of each pair of factors on top.
     """
 
     machine: Machine
@@ -34,9 +34,9 @@ class Switches:
     interactions: dict[tuple[int, int], float]
 
     @classmethod
-    def drawn(cls, scenario: Scenario, step: float, seed: int, interaction: float = 0.0) -> Switches:
-        """Return switches in random order, with interactions of ``interaction`` times the geometric mean of both."""
-        draw = random.Random(f"switches {seed}")
+    def drawn(cls, scenario: Scenario, step: float, seed: int, interaction: float = 0.0) -> Factors:
+        """Return factors in random order, with interactions of ``interaction`` times the geometric mean of both."""
+        draw = random.Random(f"factors {seed}")
         gains = draw.sample(LOG_GAINS, len(LOG_GAINS))
         pairs = [(i, j) for i in range(len(gains)) for j in range(i)]
         together = {(i, j): interaction * draw.gauss(0, 1) * math.sqrt(abs(gains[i] * gains[j])) for i, j in pairs}
@@ -54,30 +54,30 @@ class Switches:
         return max(self.log_gain([i for i in range(count) if bits >> i & 1]) for bits in range(1 << count))
 
     def block(self, on: Collection[int]) -> Block:
-        """Return a block with these switches on."""
+        """Return a block with these factors on."""
         step = self.step * math.exp(-self.log_gain(on))
         return self.machine.block(step, max(1, round(BLOCK_SECONDS / self.step)), warm_up=self.step <= LONG_UPDATE)
 
 
-def decide(switches: Switches, seconds: float, noise_pairs: int) -> list[int]:
-    """Decide switches as the tuner does: a look at each, then combinations until the time is up.
+def decide(factors: Factors, seconds: float, noise_pairs: int) -> list[int]:
+    """Decide factors as the tuner does: a screening of each, then combinations until the time is up.
 
     Args:
-        switches: the training.
-        seconds: time for looks, combinations and the noise floor.
+        factors: the training.
+        seconds: time for screening, combinations and the noise floor.
         noise_pairs: pairs of the baseline with itself.
     """
-    noise = Noise.of([(switches.block([]), switches.block([])) for _ in range(noise_pairs)], one_thread=True)
+    noise = Noise.of([(factors.block([]), factors.block([])) for _ in range(noise_pairs)], one_thread=True)
     statistic = noise.statistic(keeps_cpu_time=True)
-    factorial = Factorial([[i] for i in range(len(switches.gains))], noise.floors[statistic])
-    for i in range(len(switches.gains)):
-        if switches.machine.wall > seconds:
+    factorial = Factorial([[i] for i in range(len(factors.gains))], noise.floors[statistic])
+    for i in range(len(factors.gains)):
+        if factors.machine.wall > seconds:
             break
-        old, new = switches.block([]), switches.block([i])
+        old, new = factors.block([]), factors.block([i])
         factorial.add([i], [], difference((old, new), statistic))
-    while factorial.open and switches.machine.wall < seconds:
+    while factorial.open and factors.machine.wall < seconds:
         one, other = factorial.combinations()
-        first, second = switches.block(one), switches.block(other)
+        first, second = factors.block(one), factors.block(other)
         factorial.add(one, other, difference((second, first), statistic))
     factorial.close()
     return factorial.kept
