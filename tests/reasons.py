@@ -184,7 +184,7 @@ ADVICE: dict[str, str] = {
     "can-be-fused": r"flatout\.optim\.fuse\(optimizer\)",
     "copies": "^Copying batches",
     "data-wait": "^Waiting for data takes",
-    "is-fused": "only fewer of them help",
+    "is-fused": "is fused already",
     "launch-bound": "faster than Python launches them",
     "no-kernels": "^The trace has no kernels",
     "nothing": "^Nothing sticks out",

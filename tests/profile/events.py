@@ -24,8 +24,18 @@ def summary_of(recording: ProfileRecording, **about: Any) -> Profile:
     return summarise(steps, trace, profiled=steps, **about)
 
 
+def step(length: float = 1000, **phases: tuple[float, float]) -> ProfileRecording:
+    """Return a recording of one step, with start and end of its phases."""
+    recording = ProfileRecording()
+    recording.boundary(0)
+    for name, (start, end) in phases.items():
+        recording.phase(name, start, end)
+    recording.boundary(length)
+    return recording
+
+
 class ProfileRecording:
-    """Records events in the format of torch's profiler. Times are in microseconds."""
+    """Recording of events in the format of torch's profiler. Times are in microseconds."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

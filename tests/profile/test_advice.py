@@ -1,4 +1,4 @@
-"""Advice of a profile: nothing that a report decided, and nothing that the trace shows in use."""
+"""Advice of a profile. It leaves out techniques that a report decided or that the trace shows in use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.profiler import profile as record
 from flatout.profile.in_use import techniques_in_use
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report import Row, Status
-from tests.profile.events import ProfileRecording, summary_of
+from tests.profile.events import ProfileRecording, step, summary_of
 from tests.reasons import advice
 from tests.training.test_device_verdict import TITLES, named_in, row
 
-OWN_LINES = {
+LINES = {
     "batch_size": "larger batches",
     "channels_last": "torch.channels_last",
     "compile": "torch.compile(model)",
@@ -28,36 +28,28 @@ OWN_LINES = {
     "precision": "torch.autocast",
     "workers": "num_workers=",
 }
+"""Parts of the code that tries a technique without flatout, by the technique's name."""
 
 
 def slow_on_cpu() -> ProfileRecording:
-    """Return a step that waits for data of its own thread, updates slowly, and has a costly operator."""
-    r = ProfileRecording()
-    r.boundary(0)
-    r.phase("loader_wait", 0, 300)
+    """Return a step that loads data on the training thread, updates slowly, and has a costly operator."""
+    r = step(loader_wait=(0, 300), forward=(310, 500))
     r.function("data.py(7): __getitem__", 10, 290)
-    r.phase("forward", 310, 500)
     r.host("aten::convolution_backward", 320, 490)
     r.host("Optimizer.step#AdamW.step", 520, 900, "user_annotation")
-    r.boundary(1000)
     return r
 
 
 def slow_on_gpu() -> ProfileRecording:
     """Return a step with a GPU that waits for launches, for data and for copies."""
-    r = ProfileRecording()
-    r.boundary(0)
-    r.phase("loader_wait", 0, 200)
-    r.phase("h2d", 200, 400)
-    r.phase("forward", 400, 900)
+    r = step(loader_wait=(0, 200), h2d=(200, 400), forward=(400, 900))
     r.host("aten::convolution", 410, 890)
     for at in range(420, 880, 40):
         r.kernel(at, at + 5, at + 25)
-    r.boundary(1000)
     return r
 
 
-def advised(recording: ProfileRecording, rows: list[Row]) -> str:
+def advice_on(recording: ProfileRecording, rows: list[Row]) -> str:
     return "\n".join(summary_of(recording, rows=rows).advice)
 
 
@@ -69,24 +61,24 @@ def advised(recording: ProfileRecording, rows: list[Row]) -> str:
     ],
     ids=["cpu", "gpu"],
 )
-def test_no_sentence_names_what_a_report_decided(recording: ProfileRecording, remedies: tuple[str, ...]) -> None:
+def test_no_sentence_names_a_decided_technique(recording: ProfileRecording, remedies: tuple[str, ...]) -> None:
     others = [row(name, "kept") for name in TITLES if name not in remedies]
     choices: tuple[tuple[Status, Status], ...] = (("kept", "not tried"), ("rejected", "not applicable"))
     for pair in choices:
         for statuses in product(pair, repeat=len(remedies)):
             decided = dict(zip(remedies, statuses, strict=True))
-            said = advised(recording, [row(*item) for item in decided.items()] + others)
-            assert named_in(said) == {name for name, status in decided.items() if status == "not tried"}
-            assert not [name for name, line in OWN_LINES.items() if line in said]
+            text = advice_on(recording, [row(*item) for item in decided.items()] + others)
+            assert named_in(text) == {name for name, status in decided.items() if status == "not tried"}
+            assert not [name for name, line in LINES.items() if line in text]
 
 
-def test_a_loop_without_a_report_is_advised_by_lines_of_torch() -> None:
+def test_advice_without_a_report_names_code_of_torch() -> None:
     for recording in (slow_on_cpu(), slow_on_gpu()):
-        said = advised(recording, [])
-        assert "techniques=" not in said
-        assert "To try: " in said
-    assert "flatout.optim.fuse(optimizer)" in advised(slow_on_cpu(), [])
-    assert "flatout.data.Prefetcher" in advised(slow_on_gpu(), [])
+        text = advice_on(recording, [])
+        assert "techniques=" not in text
+        assert "To try: " in text
+    assert "flatout.optim.fuse(optimizer)" in advice_on(slow_on_cpu(), [])
+    assert "flatout.data.Prefetcher" in advice_on(slow_on_gpu(), [])
 
 
 @pytest.mark.parametrize(
@@ -97,11 +89,11 @@ def test_a_loop_without_a_report_is_advised_by_lines_of_torch() -> None:
         ("channels_last", "aten::convolution", {"Input Strides": [[192, 1, 24, 3], [27, 1, 9, 3]]}),
     ],
 )
-def test_what_a_loop_uses_is_not_advised(technique: str, name: str, args: dict[str, object]) -> None:
+def test_a_technique_in_use_is_not_advised(technique: str, name: str, args: dict[str, object]) -> None:
     recording = slow_on_cpu()
-    assert OWN_LINES[technique] in advised(recording, [])
+    assert LINES[technique] in advice_on(recording, [])
     recording.host(name, 330, 340, **args)
-    assert OWN_LINES[technique] not in advised(recording, [])
+    assert LINES[technique] not in advice_on(recording, [])
     assert set().union(*map(advice, summary_of(recording).advice)) >= {"data-wait", "operator"}
 
 
@@ -109,7 +101,7 @@ def test_what_a_loop_uses_is_not_advised(technique: str, name: str, args: dict[s
     ("changes", "found"),
     [({}, set()), ({"autocast": True}, {"precision"}), ({"memory_format": torch.channels_last}, {"channels_last"})],
 )
-def test_a_real_trace_shows_what_is_in_use(changes: dict[str, Any], found: set[str], tmp_path: Path) -> None:
+def test_a_real_trace_shows_the_techniques_in_use(changes: dict[str, Any], found: set[str], tmp_path: Path) -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=changes.get("memory_format", torch.contiguous_format))
     with record(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for _ in range(2):

@@ -23,7 +23,7 @@ from flatout.profile.sections import LOOKS, sections
 from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report import charts
-from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording, summary_of
+from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording, step, summary_of
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
 from tests.renderings.rendered import in_terminal, root_of
@@ -35,13 +35,6 @@ def found(recording: ProfileRecording) -> list[tuple[float, float, str, str, str
 
 def parts(recording: ProfileRecording) -> list[tuple[float, float, str]]:
     return [tuple(span) for span in Trace(recording.events).parts.spans if span.phase != "host_idle"]
-
-
-def step(length: float = 1000) -> ProfileRecording:
-    recording = ProfileRecording()
-    recording.boundary(0)
-    recording.boundary(length)
-    return recording
 
 
 def test_an_idle_wait_for_data_is_the_loaders() -> None:

@@ -1,15 +1,15 @@
 """Where the time of training steps goes: by part, operator and line of code; why a GPU idles; what to do about it.
 
-``run.profile()`` profiles a run, ``flatout profile train.py`` any training script. What they find goes one way::
+``run.profile()`` profiles a run, ``flatout profile train.py`` any training script. Data flows in one direction::
 
     record    steps of a loop (record) or of a script (script): a search for syncs (syncs), times without the profiler
               (phase_timer), a Chrome trace
       trace   its events, launches and lines of code (trace, places), and the parts of a step (parts)
     summary   a Profile (shown_profile, profile_data) of the times and the trace (gaps, operators, memory), and what to
               do (advice, in_use)
-    sections  its tables and words, as text (profile_text) and as a page (profile_page)
+    sections  its tables and texts, for the terminal (profile_text) and as a page (profile_page)
 
-``nsight`` has the command lines for what only NVIDIA's tools show.
+``nsight`` has command lines for measurements that need NVIDIA's tools.
 """
 
 from flatout.profile.profile_data import Gaps, Memory, Operator, Step, Sync

@@ -1,4 +1,4 @@
-"""What costs most and what to do about it, in sentences."""
+"""Advice of a profile: sentences on the largest costs and their remedies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.report.model import Row
 from flatout.report.remedies import untried
 
 _WORTH = 0.05
-"""Share of a step below which nothing is said."""
+"""Smallest share of a step that advice mentions."""
 
 _LINES: dict[str, str] = {
     "batch_size": "larger batches",
@@ -28,29 +28,29 @@ _LINES: dict[str, str] = {
     "prefetch": "flatout.data.Prefetcher",
     "workers": f"DataLoader(..., num_workers={min(4, usable_cores())}, persistent_workers=True)",
 }
-"""What tries a technique in a loop that flatout does not tune, by the technique's name."""
+"""Code that tries a technique in a loop that flatout does not tune, by the technique's name."""
 
 Advice = Iterator[tuple[float, str]]
-"""Seconds per step that are at stake, and the sentence."""
+"""Sentences, each with the seconds per step that its remedy could save."""
 
 
 def advise(profile: ProfileData, trace: Trace | None, rows: Sequence[Row] = ()) -> tuple[str, ...]:
-    """Return sentences, the costliest matter first.
+    """Return sentences, the largest cost first.
 
     Args:
-        profile: all of it but this.
-        trace: of its profiled steps; None if there were none.
-        rows: of the report on this training. What they decide is not advised, and neither is what the trace shows in
-            use.
+        profile: a profile without advice.
+        trace: trace of the profiled steps; None if there were none.
+        rows: rows of the report on this training. Techniques that the report has decided, or that the trace shows in
+            use, are not advised.
     """
     adviser = _Adviser(profile, trace, rows)
-    found = [item for item in adviser.matters() if item[0] >= _WORTH * profile.seconds]
+    found = [item for item in adviser.findings() if item[0] >= _WORTH * profile.seconds]
     found.sort(key=lambda item: -item[0])
     sentences = [sentence for _, sentence in found]
     if trace is not None and trace.on_cuda and not trace.device:
         refused = (
-            "The trace has no kernels: the driver refused them (another profiler, or no right to). "
-            "What follows is the host's view, in which waits for the GPU count as work."
+            "The trace has no kernels: the driver refused to record them (another profiler runs, or permission is "
+            "missing). The advice below uses times of the host, in which waits for the GPU count as work."
         )
         sentences.insert(0, refused)
     elif not profile.device_phases:
@@ -61,14 +61,14 @@ def advise(profile: ProfileData, trace: Trace | None, rows: Sequence[Row] = ()) 
 
 
 class _Adviser:
-    """Sentences about a profile, with the techniques that are left to try."""
+    """Writer of sentences about a profile, which name only techniques that are left to try."""
 
     def __init__(self, profile: ProfileData, trace: Trace | None, rows: Sequence[Row]) -> None:
         self._profile, self._trace, self._rows = profile, trace, rows
         self._in_use = set() if trace is None else techniques_in_use(trace)
 
-    def matters(self) -> Advice:
-        """Yield every matter of the profile."""
+    def findings(self) -> Advice:
+        """Yield a sentence for each cost, small ones included."""
         yield self._loader()
         yield self._own_code()
         yield self._update()
@@ -76,7 +76,7 @@ class _Adviser:
         yield from self._operator()
 
     def _to_try(self, *techniques: str) -> str:
-        """Return a sentence that names those of ``techniques`` that are left to try; empty if there is none."""
+        """Return a sentence that names the techniques that are left to try; empty if there is none."""
         left = [name for name in techniques if name not in self._in_use]
         lines = untried(self._rows, left) if self._rows else [_LINES[name] for name in left]
         return f" To try: {', '.join(lines)}." if lines else ""
@@ -84,7 +84,7 @@ class _Adviser:
     def _loader(self) -> tuple[float, str]:
         cost = self._cost("loader", self._profile.phases["loader_wait"])
         line = next(iter(self._hot_lines("loader_wait")), "")
-        if line:  # samples are made on this thread
+        if line:  # the training thread makes the samples
             remedy = f"Most of that is {line}: make that code cheaper.{self._to_try('workers', 'in_memory')}"
         elif self._rows:
             remedy = f"Make the samples cheaper.{self._to_try('workers', 'in_memory')}"
@@ -103,45 +103,45 @@ class _Adviser:
         )
 
     def _update(self) -> tuple[float, str]:
-        # An update is memory traffic, cheap beside forward and backward: what exceeds a tenth of them is at stake.
+        # An update only moves memory. It should cost at most a tenth of forward and backward.
         phases = self._profile.phases
         names = set() if self._trace is None else {event.name for event in self._trace.host}
         remedy = "."
         if "fused_optimizer" in self._in_use:
-            remedy = " in one fused pass: only fewer of them help, with gradients accumulated over more batches."
+            remedy = ". It is fused already. Fewer updates help: accumulate gradients over more batches."
         elif self._rows:
             remedy = f".{self._to_try('fused_optimizer')}"
         elif any(f"Optimizer.step#{name}.step" in names for name in FUSABLE):
             remedy = (
-                ". One fused pass does it in a fraction: flatout.optim.AdamW (or fused=True of torch's), or "
+                ". A fused update takes a fraction of that: flatout.optim.AdamW, torch's with fused=True, or "
                 "flatout.optim.fuse(optimizer)."
             )
         excess = phases["update"] - 0.1 * (phases["forward"] + phases["backward"])
         return excess, f"The optimizer's update takes {ms(phases['update'])} of a step{remedy}"
 
     def _idling(self) -> Advice:
-        """What the gaps of a GPU tell, besides the loader's and the loop's own."""
+        """Yield sentences on gaps of the GPU, other than those of the loader and the loop's own code."""
         for gap in self._profile.gaps:
             if gap.cause == "sync":
                 yield (
                     gap.seconds,
-                    f"The wait for the GPU at {gap.where} lets it run dry: it idles for "
-                    f"{self._of_a_step(gap.seconds)} afterwards. Keep the value on the GPU (loss.detach()), and look "
-                    "at it every 100 steps; torch's GradScaler waits in every step, flatout.amp's does not.",
+                    f"The wait for the GPU at {gap.where} empties the GPU's queue: the GPU then idles for "
+                    f"{self._of_a_step(gap.seconds)}. Keep the value on the GPU (loss.detach()), and read it every "
+                    "100 steps. torch's GradScaler waits in every step, flatout.amp's does not.",
                 )
         cost = self._idle("launch")
         phases = sorted({gap.phase for gap in self._profile.gaps if gap.cause == "launch"})
         yield (
             cost,
-            f"The GPU finishes kernels faster than Python launches them ({', '.join(phases)}): it idles for "
+            f"The GPU finishes kernels faster than Python launches them ({', '.join(phases)}): the GPU idles for "
             f"{self._of_a_step(cost)}.{self._to_try('compile', 'cuda_graph', 'batch_size')}",
         )
         cost = self._idle("copy")
         remedy = "" if self._rows else self._to_try("pinned_memory", "prefetch")
-        yield cost, f"Copying batches to the GPU keeps it idle for {self._of_a_step(cost)}.{remedy}"
+        yield cost, f"Copying batches keeps the GPU idle for {self._of_a_step(cost)}.{remedy}"
 
     def _operator(self) -> Advice:
-        # Custom operators, optimizers' and what torch.compile wrote are as they are.
+        # The remedies do not apply to custom operators, operators of optimizers, and code of torch.compile.
         top = next(iter(self._profile.operators), None)
         if (
             top is None
@@ -153,7 +153,7 @@ class _Adviser:
         formats = ("channels_last",) if "convolution" in top.name else ()
         remedy = self._to_try("precision", *formats, "compile")
         yield (
-            0.5 * top.share * self._profile.seconds,  # half of it at the best: computing is what the step is for
+            0.5 * top.share * self._profile.seconds,  # assume that at best half of the operator's time can be saved
             f"The costliest operator is {top.name} with {formatting.share(top.share)} of a profiled step{where}."
             f"{remedy}",
         )
@@ -177,4 +177,4 @@ def _would_wait(profile: ProfileData) -> list[str]:
     if not here:
         return []
     more = f" and {len(here) - 3} more" if len(here) > 3 else ""
-    return [f"On a GPU these would make Python wait for it, for free on this CPU: {', '.join(here[:3])}{more}."]
+    return [f"On a GPU these would make Python wait, which costs nothing on this CPU: {', '.join(here[:3])}{more}."]

@@ -50,8 +50,8 @@ class Event:
 def nest(events: Sequence[Event]) -> None:
     """Set the parent of each event. Events are sorted by start, the longer ones first.
 
-    What was under way when profiling stopped ends with it, parents and children in any order: an event's parent is
-    the one that it begins in.
+    Events that were running when profiling stopped all end at that moment, in any order. So the parent of an event is
+    the event in which it starts.
     """
     under_way: dict[Any, list[Event]] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Techniques that a training uses already, as its trace shows."""
+"""Techniques that a training already uses, by its trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "fused_optimizer": ("aten::_fused_", "flatout::step"),
     "workers": ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter",),
 }
-"""Beginnings of the names of events that a technique leaves, by its name."""
+"""Prefixes of event names that show a technique in use, by the technique's name."""
 _LOW = {"c10::BFloat16", "c10::Half"}
 
 
@@ -28,7 +28,7 @@ def techniques_in_use(trace: Trace) -> set[str]:
 
 
 def _is_channels_last(event: Event) -> bool:
-    """Return whether an event is a convolution whose weight has the channels innermost."""
+    """Return True if an event is a convolution with a weight in channels_last."""
     if event.name != "aten::convolution":
         return False
     weight = event.args.get("Input Strides", ())[1:2]

@@ -1,4 +1,4 @@
-"""Which part of a step the main thread is in: as flatout marked it, or else as torch's own events tell."""
+"""Parts of a step on the main thread, from the marks of flatout or else from torch's own events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARKED: dict[str, Phase] = {
     "flatout.update": "update",
 }
 BACKWARD = ": _engine_run_backward"
-"""End of the name of every backward."""
+"""Suffix of the names of backward events."""
 _UPDATES = re.compile(
     r"Optimizer\.(step|zero_grad)#.*|torch/amp/grad_scaler\.py\(\d+\): (unscale_|step|update)"
     r"|torch/nn/utils/clip_grad\.py\(\d+\): .+|torch/optim/lr_scheduler\.py\(\d+\): (step|wrapper)"
@@ -28,7 +28,7 @@ _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 
 
 class PhaseSpan(NamedTuple):
-    """A stretch of the main thread that belongs to one part of a step."""
+    """Interval in which the main thread is in one part of a step."""
 
     start: float
     end: float
@@ -36,7 +36,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Parts:
-    """The whole time of the main thread, divided.
+    """Division of the main thread's whole time into parts of steps.
 
     Args:
         main: events of the main thread, in order of their start.
@@ -45,7 +45,7 @@ class Parts:
         end: end of the last step.
 
     Attributes:
-        spans: in order, without gap or overlap; what is nothing else is ``host_idle``.
+        spans: in order, without gap or overlap. Time outside all other parts is ``host_idle``.
     """
 
     def __init__(self, main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float) -> None:
@@ -60,18 +60,18 @@ class Parts:
         self._starts = [span.start for span in self.spans]
 
     def at(self, time: float) -> PhaseSpan:
-        """The one that holds a moment."""
+        """Return the span at a moment."""
         return self.spans[bisect_right(self._starts, time) - 1]
 
     def between(self, start: float, end: float) -> Iterator[PhaseSpan]:
-        """Those of a stretch of time, in order, the first and the last cut to it."""
+        """Yield the spans of an interval, in order. The first and the last are cut to the interval."""
         for span in islice(self.spans, bisect_right(self._starts, start) - 1, None):
             if span.start >= end:
                 return
             yield PhaseSpan(max(span.start, start), min(span.end, end), span.phase)
 
     def steps(self, boundaries: Sequence[float]) -> tuple[Step, ...]:
-        """The steps between boundaries, each with the seconds of its parts."""
+        """Return the steps between boundaries, each with the seconds of its parts."""
         found = []
         for start, end in pairwise(boundaries):
             phases = dict.fromkeys(PHASES, 0.0)
@@ -84,7 +84,7 @@ class Parts:
 def _inferred(
     main: Sequence[Event], trained: Sequence[Event], uploads: Sequence[Event], end: float
 ) -> Iterator[PhaseSpan]:
-    """What torch itself tells of the parts, marked or not."""
+    """Yield the parts that torch's own events show, marked ones included."""
     for event in _outermost(event for event in main if event.name.endswith(BACKWARD)):
         yield PhaseSpan(event.start, event.end, "backward")
     for event in _outermost(event for event in main if _UPDATES.fullmatch(event.name)):
@@ -105,7 +105,7 @@ def _inferred(
     for wait, following in zip_longest(waits, waits[1:]):
         until = end if following is None else following.start
         fed = [call for call in calls if wait.end <= call.start < until]
-        if not fed or not learning.isdisjoint(fed):  # else it feeds an evaluation
+        if not fed or not learning.isdisjoint(fed):  # else the batch is for an evaluation
             yield PhaseSpan(wait.start, wait.end, "loader_wait")
 
     for call in uploads:
@@ -114,7 +114,7 @@ def _inferred(
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:
-    """Without those that lie in another of them."""
+    """Return the events that lie in no other."""
     kept: list[Event] = []
     for event in events:
         if not kept or event.start >= kept[-1].end:
@@ -123,7 +123,7 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _losses(spans: list[PhaseSpan]) -> Iterator[PhaseSpan]:
-    """From a forward to its backward whatever is nothing else is forward too: the loss."""
+    """Yield the time between a forward and its backward as forward, because the loss is computed there."""
     begun: float | None = None
     for span in sorted(spans, key=lambda span: span.start):
         if span.phase == "forward" and begun is None:
@@ -134,7 +134,7 @@ def _losses(spans: list[PhaseSpan]) -> Iterator[PhaseSpan]:
 
 
 def _flat(spans: list[PhaseSpan]) -> list[PhaseSpan]:
-    """Without overlap: the innermost counts (an update of LBFGS runs forwards and backwards)."""
+    """Return spans without overlap. The innermost one counts: an update of LBFGS runs forwards and backwards."""
     always = PhaseSpan(float("-inf"), float("inf"), "host_idle")
     pending = sorted([always, *spans], key=lambda span: (span.start, -span.end))[::-1]
     edges = sorted({edge for span in pending for edge in (span.start, span.end)})

@@ -24,7 +24,7 @@ from flatout.profile.profile_data import Step
 from flatout.profile.syncs import replaced
 
 _RANGES = ("enumerate(DataLoader)#", "Optimizer.step#", "Optimizer.zero_grad#")
-"""Beginnings of the ranges that torch itself opens for parts of a step."""
+"""Prefixes of the ranges that torch itself opens for parts of a step."""
 
 _CALLS: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd, "_engine_run_backward", f"torch/autograd/graph.py(0){BACKWARD}"),
@@ -79,7 +79,7 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event | None]) -> list[float]:
-        """Wait for the GPU, and return the seconds since the first mark. A mark in a capture has its predecessor's."""
+        """Wait for the GPU, and return seconds since the first mark. A mark in a capture repeats the one before."""
         torch.cuda.synchronize(self._stream.device)
         times: list[float] = []
         begun = next(mark for mark in marks if mark is not None)
@@ -95,7 +95,7 @@ def make_clock() -> Clock:
 
 @dataclass(slots=True)
 class _Span:
-    """Stretch of a part of a step; its end is a number of a mark, None while it lasts."""
+    """Interval of a part of a step. Start and end are numbers of marks; the end is None while the part runs."""
 
     name: str
     start: int
@@ -106,9 +106,9 @@ class _Span:
 class PhaseTimer:
     """Recorder of the moments at which the training thread enters and leaves the parts of steps.
 
-    flatout's runs mark their parts. Those of other loops are read from calls: of the loader, the model, the backward,
-    the optimizer. Events have the names that torch's profiler gives them, so ``Parts`` divides a timed step as it
-    divides a profiled one. In a loop that calls no module, all that precedes the backward is the forward.
+    flatout's runs mark their parts. In other loops, calls of the loader, the model, the backward and the optimizer show
+    the parts. Events have the names that torch's profiler gives them, so ``Parts`` divides a timed step as it divides a
+    profiled one. In a loop that calls no module, everything before the backward is the forward.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -207,7 +207,7 @@ class PhaseTimer:
 
     def _called(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Modules within modules are their parts. A checkpoint's second forward is the backward's.
+            # Inner modules belong to the outer call. The recomputed forward of a checkpoint belongs to the backward.
             if torch.compiler.is_compiling() or self._within or threading.get_ident() != self._thread:
                 return method(module, *args, **kwargs)
             span = self.begin(f"nn.Module: {type(module).__name__}")
@@ -227,9 +227,12 @@ class PhaseTimer:
         return call
 
     def _recorded(self, span: _Span | None, within: bool, call: Callable[[], Any]) -> Any:
-        """Return the result of a call, whose end is that of ``span``; ``within``: calls of modules in it are its parts.
+        """Return the result of a call, and close ``span`` after it.
 
-        A call on another thread has no span.
+        Args:
+            span: opened span of the call; None on another thread.
+            within: True if modules that the call runs get no spans.
+            call: the call.
         """
         if span is None:
             return call()
@@ -255,14 +258,14 @@ class _Range:
 
 
 def is_gpu(target: Any) -> bool:
-    """Return whether an argument of ``Tensor.to`` is a GPU, or a tensor on one."""
+    """Return True if an argument of ``Tensor.to`` is a GPU, or a tensor on a GPU."""
     if isinstance(target, (str, torch.device)):
         return torch.device(target).type == "cuda"
     return isinstance(target, int) or getattr(target, "is_cuda", False)
 
 
 def _forwards(events: Sequence[Event], boundaries: Sequence[float]) -> list[Event]:
-    """Return a forward before each backward: since loader, update, backward or step's end, whichever came last."""
+    """Return a forward before each backward, from the last end of a loading, update, backward or step."""
     ends = list(boundaries)
     found = []
     for event in events:

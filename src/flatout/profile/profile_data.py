@@ -30,7 +30,7 @@ code. ``device``: work was queued, and the device delayed it.
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of torch, over the profiled steps, with what the profiler adds to the host's time.
+    """One operator of torch, over the profiled steps. Times of the host include the overhead of the profiler.
 
     Attributes:
         name: e.g. ``aten::convolution_backward``.
@@ -52,15 +52,15 @@ class Operator:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Stretches of one cause in which the GPU ran nothing.
+    """Intervals of one cause in which the GPU ran nothing.
 
     Attributes:
         cause: activity of the host meanwhile.
         phase: part of the step.
         where: ``file:line`` of the user's code, or the operator; empty when not known.
-        count: number of stretches per profiled step.
-        seconds: per step without the profiler: its idle time, divided as under the profiler.
-        longest: the longest one under the profiler, seconds.
+        count: number of intervals per profiled step.
+        seconds: idle time of a step without the profiler, divided among causes as under the profiler.
+        longest: longest interval under the profiler, seconds.
     """
 
     cause: Cause
@@ -147,18 +147,18 @@ class ProfileData:
 
     Attributes:
         steps: times of each step that was timed, without the profiler.
-        seconds: mean of these.
-        before: number of steps before these: to warm up, to search for syncs, to empty the loader's store.
-        profiled_steps: number of steps under the profiler, after these.
-        profiled_seconds: mean time of those; None if the loop ended before the profiler began.
+        seconds: mean time of the timed steps.
+        before: number of steps before the timed ones: warm-up, search for syncs, and use of prefetched batches.
+        profiled_steps: number of steps under the profiler, after the timed ones.
+        profiled_seconds: mean time of the profiled steps; None if the loop ended before the profiler began.
         samples: per step; None when not known.
         phases: mean seconds per step and part, without the profiler; they sum up to ``seconds``.
         device_phases: mean seconds per step in which the GPU worked for each part; empty without a GPU.
-        operators: costliest first; they, ``gaps`` and ``memory`` come from the profiler.
+        operators: costliest first. Operators, ``gaps`` and ``memory`` come from the profiler.
         gaps: why the GPU idled, costliest first; empty without a GPU.
         syncs: where the host waits for the GPU, or would.
         memory: what tensors take over time.
-        advice: what costs most and what to do, costliest first.
+        advice: sentences on costs and remedies, largest cost first.
         verdict: of a run on its last steps: MFU beside NVML's utilisation, what is usual, what limits it; empty for a
             script.
         commands: lines for Nsight Systems and Nsight Compute, for what only they show; empty without a script.
@@ -193,12 +193,12 @@ class ProfileData:
 
     @property
     def unprofiled_seconds(self) -> float:
-        """Old name of ``seconds``, which were those of profiled steps."""
+        """Deprecated name of ``seconds``, which used to be measured under the profiler."""
         message = "Profile.unprofiled_seconds is now Profile.seconds. Replace the old name, which will be removed"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.seconds
 
     @property
     def distortion(self) -> float | None:
-        """Time of a step under the profiler, relative to without it; None where no step was profiled."""
+        """Factor by which the profiler lengthens a step; None if no step was profiled."""
         return None if self.profiled_seconds is None else self.profiled_seconds / self.seconds

@@ -1,4 +1,4 @@
-"""Records training steps: a warm-up, a search for syncs, steps that are timed, and steps under the profiler."""
+"""Recording of training steps: warm-up, search for syncs, timed steps, and steps under the profiler."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report.model import Row
 
 SEARCHED_STEPS = 2
-"""Steps in which syncs are looked for, apart from the timed ones: watching every operator slows them down."""
+"""Number of steps that are searched for syncs. They are not timed, because watching every operator slows them down."""
 _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
 _ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
 
 Course = Generator[bool, None, None]
-"""What a loop is taken through: ``next`` before its first step and after every one, ``close`` behind the last. Yields
-whether it is done; it is when it has ended, too."""
+"""Generator that records a loop. The loop calls ``next`` before its first step and after each step, then ``close``.
+
+The generator yields False while it needs more steps, and True when it needs none. It may also end then.
+"""
 
 
 def profile_run(
@@ -56,7 +58,7 @@ def profile_run(
         steps: number of steps to time, and number of steps to profile.
         warmup: number of steps before all others.
         verdict: returns ``Profile.verdict`` for the mean of the timed steps, right after them.
-        rows: of the report on this training; advice names nothing that they decide.
+        rows: rows of the report on this training. Advice leaves out techniques that the report has decided.
 
     Raises:
         ValueError: ``steps`` < 1, ``warmup`` < 0, or a loader that ends before a step could be timed.
@@ -70,7 +72,7 @@ def profile_run(
     samples: list[int] = []
     try:
         next(course)
-        for batch in _again_and_again(loader):
+        for batch in _endless(loader):
             step(batch)
             samples.append(batch_size_of(batch))
             if next(course, True):
@@ -83,7 +85,7 @@ def profile_run(
 
 
 class ProfileRecording:
-    """What is recorded of a loop on its course. Steps that end before the course is closed are kept.
+    """Recording of a loop. Steps that end before ``course`` is closed are kept.
 
     Args:
         steps: number of steps to time, and number of steps to profile.
@@ -114,7 +116,7 @@ class ProfileRecording:
         return self._timer.count
 
     def profile(self, samples: float | None = None, commands: Sequence[str] = ()) -> Profile:
-        """Return what was recorded; for the arguments see ``summarise``.
+        """Return the profile of the recorded steps; for the arguments see ``summarise``.
 
         Raises:
             ValueError: no step was timed.
@@ -136,7 +138,7 @@ class ProfileRecording:
         )
 
     def course(self) -> Course:
-        """All of it; yields to the loop between its steps."""
+        """Record the loop from its first step to its last."""
         yield from _wait(self._warmup)
         yield from self._search()
         if torch.autograd._profiler_enabled():
@@ -144,8 +146,9 @@ class ProfileRecording:
         _load_cupti()
         profiler = TorchProfiler(activities=_activities(), record_shapes=True, profile_memory=True, with_stack=True)
         with _refused(profiler):
-            # Loaders have run ahead in all this: what they have in store must not make them look fast.
-            ahead = _ahead() + torch.cuda.is_initialized()  # the GPU is behind the host when timing begins
+            # Meanwhile loaders have prefetched batches, which come without a wait. Timed steps must not take these.
+            # On a GPU, one more step lets the host run ahead of the GPU before timing begins.
+            ahead = _ahead() + torch.cuda.is_initialized()
             self.before += ahead
             yield from _wait(ahead)
             yield from self._time()
@@ -164,7 +167,7 @@ class ProfileRecording:
             self._verdict = self._judge(Step.mean(self._timer.steps()))
 
     def _counted(self, timer: PhaseTimer, mark: Callable[[], object] = lambda: None) -> Course:
-        """The steps to time or to profile, each between two boundaries."""
+        """Record steps, each between two boundaries."""
         timer.boundary()
         mark()
         for _ in range(self._steps):
@@ -177,7 +180,7 @@ class ProfileRecording:
             profiler.start()
         with quiet_allocator():
             try:
-                if torch.cuda.is_initialized():  # the GPU is behind the host when profiling begins
+                if torch.cuda.is_initialized():  # lets the host run ahead of the GPU before profiling begins
                     yield False
                 self._profiled = PhaseTimer()
                 yield from self._counted(self._profiled, _mark)
@@ -190,7 +193,7 @@ class ProfileRecording:
 
 
 def _wait(steps: int) -> Course:
-    """Let this many steps pass."""
+    """Let this number of steps pass."""
     for _ in range(steps):
         yield False
 
@@ -208,7 +211,7 @@ def _load_cupti() -> None:
 
 
 def _refused(ours: TorchProfiler) -> ExitStack:
-    """Until it is closed, other profilers raise: torch would end the process when a second one starts."""
+    """Make other profilers raise until the returned stack is closed. A second one would crash the process."""
 
     def unless_ours(method: Callable[[Any], None]) -> Callable[[Any], None]:
         def call(profiler: Any) -> None:
@@ -224,8 +227,8 @@ def _refused(ours: TorchProfiler) -> ExitStack:
     return stack
 
 
-def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch, until one is empty."""
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of epoch after epoch, until an epoch is empty."""
     empty = False
     while not empty:
         empty = True
@@ -240,7 +243,7 @@ def _mark() -> None:
 
 
 def _ahead() -> int:
-    """Batches that loaders under way may have in store."""
+    """Return the number of batches that running loaders may have prefetched."""
     stores = [
         loader._num_workers * loader._prefetch_factor
         for loader in gc.get_objects()

@@ -1,7 +1,7 @@
-"""``flatout profile train.py``: any training script, profiled as it runs; it need not know of flatout.
+"""``flatout profile train.py``: profile of a training script that does not use flatout.
 
-Updates are counted by torch's own hook on optimizers. The two steps that search for syncs run under a dispatch mode. In
-the timed steps some functions of torch note when they are called. Everything is put back after the last step.
+torch's hook on optimizers counts the updates. The two steps that search for syncs run under a dispatch mode. In the
+timed steps some functions of torch record the times of their calls. Everything is restored after the last step.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def profile_script(
 
 
 def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
-    """Runs a script for Nsight: opens the range that nsys and ncu record, and names the operators in it."""
+    """Run a script for Nsight: open the range that nsys and ncu record, and name the operators in the range."""
     return _run(path, args, _capture(steps, warmup), stop=True)
 
 
 def _capture(steps: int, warmup: int) -> Course:
-    """The range that Nsight records: ``steps`` updates behind ``warmup`` others."""
+    """Let ``warmup`` updates pass, then open the range that Nsight records for ``steps`` updates."""
     for _ in range(warmup):
         yield False
     torch.cuda.synchronize()
@@ -78,22 +78,22 @@ def _capture(steps: int, warmup: int) -> Course:
         finally:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-        yield True  # until the operators under way have ended: emit_nvtx minds being taken away within one
+        yield True  # emit_nvtx must not end within an operator
 
 
 def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
-    """Runs a script as ``python path args`` would, and takes it through ``course`` from update to update.
+    """Run a script as ``python path args`` would, and advance ``course`` after each update.
 
     Args:
         path: of the script.
         args: its arguments.
-        course: goes on with every update of the script's first optimizer.
+        course: advanced by every update of the script's first optimizer.
         stop: end the script when the course is done.
     """
     leader: Optimizer | None = None
     passed, done = 0, False
     next(course)
-    process = os.getpid()  # a child that the script forks is not profiled, and its end is its own
+    process = os.getpid()  # a child that the script forks is not profiled, and ends as usual
 
     def updated(optimizer: Optimizer, *_: object) -> None:
         nonlocal leader, passed, done

@@ -1,4 +1,4 @@
-"""Sections of a profile and their words, the same in a terminal and on a page."""
+"""Sections of a profile and their texts, which terminal and page share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.core import formatting
 from flatout.profile.profile_data import Cause, Phase, ProfileData
 
 DISTORTED = 1.3
-"""Time of a step under the profiler, relative to without it, above which a profile says so."""
+"""Factor by which the profiler lengthens a step, above which a profile mentions it."""
 
 
 class PhaseLook(NamedTuple):
@@ -38,11 +38,11 @@ LOOKS: dict[Phase, PhaseLook] = {
 
 CAUSES: dict[Cause, str] = {
     "loader": "the host waited for data",
-    "copy": "a batch was copied to it",
-    "sync": "the host had waited for it, so nothing was queued",
-    "launch": "Python launches kernels slower than they run",
-    "own code": "the loop ran code of its own",
-    "device": "work was queued, but had to wait on the device",
+    "copy": "a batch was copied to the GPU",
+    "sync": "the host had waited for the GPU, so nothing was queued",
+    "launch": "Python launches kernels slower than the GPU runs them",
+    "own code": "the loop ran its own code",
+    "device": "queued work had to wait on the device",
 }
 
 
@@ -52,25 +52,25 @@ def ms(seconds: float) -> str:
 
 
 def biggest(profile: ProfileData) -> str:
-    """Return the largest part of a step, in words."""
+    """Return a sentence on the largest part of a step."""
     if profile.device_busy is not None and profile.device_busy < 0.9 and profile.gaps:
         worst = profile.gaps[0]
         where = f" ({worst.where})" if worst.where else ""
         idle = formatting.share(1 - profile.device_busy)
-        return f"the GPU idles for {idle} of it, above all because {CAUSES[worst.cause]}{where}"
+        return f"the GPU idles for {idle} of a step, mostly because {CAUSES[worst.cause]}{where}"
     phase = max(profile.phases, key=profile.phases.__getitem__)
-    return f"{formatting.share(profile.phases[phase] / profile.seconds)} of it is {LOOKS[phase].name}"
+    return f"{formatting.share(profile.phases[phase] / profile.seconds)} of a step is {LOOKS[phase].name}"
 
 
 def basis(profile: ProfileData) -> str:
-    """Return the number of steps behind the figures."""
+    """Return the number of steps that the figures are the mean of."""
     count = len(profile.steps)
-    text = f"mean of {count} step{'s' * (count != 1)} without the profiler, after {profile.before} to warm up"
+    text = f"mean of {count} step{'s' * (count != 1)} without the profiler, after {profile.before} warm-up steps"
     return text if profile.profiled_steps else f"{text}; the loop ended before the profiler began"
 
 
 def distortion(profile: ProfileData) -> str:
-    """Return what the profiler does to a step, in words; empty if it does little."""
+    """Return a sentence on the slowdown by the profiler; empty if the slowdown is small."""
     if profile.distortion is None or profile.distortion <= DISTORTED:
         return ""
     return (
@@ -83,13 +83,13 @@ def peak(profile: ProfileData) -> str:
     """Return the peak of memory, its phase and its device; empty if nothing was allocated."""
     if profile.memory is None:
         return ""
-    told = f"peak {formatting.size_of(profile.memory.peak)} in {LOOKS[profile.memory.peak_phase].name}"
+    text = f"peak {formatting.size_of(profile.memory.peak)} in {LOOKS[profile.memory.peak_phase].name}"
     on_cpu = profile.memory.device == "cpu"
-    return f"{told}, above what was there when profiling began" if on_cpu else f"{told} on {profile.memory.device}"
+    return f"{text}, without memory from before profiling" if on_cpu else f"{text} on {profile.memory.device}"
 
 
 Column = tuple[str, Literal["number", "strong", "plain", "quiet"], Callable[[Any], str]]
-"""Column of a table: heading (may be empty), look of its cells, and function from an item to the text of its cell."""
+"""Column of a table: heading (may be empty), style of the cells, and function from an item to the text of its cell."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def sections(profile: ProfileData) -> Iterator[Section]:
         ]
         if on_gpu:
             columns.insert(4, ("GPU", "number", lambda operator: ms(operator.device_seconds)))
-        own = "kernels of its own" if on_gpu else "time of its own, without what it calls"
+        own = "the operator's own kernels" if on_gpu else "the operator's own time, without the operators that it calls"
         note = f"Share of a step under the profiler: {own}. {distortion(profile)}".rstrip()
         most = max(operator.share for operator in profile.operators) or 1.0
         yield Section("Costliest operators", note, columns, profile.operators, lambda operator: operator.share / most)
@@ -152,7 +152,7 @@ def sections(profile: ProfileData) -> Iterator[Section]:
             ("in", "plain", lambda sync: LOOKS[sync.phase].name),
             ("code", "quiet", lambda sync: sync.code),
         ]
-        note = "Each makes Python wait until the GPU has done all that is queued."
+        note = "Each makes Python wait until the GPU has finished all queued work."
         if not on_gpu:
-            note = "On this CPU they cost nothing. On a GPU each makes Python wait until all that is queued is done."
+            note = "They cost nothing on this CPU. On a GPU each makes Python wait until all queued work is finished."
         yield Section("Sync points", note, columns, profile.syncs)

@@ -34,16 +34,16 @@ def summarise(
     rows: Sequence[Row] = (),
     trace_file: TraceFile | None = None,
 ) -> Profile:
-    """Return the profile of timed steps, and of a trace of others; for the arguments see ``Profile``.
+    """Return the profile of timed steps, and of a trace of other steps; for the arguments see ``Profile``.
 
     Args:
         steps: timed without the profiler.
-        trace: of steps under the profiler; None if there were none.
+        trace: trace of steps under the profiler; None if there were none.
         profiled: the steps of the trace.
-        syncs: those that were found apart from the trace.
+        syncs: syncs that were found without the trace.
         commands: ``{kernel}`` in them becomes the costliest kernel's name.
-        rows: of a report, which ``advise`` leaves out where they are decided.
-        trace_file: that the trace was read from.
+        rows: rows of a report, as for ``advise``.
+        trace_file: file of the trace.
     """
     mean = Step.mean(steps)
     profile = Profile(
@@ -82,7 +82,7 @@ def summarise(
 def _unprofiled(trace: Trace, seconds: float) -> tuple[Gaps, ...]:
     """Return the gaps of a trace, scaled to the idle time of a step of ``seconds`` without the profiler.
 
-    The profiler slows the host down, so a GPU waits for the host more often. Kernels take as long as without it.
+    The profiler slows the host down, so a GPU waits for the host more often. The profiler does not slow kernels down.
     """
     found = grouped(trace, gaps(trace))
     idle = sum(gap.seconds for gap in found)
