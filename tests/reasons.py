@@ -1,4 +1,4 @@
-"""Codes of the product's sentences. Beside the renderings only this file knows their wording."""
+"""Codes of the product's sentences. Only this file and the renderings know their wording."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PATTERNS: dict[str, str] = {
     "loader-bound": "goes to waiting for the loader",
     "loader-keeps-up": "as a step needs",
     "loader-limited": "where a step needs more",
-    "loader-not-resizable": r"not a DataLoader|overrides .* of DataLoader|a batch_sampler of its own",
+    "loader-not-resizable": r"not a DataLoader|overrides .* of DataLoader|the loader has no batch size",
     "loading-negligible": r"there is nothing to hide|loading a batch takes .* beside a step",
     "log-instead": r"run\.log\(",
     "loss-not-finite": "output is finite, but the loss is not",

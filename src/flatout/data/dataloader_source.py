@@ -87,7 +87,7 @@ class IterableSource(DataLoaderSource):
 
     def _why_not(self) -> str:
         if not hasattr(self._stateful, "state_dict") or not hasattr(self._stateful, "load_state_dict"):
-            return "its iterable dataset has no state_dict() and load_state_dict()"
+            return "its iterable dataset lacks state_dict() or load_state_dict()"
         if self._dataloader.num_workers:
             return "its state is in worker processes (num_workers=0, or torchdata's StatefulDataLoader, would do)"
         return ""

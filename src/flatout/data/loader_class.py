@@ -1,4 +1,4 @@
-"""Subclasses and wrappers of ``DataLoader``, understood by what they override."""
+"""Subclasses and wrappers of ``DataLoader``, classified by the members that they override."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def overridden(kind: type) -> list[str]:
-    """Return the members of ``DataLoader`` that a subclass overrides and that decide which batches come.
+    """Return the overridden members of ``DataLoader`` that determine the batches.
 
-    A subclass that only has another constructor, another length or more attributes overrides none of them.
+    The constructor, the length and additional attributes do not count.
     """
     own = itertools.takewhile(lambda each: each is not DataLoader, kind.__mro__)
     return sorted({name for each in own for name in vars(each)} & (_BATCHES | _SETTINGS))
 
 
 def is_plain(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Return True for a ``DataLoader`` whose class leaves alone which batches come: every technique suits it."""
+    """Return True for a ``DataLoader`` whose class overrides none of these members. Every technique may replace it."""
     return issubclass(type(loader), DataLoader) and not overridden(type(loader))
 
 
@@ -42,11 +42,13 @@ def why_not_plain(loader: Any) -> str:
 def base_of(loader: Any) -> DataLoader | None:
     """Return the plain ``DataLoader`` whose batches a loader yields; None if that is unknown.
 
-    A plain loader is its own base. Three things make another class understood. Its ``__iter__`` is a generator
-    function, so every call starts over. The function iterates ``DataLoader.__iter__``, or the only attribute that is a
-    loader with a base. And no attribute is an iterator, which may have begun, or a stream to write to, as a progress
-    bar holds. Such a class may still change the batches, as ``DataLoaderShard`` of accelerate and ``PrefetchLoader`` of
-    timm do. ``around`` gives it another base.
+    A plain loader is its own base. A loader of another class has a base under three conditions:
+
+    - Its ``__iter__`` is a generator function, so that every call starts over.
+    - ``__iter__`` iterates ``DataLoader.__iter__``, or the only attribute that is a loader with a base.
+    - No attribute is an iterator, which may have started, or an output stream, as a progress bar has.
+
+    Such a class may change each batch, as ``DataLoaderShard`` of accelerate and ``PrefetchLoader`` of timm do.
     """
     kind = type(loader)
     if is_plain(loader):
@@ -63,12 +65,12 @@ def base_of(loader: Any) -> DataLoader | None:
     return base
 
 
-def around(loader: Any, base: DataLoader) -> Any:
-    """Return a copy of a loader that has a base, with another base. The copy has containers of its own.
+def with_base(loader: Any, base: DataLoader) -> Any:
+    """Return a copy of a loader with another base. The copy shares no list, dict, set or deque with the loader.
 
     Args:
-        loader: stays as it is.
-        base: made by ``DataLoader``'s constructor.
+        loader: a loader with a base; it does not change.
+        base: a loader from ``DataLoader``'s constructor.
     """
     attributes = dict(vars(loader))
     if not is_plain(loader):
@@ -78,14 +80,14 @@ def around(loader: Any, base: DataLoader) -> Any:
     else:
         name = _inner_of(loader)
         assert name is not None
-        attributes[name] = around(attributes[name], base)
+        attributes[name] = with_base(attributes[name], base)
     copied = object.__new__(type(loader))
     vars(copied).update(attributes)
     return copied
 
 
 def _inner_of(loader: Any) -> str | None:
-    """Return the name of the only attribute that is a loader with a base, if ``__iter__`` uses it."""
+    """Return the name of the only attribute that is a loader with a base, if ``__iter__`` uses the attribute."""
     inner = [name for name, value in getattr(loader, "__dict__", {}).items() if isinstance(value, DataLoader)]
     is_used = len(inner) == 1 and inner[0] in type(loader).__iter__.__code__.co_names
     return inner[0] if is_used and base_of(vars(loader)[inner[0]]) is not None else None

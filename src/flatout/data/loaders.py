@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.batches import cloned, tensors_of
 from flatout.core.random_state import RandomState
-from flatout.data.loader_class import around, base_of, is_plain, why_not_plain
+from flatout.data.loader_class import base_of, is_plain, why_not_plain, with_base
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
@@ -36,13 +36,13 @@ _STATELESS = (int, float, str, torch.Generator, type(None))
 _SEEDS_ONCE = "seeds_workers_once"
 """Name of the attribute of a clone that says whether the original loader has persistent workers."""
 SEEDED_FROM = "seeded_from"
-"""Attribute of a loader each of whose samples has a seed: the loader that it was made of."""
+"""Attribute of a loader with a seed for each sample: the loader from which it was made."""
 UNKNOWN_LENGTH = 1000
 """Batches per epoch that are assumed if a loader's length is unknown."""
 TRIAL_BATCHES = 4
-"""Batches that trials go round in; they stay on the device while measuring."""
+"""Number of batches that trials repeat. The batches stay on the device while measuring."""
 RESIZED_FROM = "resized_from"
-"""Attribute of a loader with another batch size: the loader that it was made of."""
+"""Attribute of a loader with another batch size: the loader from which it was made."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 _ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
 _SETTINGS = (
@@ -78,12 +78,12 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
 
 
 def is_rewindable(loader: Any) -> bool:
-    """Whether iterating ``loader`` once more loses no sample.
+    """Return True if another iteration of ``loader`` loses no sample.
 
-    True for a ``DataLoader`` over a map-style dataset with torch's own samplers, for subclasses and wrappers that
-    ``base_of`` understands, for flatout's loaders over such a one, and for a list or tuple of batches. A sampler of
-    another class counts if its ``__iter__`` is a generator function over nothing but numbers and such samplers. False
-    for everything that cannot be known.
+    True for a ``DataLoader`` over a map-style dataset with torch's own samplers, for subclasses and wrappers with a
+    ``base_of``, for flatout's loaders over one of these, and for a list or tuple of batches. A sampler of another class
+    is accepted if its ``__iter__`` is a generator function and its attributes are numbers or accepted samplers. False
+    if this is unknown.
     """
     if type(loader) in (list, tuple):
         return True
@@ -98,7 +98,7 @@ def is_rewindable(loader: Any) -> bool:
 
 
 def _starts_over(order: Any, dataset: Any) -> bool:
-    """Return whether every ``iter`` of a sampler, or of a batch sampler, yields a whole epoch."""
+    """Return True if every ``iter`` of a sampler, or of a batch sampler, yields a whole epoch."""
     if type(order) in _REWINDABLE_SAMPLERS:
         return True
     if type(order) is BatchSampler:
@@ -113,7 +113,7 @@ def known_length(loader: Iterable[Any]) -> int | None:
     """Return the batches per epoch; None if the loader has no length, as over an ``IterableDataset``."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError, OverflowError):  # the last one above 2**63
+    except (TypeError, NotImplementedError, OverflowError):  # OverflowError: the length exceeds 2**63
         return None
 
 
@@ -146,7 +146,7 @@ class LoaderPosition:
 
 
 def original_of(loader: Any) -> Any:
-    """The user's own loader, of which this one was made for its batch size, or its samples' seeds."""
+    """Return the user's loader, from which ``loader`` was made to change the batch size or to seed samples."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):
         if isinstance(loader, DataLoader):
             loader = getattr(loader, made_from, loader)
@@ -178,10 +178,10 @@ def set_attribute(own: Any, made: Sequence[Any], name: str, value: Any) -> None:
 
 
 def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
-    """The same loader with another number of samples in a batch.
+    """Return a loader with another number of samples in a batch.
 
     Raises:
-        ValueError: it cannot be made, and why.
+        ValueError: this loader cannot have another batch size. The message says why.
     """
     reason = why_not_resized(loader)
     if reason:
@@ -192,27 +192,27 @@ def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
 
 
 def why_not_resized(loader: Any) -> str:
-    """Why a loader cannot be made anew with another batch size; empty where it can."""
+    """Return why a loader cannot have another batch size; empty if it can."""
     if not is_plain(loader):
         return why_not_plain(loader)
     if loader.batch_size is None:
-        return "the loader has a batch_sampler of its own, or makes no batches"
+        return "the loader has no batch size: it was made with a batch_sampler, or with batch_size=None"
     if not is_rewindable(loader):
-        return "the loader cannot be rewound: another in its place would lose samples"
+        return "the loader cannot be rewound: a loader in its place would lose samples"
     return ""
 
 
 def first_batches(loader: Any, count: int) -> list[Any]:
-    """The first batches of a loader that can be rewound, copied: its dataset or collate may keep what they hand out.
+    """Return copies of the first batches of a rewindable loader, because dataset or collate may reuse the originals.
 
-    The generators that its order is drawn from advance.
+    The generators of the order advance.
     """
     batches = loader if base_of(loader) is None else clone_loader(loader)
     return list(map(cloned, itertools.islice(batches, count)))
 
 
 def clone_loader(loader: Any, **changes: Any) -> Any:
-    """A second loader like ``loader``, with ``changes``.
+    """Return a second loader like ``loader``, with ``changes``.
 
     Shares dataset, samplers, generator, ``collate_fn`` and all other settings. Settings that only exist with
     worker processes are left out when there are none. Iterating the clone advances shared samplers and
@@ -221,17 +221,17 @@ def clone_loader(loader: Any, **changes: Any) -> Any:
     have the same orders.
 
     Args:
-        loader: a ``DataLoader``, or a subclass or wrapper that ``base_of`` understands. The clone of such a loader is a
-            copy with its attributes, over changed batches. Its constructor is not called.
+        loader: a ``DataLoader``, or a subclass or wrapper with a ``base_of``. The clone of a subclass or wrapper is a
+            copy with its attributes and another base. Its constructor is not called.
         changes: any argument of ``DataLoader``, such as ``num_workers=4, persistent_workers=True``.
 
     Raises:
-        ValueError: it is unknown which batches ``loader`` yields, ``loader`` is made of data pipes, or a change
-        contradicts its batch sampler.
+        ValueError: ``loader`` has no ``base_of``, ``loader`` is made of data pipes, or a change contradicts its
+        batch sampler.
     """
     base = base_of(loader)
     if base is None:
-        raise ValueError(f"loader must be understood as a torch DataLoader: {why_not_plain(loader)}")
+        raise ValueError(f"loader must take its batches from a torch DataLoader: {why_not_plain(loader)}")
     dataset = changes.get("dataset", base.dataset)
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         raise ValueError("loader must not be made of data pipes: a clone would share their state")
@@ -246,15 +246,14 @@ def clone_loader(loader: Any, **changes: Any) -> Any:
                 del arguments[name]
     clone = DataLoader(**arguments)
     if not changes.keys() & set(_BATCHING):
-        # The very same object: DataLoader would wrap the sampler anew, losing what the user did to its
-        # wrapper.
+        # DataLoader would make another batch sampler, and lose the user's changes to this one.
         vars(clone)["batch_sampler"] = base.batch_sampler
     vars(clone)[_SEEDS_ONCE] = seeds_workers_once(base)
-    return around(loader, clone)
+    return with_base(loader, clone)
 
 
 def seeds_workers_once(loader: DataLoader) -> bool:
-    """Return whether only the first epoch draws a seed for workers, as torch does for persistent workers.
+    """Return True if only the first epoch draws a seed for workers, as torch does for persistent workers.
 
     For a clone the answer is that of the original loader, so that both draw the same random numbers.
     """
@@ -262,14 +261,14 @@ def seeds_workers_once(loader: DataLoader) -> bool:
 
 
 def _batching(loader: DataLoader, changes: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that make the clone draw the same batches, as far as ``changes`` leave them alone."""
+    """Return the arguments that give a clone the same batches, except for ``changes``."""
     iterable = isinstance(loader.dataset, IterableDataset)
     changed = changes.keys() & set(_BATCHING)
     if loader.batch_size is None and loader.batch_sampler is not None:
         if "batch_sampler" in changes:
             return {}
         if changed - {"dataset"}:
-            raise ValueError(f"{sorted(changed)} cannot be changed: the loader has a batch_sampler of its own")
+            raise ValueError(f"{sorted(changed)} cannot be changed: the loader was made with a batch_sampler")
         return {"batch_sampler": loader.batch_sampler}
     if "batch_sampler" in changes:
         return {}
@@ -285,7 +284,7 @@ class Randomness:
 
     Attributes:
         reason: the evidence, in one sentence.
-        is_drawn: the numbers are drawn from a known generator. Otherwise samples may depend on earlier ones.
+        is_drawn: True if the numbers are drawn from a known generator. Otherwise samples may depend on earlier ones.
     """
 
     reason: str
@@ -295,13 +294,13 @@ class Randomness:
 def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> Randomness | None:
     """Return the evidence that samples are random; ``None`` where there is none.
 
-    Makes samples spread over the dataset twice, each time collated, on this thread. All generators that are found are
-    put back.
+    Makes the same samples, spread over the dataset, twice on this thread, and collates them. All generators that are
+    found are restored.
 
     Args:
-        loader: over a map-style dataset; exceptions of its own code are raised.
-        samples: looked at, at most.
-        seconds: fewer are looked at where making them takes longer.
+        loader: a loader over a map-style dataset. Exceptions of its code are raised.
+        samples: largest number of samples to make.
+        seconds: limit of the time. It may leave fewer samples.
     """
     dataset: Any = loader.dataset
     last, deadline = len(dataset) - 1, time.perf_counter() + seconds / 2

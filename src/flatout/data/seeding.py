@@ -1,4 +1,4 @@
-"""A seed for every sample: random augmentation that is the same whatever process makes the sample."""
+"""Seeds for samples, with which random augmentation does not depend on the process that makes a sample."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, rando
 
 
 def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader like ``loader``, whose random augmentation does not depend on the number of its workers.
+    """Return a loader like ``loader``, whose random augmentation does not depend on the number of workers.
 
-    torch gives each worker process a seed, so that what a sample draws depends on which worker makes it, and behind
-    which others. Here each sample of an epoch has a seed of its own, made of one number that the epoch draws from the
-    loader's generator (torch's default one, failing that) and of the sample's place in the epoch. While a sample is
-    made, the global generators of python, numpy and torch, and those that the dataset holds, are seeded with it;
-    afterwards they are as before. So are they for what ``collate_fn`` draws for a batch. An epoch that goes on in the
-    middle (:meth:`flatout.data.Prefetcher.load_state_dict`) goes on with the samples that it would have had.
+    torch gives each worker process one seed. So the random numbers of a sample depend on the worker, and on the samples
+    that this worker made before. The returned loader gives each sample of an epoch its own seed. The seed comes from
+    the sample's place in the epoch and from one number, which each epoch draws from the loader's generator, else from
+    torch's default generator. The seed is set for the global generators of python, numpy and torch, and for those that
+    the dataset holds. After the sample they are restored. The random numbers of ``collate_fn`` are seeded by batch. A
+    resumed epoch (:meth:`flatout.data.Prefetcher.load_state_dict`) continues with the same samples.
 
-    With ``persistent_workers`` of the loader's own torch draws one number fewer in later epochs: loaders that are to be
-    alike have to agree in that; those that ``optimize`` chooses do.
+    With ``persistent_workers`` torch draws one number fewer in later epochs. Two loaders draw the same only if they
+    agree in this setting. Loaders that ``optimize`` chooses agree with the user's.
 
-    What a sample draws from elsewhere (the operating system, a generator that is made afresh) stays as it is. A
-    dataset with ``__getitems__`` makes a whole batch with the first sample's seed. It costs about 0.1 ms a
-    sample, and a tenth of that in a worker process.
+    Random numbers from other sources (the operating system, a generator that is created for each sample) are not
+    seeded. A dataset with ``__getitems__`` makes a whole batch with the first sample's seed. Seeding costs about 0.1 ms
+    a sample, and a tenth of that in a worker process.
 
     Args:
         loader: a ``DataLoader`` over a map-style dataset.
 
     Raises:
-        ValueError: it is of another kind: an iterable dataset decides itself what each worker yields.
+        ValueError: ``loader`` is another kind of loader, or its dataset is iterable, so that samples have no index.
     """
     if not is_plain(loader):
         raise ValueError(f"loader must be a plain torch DataLoader: {why_not_plain(loader)}")
@@ -58,26 +58,26 @@ def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_seeded(loader: Any) -> bool:
-    """Whether the samples of ``loader`` have seeds of their own."""
+    """Return True if each sample of ``loader`` has a seed."""
     return isinstance(loader, DataLoader) and hasattr(loader, SEEDED_FROM)
 
 
 class _Key(NamedTuple):
-    """What a sampler asks a dataset for."""
+    """Index of a sample, with the sample's seed."""
 
     index: Any
     seed: int
 
 
 class _Sample(NamedTuple):
-    """A sample on its way to ``collate_fn``."""
+    """Sample for ``collate_fn``, with its seed."""
 
     value: Any
     seed: int
 
 
 class SeededOrder:
-    """A sampler, or a batch sampler, each of whose indices comes with a seed."""
+    """Sampler, or batch sampler, that yields each index with a seed."""
 
     def __init__(self, order: Iterable[Any], generator: torch.Generator | None, *, is_batched: bool) -> None:
         self._order = order
@@ -85,7 +85,7 @@ class SeededOrder:
         self._is_batched = is_batched
 
     def __iter__(self) -> Iterator[Any]:
-        # Not before the first index is asked for: a DataLoader with workers calls iter() twice.
+        # Draws at the first next(), not at iter(), because a DataLoader with workers calls iter() twice.
         epoch = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator))
         place = 0
         for indices in self._order:
@@ -98,29 +98,29 @@ class SeededOrder:
         return len(self._order)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of an epoch on."""
+        """Pass the number of an epoch to the order."""
         set_epoch(self._order, epoch)
 
 
 class _Seeding:
-    """The generators that some user code is seen to use, seeded for a while."""
+    """Seeding of the global generators and of those that some user code holds."""
 
     def __init__(self, code: Any) -> None:
         self._code = code
         self._generators: list[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_generators": None}  # another process has global generators of its own
+        return vars(self) | {"_generators": None}  # another process has other global generators
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
         if self._generators is None:
-            everybodys = (random._inst, np.random.mtrand._rand, torch.default_generator)
-            self._generators = [*everybodys, *generators_in(self._code)]
+            shared = (random._inst, np.random.mtrand._rand, torch.default_generator)
+            self._generators = [*shared, *generators_in(self._code)]
         return _seeded(self._generators, seed)
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset that makes samples with seeds of their own; asked for one without a seed, it is the user's dataset."""
+    """Dataset that seeds each sample. For an index without a seed it works as the user's dataset."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -147,10 +147,10 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededWorker:
-    """A ``worker_init_fn`` that seeds the generators of a dataset and a ``collate_fn``, and then calls the user's.
+    """``worker_init_fn`` that seeds the generators of a dataset and a ``collate_fn``, and then calls the user's.
 
     torch seeds the global generators of python, numpy and torch in each worker process. A generator that the dataset
-    holds is copied instead, so that all workers would draw the same numbers from it, and in every epoch again.
+    holds is only copied to each worker. Without a seed all workers would draw the same numbers, in every epoch.
 
     Args:
         loader: the loader, with the user's ``worker_init_fn``.
@@ -183,7 +183,7 @@ def with_workers(loader: Any, settings: Mapping[str, Any]) -> Any:
 
 
 class SeededCollate:
-    """A ``collate_fn`` that draws the same for a batch whatever was drawn before."""
+    """``collate_fn`` whose random numbers depend on the batch only."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -201,17 +201,17 @@ class SeededCollate:
 
 
 def _mixed(*numbers: int) -> int:
-    """64 bits of all of them, as good as drawn."""
+    """Return a hash of numbers, 64 bits."""
     data = b"".join(number.to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 @contextmanager
 def _seeded(generators: Sequence[Any], seed: int) -> Iterator[None]:
-    # In a worker process nobody draws but samples and batches, each with a seed of its own.
+    # A worker process needs no restoring, because it draws for samples and batches only, and each has a seed.
     with RandomState.only(generators).restored() if get_worker_info() is None else nullcontext():
         for place, generator in enumerate(generators):
-            _seed(generator, _mixed(seed, place))  # two of a kind must not draw alike
+            _seed(generator, _mixed(seed, place))  # two generators of one type must draw different numbers
         yield
 
 
