@@ -1,4 +1,4 @@
-"""torch's OpenMP threads, left asleep where they would be in the way."""
+"""Switch that keeps torch's operations on one thread, so that OpenMP's threads sleep."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import contextmanager
 
 import torch
 
-# Symbols are looked for in what torch is linked with, too: the OpenMP that it uses itself, whatever its file's name.
+# The lookup includes libraries that torch is linked with. So it finds torch's own OpenMP under any file name.
 _torch = ctypes.PyDLL(torch._C.__file__)
 _HAS_OPENMP = hasattr(_torch, "omp_set_num_threads")
 
 
 @contextmanager
 def serial() -> Iterator[None]:
-    """Has torch's operations on this thread, and on no other, run on this thread alone.
+    """Run the calling thread's torch operations on this thread alone. Operations of other threads stay parallel.
 
-    Behind a parallel operation OpenMP's threads await the next one spinning, for milliseconds (libgomp: GOMP_SPINCOUNT
-    and OMP_WAIT_POLICY): on the cores that threads of ours need. ``torch.set_num_threads`` would reach further, to
-    other threads and into MKL.
+    After a parallel operation, OpenMP's threads spin for milliseconds while they wait for the next one (libgomp:
+    GOMP_SPINCOUNT and OMP_WAIT_POLICY). They would occupy cores that flatout's threads need. ``torch.set_num_threads``
+    would also change other threads and MKL.
     """
     if not _HAS_OPENMP:
         yield
         return
-    threads = torch.get_num_threads()  # which, in a thread where nothing has asked before, tells OpenMP torch's number
+    threads = torch.get_num_threads()  # the first call in a thread also sets OpenMP's number
     _torch.omp_set_num_threads(1)
     try:
         yield

@@ -35,7 +35,7 @@ class nvtx_range:
 
 @contextmanager
 def ranges_shown_as(make_range: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Show the steps and phases of every counter as these ranges within the ``with`` block, and to no profiler."""
+    """Show the steps and phases of every counter as other ranges within the ``with`` block, and not to profilers."""
     global _make_range
     _make_range = make_range
     _host.show_ranges(_LISTENING, _observed)
@@ -51,7 +51,7 @@ _make_range: Callable[[str], AbstractContextManager[object]] = nvtx_range
 
 
 def _observed(name: str) -> AbstractContextManager[object]:
-    return _make_range(name)  # the native module keeps this function for good, but not what observes
+    return _make_range(name)  # looked up in each call, because the native module keeps this function forever
 
 
 _host.show_ranges(vars(profiler), nvtx_range)

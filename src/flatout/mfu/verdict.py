@@ -10,15 +10,15 @@ from flatout.core import formatting
 from flatout.mfu.reading import Phases
 
 Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
-"""Kind of a limit.
+"""Kind of limit.
 
 ``loader``: waiting for batches. ``copy``: copying batches to the device. ``own code``: the loop's own Python code.
-``clocks``: clocks that are held down. ``launch``: kernels run faster than they are launched. ``kernels``: kernels are
-small or move memory. ``none``: the MFU is as usual. ``unknown``: nothing is known.
+``clocks``: the GPU lowers its clocks. ``launch``: kernels run faster than they are launched. ``kernels``: kernels are
+small or memory-bound. ``none``: the MFU is in the usual range. ``unknown``: nothing was measured.
 """
 
 WORTH_TELLING = 0.1
-"""Share of a step's time from which it is called a limit."""
+"""Smallest share of a step's time that is called a limit."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Family:
     """Family of models with the same kind of limit.
 
     Attributes:
-        name: what they are called.
-        usual: MFU that good training code reaches with them on GPUs; None where nothing was published.
-        source: who measured that.
+        name: name of the family, plural.
+        usual: MFU that good training code reaches with such models on GPUs; None if nothing was published.
+        source: source of ``usual``.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Verdict:
         peak: what it is relative to, in words.
         family: models to compare it with.
         utilisation: NVML's, 0..1: the time in which any kernel ran; None without a GPU.
-        limit: what holds the MFU down, in words.
+        limit: sentence on what limits the MFU.
         bottleneck: kind of the limit.
-        remedies: what is left to try against it: techniques, each with the argument that tries it.
+        remedies: techniques against the limit that are left to try, each with the argument that tries it.
     """
 
     mfu: float | None

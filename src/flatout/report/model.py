@@ -1,4 +1,4 @@
-"""What a report is made of: plain, frozen data that every rendering (terminal, HTML, JSON) reads."""
+"""Data model of a report: plain, frozen data for all renderings (terminal, HTML, JSON)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gain:
 
     Attributes:
         ratio: geometric mean over the paired trials of baseline time / candidate time.
-        low: lower end of the 95 % interval of the ratio. Infinite ends, or ends that are one point, are no interval.
+        low: lower end of the 95 % interval of the ratio. There is no interval if an end is infinite or both are equal.
         high: upper end.
     """
 
@@ -32,7 +32,7 @@ class Gain:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Both ends of the interval; None where too few pairs were timed for an interval."""
+        """Ends of the interval; None if too few pairs were timed for an interval."""
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             return None
         return self.low, self.high
@@ -45,20 +45,20 @@ class Trial:
     Attributes:
         candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
         baseline_ms: median step (or load + step) time of the baseline, milliseconds.
-        candidate_ms: that time divided by the gain. Reports of earlier versions have the median, which may disagree
-            with ``gain``: show ``paired_ms``.
+        candidate_ms: ``baseline_ms`` divided by the ratio of ``gain``. Reports of earlier versions have the median,
+            which may disagree with ``gain``. ``paired_ms`` always agrees.
         gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
         pairs: number of paired measurements.
-        baseline_bytes: what a step of the baseline allocates at its height, beyond parameters, gradients and optimizer
-            state; None where it was not measured.
-        candidate_bytes: the same of the candidate.
-        setup_seconds: one-off cost before the first timed step (compilation, caching), seconds.
-        break_even_steps: steps after which the setup has paid for itself; None when it never does or is free.
+        baseline_bytes: peak memory of a step of the baseline, beyond parameters, gradients and optimizer state; None
+            if not measured.
+        candidate_bytes: the same for the candidate.
+        setup_seconds: cost of the setup before the first timed step (compilation, caching), seconds.
+        break_even_steps: steps after which the setup has paid off; None if it never does or costs nothing.
         loss_difference: mean relative difference of the loss trajectory from the baseline's, for techniques that
-            change numerics; None for the others, and where no loss was compared.
-        output_difference: the same of the model's outputs, of the tensor that differs most.
-        gradient_difference: the same of the gradients, of the parameter whose differs most.
-        failure: why the candidate was dropped before or despite its timing; empty otherwise.
+            change numerics; None for other techniques, and if no loss was compared.
+        output_difference: the same for the output tensor that differs most.
+        gradient_difference: the same for the gradient that differs most.
+        failure: why the candidate was rejected before or despite its timing; empty otherwise.
     """
 
     candidate: str
@@ -77,14 +77,14 @@ class Trial:
 
     @property
     def paired_ms(self) -> float:
-        """Time of the candidate beside ``baseline_ms``, as the paired gain has it; ``candidate_ms`` without a gain."""
+        """Time of the candidate that agrees with ``baseline_ms`` and ``gain``; ``candidate_ms`` without a gain."""
         if self.gain is None or not self.gain.ratio > 0:
             return self.candidate_ms
         return self.baseline_ms / self.gain.ratio
 
     @property
     def memory(self) -> float | None:
-        """A step's memory with the candidate, relative to the baseline's; None where it was not measured."""
+        """Memory of a step with the candidate, relative to the baseline's; None if not measured."""
         if self.candidate_bytes is None or not self.baseline_bytes:
             return None
         return self.candidate_bytes / self.baseline_bytes
@@ -95,18 +95,18 @@ class Row:
     """One line of the checklist.
 
     Attributes:
-        technique: the name that ``optimize(techniques={...})`` knows it by.
+        technique: name in ``optimize(techniques={...})``.
         number: its number in the checklist; None for a neighbour of the checklist.
-        title: what the report calls it.
+        title: name in the report.
         status: see ``Status``.
-        why: one sentence a person who never heard of the technique understands.
+        why: reason for the status, in one sentence for readers who do not know the technique.
         chosen: label of the kept candidate, empty otherwise.
-        gain: the kept (or best rejected) candidate's gain; None where nothing was timed.
-        trials: every candidate that was tried.
-        memory: a step's memory with that candidate, relative to without; None where it was not measured.
-        expected: the gain that the technique's literature expects; empty where there is none to be had.
-        purpose: what the technique does, for whom its title says nothing; empty when not known.
-        left_out: whether ``techniques=`` or a plan does without the technique.
+        gain: gain of the kept (or best rejected) candidate; None if nothing was timed.
+        trials: trials of all candidates.
+        memory: memory of a step with that candidate, relative to without; None if not measured.
+        expected: gain according to the literature; empty if unknown.
+        purpose: effect of the technique, in one sentence; empty if unknown.
+        left_out: True if ``techniques=`` or a plan forbids the technique.
     """
 
     technique: str
@@ -124,29 +124,27 @@ class Row:
 
     @property
     def gain_pairs(self) -> int | None:
-        """Number of pairs behind ``gain``; None where no trial has this gain."""
+        """Number of pairs that ``gain`` was measured with; None if no trial has this gain."""
         return next((trial.pairs for trial in self.trials if trial.gain is not None and trial.gain == self.gain), None)
 
     @property
     def chosen_trial(self) -> Trial | None:
-        """The trial of the candidate that was chosen; None where none was, or it was chosen without one."""
+        """Trial of the chosen candidate; None without a chosen candidate or without its trial."""
         return next((trial for trial in self.trials if self.chosen and trial.candidate == self.chosen), None)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a loop runs: means over a trial of one configuration, the slowest and fastest quarter left out.
+    """Speed of a loop: means over a trial of one configuration, without the slowest and the fastest quarter.
 
     Attributes:
         step_ms: forward, backward and update, milliseconds.
         load_ms: waiting for the next batch, milliseconds.
         samples_per_second: samples of a batch / (load + step).
-        mfu: model FLOPs utilisation, 0..1, against the peak in the precision used; None when not known.
-        phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty when not known.
-        step_bytes: what a step allocates at its height, beyond parameters, gradients and optimizer state; None when
-            not known.
-        loader_per_second: samples per second that the loader alone delivers, with no step between batches; None when
-            not known.
+        mfu: model FLOPs utilization, 0..1, relative to the peak in the used precision; None if unknown.
+        phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty if unknown.
+        step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
+        loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
     """
 
     step_ms: float
@@ -158,22 +156,22 @@ class Pace:
     loader_per_second: float | None = None
 
     def scaled(self, times: float) -> Pace:
-        """The same pace, with the milliseconds of so many times the samples."""
+        """Return the same pace with times for a multiple of the samples."""
         return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms)
 
     @property
     def total_ms(self) -> float:
-        """Waiting and step: what a batch takes, milliseconds."""
+        """Time of a batch, waiting and step, milliseconds."""
         return self.load_ms + self.step_ms
 
     @property
     def step_per_second(self) -> float:
-        """Samples per second that the step alone takes, were there no waiting for batches; NaN when not known."""
+        """Samples per second of the step alone, without waiting for batches; NaN if unknown."""
         return self.samples_per_second * self.total_ms / self.step_ms if self.step_ms > 0 else math.nan
 
     @property
     def load_fraction(self) -> float:
-        """Share of the time that goes to waiting for the next batch, 0..1."""
+        """Share of the time that is spent waiting for the next batch, 0..1."""
         return self.load_ms / self.total_ms
 
 
@@ -182,15 +180,15 @@ class Summary:
     """Everything that a report shows.
 
     Attributes:
-        rows: the checklist in its order, then the neighbours.
-        environment: device, versions, cores: what a figure must be read with.
-        before: the user's loop as it came; None when nothing was measured.
-        after: the loop with everything kept; None when nothing was measured.
-        tuning_seconds: what finding this out cost.
+        rows: the checklist in its order, then rows without a number.
+        environment: device, versions, cores: the conditions of the figures.
+        before: pace of the original loop; None if nothing was measured.
+        after: pace of the loop with all kept techniques; None if nothing was measured.
+        tuning_seconds: duration of the tuning.
         notes: sentences that belong to no row.
-        verdict: what the tuned loop makes of its device, and what limits it, in words.
-        won: names of the techniques that a trial kept, in that order; each was timed in the company of those before it.
-        gain: speed of the tuned loop relative to the original, from a race of both; None without a race.
+        verdict: sentences on the utilization of the device by the tuned loop, and its limit.
+        won: names of the techniques that a trial kept, in that order. Each was timed with the earlier ones in use.
+        gain: speed of the tuned loop relative to the original, from the race; None without a race.
         gain_statistic: the time that ``gain`` compares: CPU time if it is much less noisy than wall time.
     """
 
@@ -207,7 +205,7 @@ class Summary:
 
     @property
     def pays_back_after(self) -> float | None:
-        """Batches after which the gain has paid for the tuning; None if nothing was gained or timed."""
+        """Number of batches after which the gain has paid for the tuning; None without a gain or times."""
         if self.before is None or self.after is None or not self.tuning_seconds > 0:
             return None
         saved = (self.before.total_ms - self.after.total_ms) / 1e3

@@ -1,4 +1,4 @@
-"""Remedies that the rows of a report leave to try."""
+"""Techniques that a report leaves to try, and the arguments that try them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ ARGUMENTS: Mapping[str, str] = {
 
 
 def untried(rows: Iterable[Row], techniques: Iterable[str]) -> list[str]:
-    """Return those of ``techniques`` that were not tried, each with the argument that tries it.
+    """Return the titles of untried techniques, each with the argument that tries it.
 
-    A technique that was kept, rejected or left out on request, or that does not apply, is no remedy. Neither is one
-    without a row.
+    Techniques that were kept, rejected or forbidden, that do not apply, or that have no row, are omitted.
     """
     by_name = {row.technique: row for row in rows if row.status == "not tried" and not row.left_out}
     return [f"{formatting.clean(by_name[name].title)} ({ARGUMENTS[name]})" for name in techniques if name in by_name]

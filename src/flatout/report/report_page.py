@@ -78,7 +78,7 @@ def gain_chart(rows: tuple[Row, ...]) -> str:
 
 
 def _trial_facts(trial: Trial) -> list[str]:
-    """Return what is known of a trial, numbers first."""
+    """Return the facts about a trial, numbers first."""
     facts = []
     if trial.gain is not None:
         times = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.paired_ms)}"

@@ -42,12 +42,12 @@ LOOKS: dict[Status, StatusLook] = {
 
 
 class PartLook(NamedTuple):
-    """How a part of a batch's time is shown.
+    """Look of a part of a batch's time.
 
     Attributes:
-        name: what it is called.
-        short: the same at the head of a narrow column.
-        color: of the style sheet.
+        name: name of the part.
+        short: name in the heading of a narrow column.
+        color: color of the style sheet.
     """
 
     name: str
@@ -63,7 +63,7 @@ PHASES = {
     "update": PartLook("update", "update", "var(--kept)"),
     "other": PartLook("the rest of the step", "rest", "var(--soft)"),
 }
-"""How the phases of a step are shown, in their order."""
+"""Looks of the phases of a step, in their order."""
 
 UNEXPLAINED = "not explained by these"
 
@@ -75,9 +75,9 @@ class Figure(NamedTuple):
     """A figure of the loop, before and after.
 
     Attributes:
-        name: what it is called.
-        values: one for each loop; empty where it is not known.
-        meaning: what it says, for whom the name does not.
+        name: name of the figure.
+        values: one for each loop; empty if unknown.
+        meaning: explanation of the name.
     """
 
     name: str
@@ -86,15 +86,15 @@ class Figure(NamedTuple):
 
 
 def paces(summary: Summary) -> dict[str, Pace]:
-    """The paces that are known, by what they are called."""
+    """Return the known paces, by label."""
     both = {"before": summary.before, "after": summary.after}
     return {label: pace for label, pace in both.items() if pace is not None}
 
 
 def times(*paces: Pace) -> list[tuple[PartLook, list[float]]]:
-    """What the time of a batch goes to: each part with its milliseconds in every pace.
+    """Return the parts of a batch's time, each with its milliseconds in every pace.
 
-    The step comes by phases where all paces have them, else whole. A part that takes no time in any is left out.
+    The step is divided into phases if all paces have phases. Parts without time in all paces are omitted.
     """
     parts = [(WAITING, [pace.load_ms for pace in paces])]
     if all(pace.phases for pace in paces):
@@ -138,44 +138,46 @@ _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str
 
 
 def figures(*paces: Pace) -> list[Figure]:
-    """The rates and costs of every pace; what no pace knows is left out."""
+    """Return the rates and costs of the paces. Figures that no pace has are omitted."""
     found = []
-    for name, value, told, meaning in _FIGURES:
+    for name, value, text_of, meaning in _FIGURES:
         values = [value(pace) for pace in paces]
         if any(value is not None for value in values):
-            found.append(Figure(name, tuple("" if v is None else told(v) for v in values), meaning))
+            found.append(Figure(name, tuple("" if v is None else text_of(v) for v in values), meaning))
     return found
 
 
 def name(row: Row, candidate: str) -> str:
-    """A technique and which of its candidates."""
+    """Return the names of a technique and of its candidate."""
     title = formatting.clean(row.title)
     return title if candidate in ("", row.title) else f"{title}: {formatting.clean(candidate)}"
 
 
 def purpose(row: Row) -> str:
-    """What the technique does, where the row's why does not say it: that of one in use does."""
-    told = formatting.clean(row.purpose)
-    return "" if not told or row.status in ("kept", "not built yet") else f"{formatting.capital(told)}."
+    """Return the effect of a technique; empty if the reason in the row already says it, as for kept techniques."""
+    text = formatting.clean(row.purpose)
+    return "" if not text or row.status in ("kept", "not built yet") else f"{formatting.capital(text)}."
 
 
 def change(ms: float) -> str:
-    """A change of a time: ``−2.10 ms``."""
-    told = formatting.milliseconds(abs(ms))
-    return told if not ms else f"{'−' if ms < 0 else '+'}{told}"
+    """Return a change of a time: ``−2.10 ms``."""
+    text = formatting.milliseconds(abs(ms))
+    return text if not ms else f"{'−' if ms < 0 else '+'}{text}"
 
 
 def is_change(ratio: float | None) -> TypeGuard[float]:
-    """Whether a measured ratio is one that is worth telling: one per cent or more."""
+    """Return True if a measured ratio is a change of one percent or more."""
     return ratio is not None and abs(ratio - 1) >= 0.01
 
 
 def interval(gain: Gain, pairs: int | None) -> str:
-    """Return the 95 % interval, with the decimals of its gain: ``+21 … +29 %``. Without one, what the gain rests on.
+    """Return the 95 % interval, with the decimals of its gain: ``+21 … +29 %``.
+
+    Without an interval, the text has the number of pairs: ``from 2 pairs, no interval``.
 
     Args:
         gain: a gain.
-        pairs: number of pairs behind it; None if unknown.
+        pairs: number of pairs that the gain was measured with; None if unknown.
     """
     if gain.interval is None:
         if pairs is None:
@@ -234,7 +236,7 @@ def cost(summary: Summary) -> str:
 
 
 def tally(rows: tuple[Row, ...]) -> list[tuple[Status, int]]:
-    """How many rows have each status, in the order of ``LOOKS``, without zeros."""
+    """Return the number of rows with each status, in the order of ``LOOKS``, without zeros."""
     counts = Counter(row.status for row in rows)
     return [(status, counts[status]) for status in LOOKS if counts[status]]
 

@@ -75,7 +75,7 @@ class Technique(ABC):
         title: name in the report.
         rationale: reason in the row when the technique is kept.
         effect: change of numerics.
-        reseeds: the random numbers that differ where the effect is "reseeded", for the row.
+        reseeds: text for the row on the random numbers that differ if the effect is "reseeded".
         goal: resource that the technique saves.
         scope: moment at which a running training could switch the technique.
         expected: expected gain in speed from the literature, for the report. The source of numbered rows is the
@@ -114,8 +114,8 @@ class Technique(ABC):
 
     def rationale_on(self, job: Job) -> str:
         """Return the reason in the row when the technique is kept for this job."""
-        is_said = self.reseeds and self.effect_on(job) == "reseeded"
-        return f"{self.rationale}; {self.reseeds}" if is_said else self.rationale
+        is_reseeded = self.reseeds and self.effect_on(job) == "reseeded"
+        return f"{self.rationale}; {self.reseeds}" if is_reseeded else self.rationale
 
     def row(self, status: Status, why: str, chosen: str = "") -> Row:
         """Return the technique's line in the report."""
@@ -207,13 +207,13 @@ class StepTechnique(Measured):
     Attributes:
         checks_evaluation: True if a trial also compares the outputs in eval mode, because the technique can break a
             branch that training does not take.
-        keeps_cpu_time: True if the CPU time of a step with a candidate is comparable with that of a step without: the
-            candidates change no threads and no waits.
-        is_combinable: True if candidates need no setup and turn on and off in less than a step. Trials combine them.
+        keeps_cpu_time: True if candidates change neither the number of threads nor waits. Then CPU times of steps with
+            and without a candidate are comparable.
+        is_combinable: True if candidates need no setup and switch in less than a step. Trials try them in combinations.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
-        reorders_memory: True if activations lie in memory in another order, in which torch then draws random numbers. A
-            trial draws them in logical order (``tuning/logical_order.py``), so that the numbers are the same.
+        reorders_memory: True if activations have another order in memory, because torch draws random numbers in that
+            order. Trials draw in logical order (``tuning/logical_order.py``), so that the numbers are equal.
         optimistic_gain: the largest gain to expect. A setup that cannot pay even with this gain is not begun.
     """
 
@@ -248,7 +248,7 @@ class CompanionTechnique(StepTechnique):
     """Technique that may pay only together with another.
 
     Attributes:
-        companions: names of later combinable techniques. Candidates are also tried in pairs with theirs.
+        companions: names of later combinable techniques, with whose candidates pairs are tried.
     """
 
     companions: ClassVar[tuple[str, ...]] = ()

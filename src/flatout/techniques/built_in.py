@@ -70,7 +70,7 @@ BUILT_IN = (
         "profiler",
         "the parts of a step are named for torch.profiler and Nsight; run.profile() shows on request where its time "
         "goes",
-        """Every step names its parts (loader, copy, forward, backward, update) to whatever profiler listens.
+        """Marks the parts of each step (loader, copy, forward, backward, update) for profilers.
 
         When it helps: a profile without names shows thousands of operators, and not their part of the step. When it
         hurts: never while no profiler listens. A profile slows the steps that it covers, so it is made on request.
@@ -132,7 +132,7 @@ BUILT_IN = (
         "pinned_memory",
         "pinned memory",
         "batches are copied to the GPU beside the running step, from a few pinned buffers in turn",
-        """Copies batches to the GPU from memory that never moves (pinned), as copies beside a running step need it.
+        """Copies batches from pinned host memory, so that transfers overlap compute.
 
         When it helps: only a copy from pinned memory overlaps with compute. When it hurts: pinning memory for every
         batch (``pin_memory()`` per tensor) can cost more than it saves. So the buffers are reused.

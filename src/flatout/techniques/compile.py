@@ -259,7 +259,7 @@ class CompiledLoss(CallCandidate):
 
 
 class Compile(StepTechnique):
-    """Has PyTorch translate the model into a few large kernels of its own; ``state_dict`` keys and pickles stay.
+    """Compiles the model to a few large kernels, without changes to its ``state_dict`` keys and pickles.
 
     For ``run.step``, model and loss are compiled as one. So the softmax of the loss, casts to float32 and the start of
     the backward fuse with the last layer. The model itself is not changed, so it runs plain in ``run.evaluate`` and in

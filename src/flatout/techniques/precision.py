@@ -51,7 +51,7 @@ class Precision(CompanionTechnique):
     When it hurts: processors without 16-bit units emulate them, often at half the speed. Losses with a large range need
     float32, which autocast keeps for them. Parameters stay float32 throughout.
 
-    If the technique is slower, it is tried again with another attention kernel. On a Zen 5 CPU a small GPT in bf16 is
+    The technique is also tried together with other attention kernels. On a Zen 5 CPU a small GPT in bf16 is
     0.7 times as fast as in float32 with torch's fused kernel. With plain products it is 1.5 times as fast.
     """
 
@@ -59,7 +59,7 @@ class Precision(CompanionTechnique):
     number = 10
     title = "mixed precision"
     expected = "up to 2×"
-    rationale = "matrices are multiplied in 16-bit numbers, and the loss goes the way that it goes with 32 bits"
+    rationale = "matrices are multiplied in 16-bit numbers; losses match fp32 within tolerance"
     is_combinable = True
     values = f"True, {', '.join(map(repr, DTYPES))}"
     optimistic_gain = 4.0

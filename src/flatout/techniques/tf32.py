@@ -104,7 +104,7 @@ class Tf32(StepTechnique):
 
     name = "tf32"
     title = "TF32"
-    rationale = "the GPU's matrix units multiply float32 matrices, and the loss goes the way that it goes without"
+    rationale = "the GPU's matrix units multiply float32 matrices; losses match those without TF32 within tolerance"
     is_combinable = True
     alternative_to = "precision"
     expected = "up to 7× on matrix products"

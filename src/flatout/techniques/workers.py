@@ -30,9 +30,9 @@ class WorkerSource:
     ``value`` holds all settings, by the names of ``DataLoader``'s arguments, so that a plan makes the same loader.
 
     Args:
-        loader: has a base (``base_of``).
+        loader: loader with a base (``base_of``).
         settings: arguments of ``DataLoader``.
-        reason: finding of ``tune``.
+        reason: reason of ``tune`` for the settings.
     """
 
     def __init__(self, loader: Any, settings: Mapping[str, Any], reason: str = "") -> None:
@@ -47,7 +47,7 @@ class WorkerSource:
 
 
 class Workers(SparingTechnique):
-    """Makes batches in other processes while the step runs: as many, and as far ahead, as it turns out to need.
+    """Makes batches in worker processes, with ``num_workers`` and ``prefetch_factor`` chosen by measurement.
 
     When it helps: decoding or transforming a batch takes a considerable part of the step, and cores are free. When it
     hurts: small samples cost more to send between processes than to make. Workers may also take cores that the step
@@ -56,10 +56,11 @@ class Workers(SparingTechnique):
     A loader with more workers than usable cores is tried with fewer workers, even if no step waits. In this case fewer
     workers need not be faster, only not slower.
 
-    A dataset that draws random numbers draws others of the same distribution in other processes. Each sample comes once
-    per epoch, and the first epoch keeps its order. Later epochs keep theirs if the sampler has a generator of its own.
-    Otherwise their order is another permutation, because augmentation no longer advances the generator that seeds it.
-    With ``deterministic=True`` such a dataset keeps the user's workers, unless ``seed`` gives a seed to each sample.
+    A dataset that draws random numbers draws other numbers of the same distribution in other processes. Each sample
+    comes once per epoch, and the first epoch keeps its order. Later epochs keep their order if the sampler has its own
+    generator. Otherwise the order is another permutation, because augmentation no longer advances the generator that
+    seeds the order. With ``deterministic=True`` such a dataset keeps the user's workers, unless ``seed`` gives a seed
+    to each sample.
     """
 
     name = "workers"
@@ -123,7 +124,7 @@ class Workers(SparingTechnique):
         tuned = tune(base, pace.step_ms / 1e3)
         settings = tuned.settings
         if not is_plain(loader) and not base.persistent_workers:
-            settings |= {"persistent_workers": False}  # its epochs draw a seed each, as the user's do
+            settings |= {"persistent_workers": False}  # each epoch draws a seed, as with the user's loader
         numbers = [tuned.workers]
         if job.spec.device.type == "cpu" and tuned.busy > _SHOWS:
             numbers += [n for n in (tuned.workers // 2, 1) if 0 < n < tuned.workers]
