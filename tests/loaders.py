@@ -1,4 +1,4 @@
-"""Loaders as libraries define them: subclasses and wrappers of ``DataLoader``, reduced to what they override."""
+"""Loaders as libraries define them: subclasses and wrappers of ``DataLoader``, reduced to their overrides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 class Collating(DataLoader):
-    """Another constructor and another length, as PyTorch Geometric's and MONAI's."""
+    """DataLoader with another constructor and another length, as PyTorch Geometric's and MONAI's."""
 
     def __init__(self, samples, size, *, factor):
         super().__init__(samples, batch_size=size, shuffle=True, collate_fn=lambda parts: factor * torch.stack(parts))
@@ -27,7 +27,7 @@ class _Repeated:
 
 
 class MultiEpochs(DataLoader):
-    """One iterator over all epochs, as timm's ``MultiEpochsDataLoader``."""
+    """DataLoader with one iterator over all epochs, as timm's ``MultiEpochsDataLoader``."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -47,7 +47,7 @@ class MultiEpochs(DataLoader):
 
 
 class Normalizing:
-    """Wrapper that is no DataLoader and changes each batch, as timm's ``PrefetchLoader``."""
+    """Wrapper that changes each batch and is not a DataLoader, as timm's ``PrefetchLoader``."""
 
     def __init__(self, loader, mean):
         self.loader = loader
@@ -63,7 +63,7 @@ class Normalizing:
 
 
 class EpochSampler(RandomSampler):
-    """Order by the number of the epoch, which the sampler counts, as accelerate's ``SeedableRandomSampler``."""
+    """Sampler that counts epochs and seeds each with its number, as accelerate's ``SeedableRandomSampler``."""
 
     def __init__(self, samples):
         super().__init__(samples)
@@ -81,7 +81,7 @@ class EpochSampler(RandomSampler):
 
 
 class Shard:
-    """Wrapper that passes for a DataLoader and reads one batch ahead, as accelerate's ``DataLoaderShard``."""
+    """Wrapper with ``DataLoader`` as ``__class__`` that reads one batch ahead, as accelerate's ``DataLoaderShard``."""
 
     def __init__(self, *args, **kwargs):
         self.base_dataloader = DataLoader(*args, **kwargs)
@@ -126,7 +126,7 @@ class Shard:
         self.iteration += 1
 
 
-UNDERSTOOD = {
+WITH_BASE = {
     "another constructor": lambda samples: Collating(samples, 4, factor=3),
     "multi-epochs": lambda samples: MultiEpochs(samples, batch_size=4, shuffle=True),
     "wrapper": lambda samples: Normalizing(DataLoader(samples, batch_size=4, shuffle=True), 7),
@@ -134,7 +134,7 @@ UNDERSTOOD = {
     "shard": lambda samples: Shard(samples, batch_size=4, shuffle=True),
     "shard with epochs": lambda samples: Shard(samples, batch_size=4, sampler=EpochSampler(samples)),
 }
-"""Loaders of 4 samples a batch, over samples that are 0-dim tensors."""
+"""Loaders that have a base, with batches of 4 samples. Samples are 0-dim tensors."""
 
 
 class OwnIterator(DataLoader):
@@ -178,14 +178,14 @@ class Begun:
 
 
 class Terminal:
-    """Output that is no file."""
+    """Output stream that is not a file."""
 
     def write(self, text):
         print(text)
 
 
 class Printing:
-    """Wrapper that writes as it goes, as tqdm does."""
+    """Wrapper that writes its progress, as tqdm does."""
 
     def __init__(self, loader):
         self.iterable, self.fp = loader, Terminal()
@@ -207,7 +207,7 @@ class TwoLoaders:
         yield from self.second
 
 
-OPAQUE = {
+WITHOUT_BASE = {
     "iterator": (lambda samples: OwnIterator(samples), "_get_iterator"),
     "property": (lambda samples: OwnSampler(samples), "batch_sampler"),
     "elsewhere": (lambda samples: FromElsewhere(samples), "__iter__"),
@@ -216,4 +216,4 @@ OPAQUE = {
     "two": (lambda samples: TwoLoaders(DataLoader(samples)), "TwoLoaders"),
     "list": (lambda samples: [samples], "list"),
 }
-"""Loaders whose batches are unknown, and what the reason names."""
+"""Loaders that have no base, each with a word of the reason."""

@@ -1,4 +1,4 @@
-"""Subclasses and wrappers of DataLoader: clones, rewinding, and what is refused."""
+"""Subclasses and wrappers of DataLoader: clones, rewinding and refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from torch.utils.data import DataLoader
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples, tune
 from flatout.data.loader_class import base_of, is_plain, overridden, why_not_plain
 from flatout.data.loaders import LoaderPosition, first_batches, why_not_resized, with_batch_size
-from tests.loaders import OPAQUE, UNDERSTOOD, Collating, EpochSampler, FromElsewhere, MultiEpochs, OwnSampler, Shard
+from tests.loaders import (
+    WITH_BASE,
+    WITHOUT_BASE,
+    Collating,
+    EpochSampler,
+    FromElsewhere,
+    MultiEpochs,
+    OwnSampler,
+    Shard,
+)
 
 SAMPLES = list(torch.arange(20.0))
 
@@ -29,15 +38,15 @@ def epochs(loader, count=2, seed=3):
         (OwnSampler, ["batch_sampler"]),
     ],
 )
-def test_the_members_that_decide_which_batches_come(kind, names):
+def test_overridden_members_that_determine_the_batches(kind, names):
     assert overridden(kind) == names
     assert all(name in why_not_plain(kind.__new__(kind)) for name in names)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", UNDERSTOOD)
+@pytest.mark.parametrize("name", WITH_BASE)
 def test_a_clone_yields_what_the_loader_yields(name, workers):
-    loader = UNDERSTOOD[name](SAMPLES)
+    loader = WITH_BASE[name](SAMPLES)
     before = dict(vars(loader))
     clone = clone_loader(loader, num_workers=workers)
     assert type(clone) is type(loader)
@@ -45,12 +54,12 @@ def test_a_clone_yields_what_the_loader_yields(name, workers):
     assert len(clone) == len(loader) == 5
     found = epochs(clone)
     assert vars(loader) == before
-    assert found == epochs(UNDERSTOOD[name](SAMPLES))
+    assert found == epochs(WITH_BASE[name](SAMPLES))
 
 
-@pytest.mark.parametrize("name", UNDERSTOOD)
-def test_batches_for_trials_leave_an_understood_loader_as_it_is(name):
-    loader = UNDERSTOOD[name](SAMPLES)
+@pytest.mark.parametrize("name", WITH_BASE)
+def test_batches_for_trials_do_not_change_the_loader(name):
+    loader = WITH_BASE[name](SAMPLES)
     assert is_rewindable(loader)
     state, position, before = torch.get_rng_state(), LoaderPosition(loader), dict(vars(loader))
     taken = [batch.tolist() for batch in first_batches(loader, 2)]
@@ -74,9 +83,9 @@ def test_a_sampler_that_counts_epochs_is_rewound():
     assert [batch.tolist() for batch in loader] == first
 
 
-@pytest.mark.parametrize("name", OPAQUE)
-def test_a_loader_whose_batches_are_unknown_is_not_replaced(name):
-    make, named = OPAQUE[name]
+@pytest.mark.parametrize("name", WITHOUT_BASE)
+def test_a_loader_without_a_base_is_not_cloned(name):
+    make, named = WITHOUT_BASE[name]
     loader = make(SAMPLES)
     assert base_of(loader) is None
     assert is_rewindable(loader) == (name == "list")
@@ -85,7 +94,7 @@ def test_a_loader_whose_batches_are_unknown_is_not_replaced(name):
         clone_loader(loader)
 
 
-def test_a_begun_iterator_is_not_shared_with_a_clone():
+def test_a_started_iterator_is_not_shared_with_a_clone():
     loader = MultiEpochs(SAMPLES, batch_size=4)
     next(iter(loader))
     assert base_of(loader) is None
@@ -107,7 +116,7 @@ def test_a_list_that_is_shuffled_in_place_is_not_rewound():
     assert not is_rewindable(DataLoader(SAMPLES, 4, sampler=InPlace(SAMPLES)))
 
 
-def test_a_copy_keeps_what_it_collects_to_itself():
+def test_a_clone_does_not_fill_the_cache_of_its_loader():
     class Caching:
         def __init__(self, loader):
             self.loader, self.cache = loader, []
@@ -125,7 +134,7 @@ def test_a_copy_keeps_what_it_collects_to_itself():
     assert len(list(loader)) == 5
 
 
-def test_a_subclass_that_overrides_nothing_is_like_a_dataloader():
+def test_a_subclass_that_overrides_nothing_works_like_a_dataloader():
     def loader():
         return Collating(SAMPLES, 4, factor=3)
 
@@ -152,9 +161,9 @@ def test_a_subclass_is_gathered_from_memory():
     assert [b.tolist() for (b,) in InMemoryLoader(Plain(data, 4))] == [b.tolist() for (b,) in DataLoader(data, 4)]
 
 
-@pytest.mark.parametrize("name", [name for name in UNDERSTOOD if name != "another constructor"])
+@pytest.mark.parametrize("name", [name for name in WITH_BASE if name != "another constructor"])
 def test_other_loaders_are_neither_resized_nor_gathered(name):
-    loader = UNDERSTOOD[name](SAMPLES)
+    loader = WITH_BASE[name](SAMPLES)
     assert type(loader).__name__ in why_not_resized(loader)
     with pytest.raises(ValueError, match=type(loader).__name__):
         InMemoryLoader(loader)
@@ -190,7 +199,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_loaders_of_libraries_are_understood(name):
+def test_loaders_of_libraries_have_a_base(name):
     def values(loader):
         torch.manual_seed(3)
         return [[torch.as_tensor(part).tolist() for part in batch] for _ in range(2) for batch in loader]
@@ -202,5 +211,5 @@ def test_loaders_of_libraries_are_understood(name):
     assert values(clone) == values(REAL[name](SAMPLES))
 
 
-def test_the_reduced_shard_passes_for_a_dataloader():
+def test_a_shard_is_an_instance_of_dataloader():
     assert isinstance(Shard(SAMPLES, batch_size=4), DataLoader)
