@@ -1,4 +1,4 @@
-"""Datasets with random augmentation, by the generator that they draw from."""
+"""Datasets with random augmentation, which draw from different kinds of generators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HELD = {
     "random.Random": lambda: random.Random(0),
     "of the module": lambda: None,
 }
-"""Makers of generators that a dataset holds, or that its code names."""
+"""Constructors of generators that a dataset holds, by name. "of the module" is a global variable instead."""
 
 
 class Augmented(Dataset):
-    """Samples that hold their number and a random one.
+    """Dataset whose samples are an index and a random number.
 
     Args:
-        how: "torch", "random" or "numpy" for a global generator, or a key of ``HELD``.
+        how: the generator: "torch", "random" or "numpy" for a global one, or a key of ``HELD``.
     """
 
     def __init__(self, how):
@@ -48,7 +48,7 @@ class Augmented(Dataset):
 
 
 class Hidden(Dataset):
-    """Samples that depend on the number of samples made before."""
+    """Dataset whose samples depend on the number of samples made before."""
 
     def __init__(self):
         self.made = 0

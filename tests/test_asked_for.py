@@ -1,4 +1,4 @@
-"""What is asked for happens or raises: every technique of the checklist, in every kind of training."""
+"""Forced and forbidden techniques: each is applied or omitted, or an error says why not, in every kind of training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Rich(nn.Module):
-    """Model to which every technique of the step applies: a convolution, attention and repeated blocks."""
+    """Model to which every technique of the step applies: it has a convolution, attention and repeated blocks."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ CANNOT: dict[str, set[str]] = {
     "plain model": {"sdpa_backend", "channels_last", "activation_checkpointing"},
     "other optimizer": {"fused_optimizer"},
 }
-"""Techniques and values that a training on a CPU cannot have."""
+"""Techniques and values that do not apply to a training on a CPU."""
 
 CASES = [(training, name, value) for training in TRAININGS for name, values in VALUES.items() for value in values]
 
@@ -160,10 +160,10 @@ def is_refused(training: str, technique: str, value: Any) -> bool:
     return any(part in CANNOT[training] | ON_GPU for part in (technique, *parts))
 
 
-IS_SO = [("list", "workers", 0), ("stream", "workers", 0)]
-"""Cases in which the training already has the value, and no candidate can set it."""
+ALREADY = [("list", "workers", 0), ("stream", "workers", 0)]
+"""Cases in which the training already has the value, although no candidate could set it."""
 
-REFUSED = [case for case in CASES if is_refused(*case) and case not in IS_SO]
+REFUSED = [case for case in CASES if is_refused(*case) and case not in ALREADY]
 KEPT = [case for case in CASES if not is_refused(*case)]
 
 
@@ -184,7 +184,7 @@ def test_a_forced_technique_is_kept_alone(training: str, technique: str, value: 
 
 
 @pytest.mark.parametrize(("training", "technique", "value"), REFUSED)
-def test_a_forced_technique_that_cannot_be_is_refused(training: str, technique: str, value: Any) -> None:
+def test_a_forced_technique_that_does_not_apply_is_refused(training: str, technique: str, value: Any) -> None:
     job = TRAININGS[training]()
     before = snapshot(job.model, job.optimizer)
     with pytest.raises(ValueError, match=technique) as refused:
@@ -193,14 +193,14 @@ def test_a_forced_technique_that_cannot_be_is_refused(training: str, technique: 
     assert snapshot(job.model, job.optimizer) == before
 
 
-@pytest.mark.parametrize(("training", "technique", "value"), IS_SO)
-def test_what_is_so_already_is_no_error(training: str, technique: str, value: Any) -> None:
+@pytest.mark.parametrize(("training", "technique", "value"), ALREADY)
+def test_forcing_a_value_that_the_training_already_has_is_no_error(training: str, technique: str, value: Any) -> None:
     assert TRAININGS[training]().optimize({technique: value}).plan.decisions == {}
 
 
 @pytest.mark.parametrize("training", ["usual", "own loop", "list", "plain model"])
 @pytest.mark.parametrize("technique", VALUES)
-def test_values_that_a_technique_never_has_are_refused(technique: str, training: str) -> None:
+def test_unknown_values_are_refused(technique: str, training: str) -> None:
     for value in ([[]], {}, {1: 2}, "warp", -1, 1.5, 1j):
         with pytest.raises(ValueError, match=rf"techniques\['{technique}'\]") as refused:
             TRAININGS[training]().optimize({technique: value})
@@ -209,7 +209,7 @@ def test_values_that_a_technique_never_has_are_refused(technique: str, training:
 
 @pytest.mark.parametrize("technique", sorted(VALUES.keys() - ON_GPU))
 def test_a_forced_technique_stays_after_trials_and_race(technique: str, compiler: Compiler, clock: Clock) -> None:
-    """The race compares loops that both have the forced technique."""
+    """Both loops of the race have the forced technique."""
     other = "cpu_threads" if technique != "cpu_threads" else "fused_optimizer"
     job = Training(loss_fn=TimedStep(clock, 0.1))
     run = job.optimize({technique: VALUES[technique][0], other: None}, budget=100, expected_steps=10**6)
@@ -220,7 +220,7 @@ def test_a_forced_technique_stays_after_trials_and_race(technique: str, compiler
 
 @pytest.mark.parametrize("training", ["usual", "own loop", "inference"])
 @pytest.mark.parametrize("technique", [t.name for t in REGISTRY])
-def test_what_is_forbidden_is_not_done(technique: str, training: str) -> None:
+def test_a_forbidden_technique_is_not_applied(technique: str, training: str) -> None:
     found, job = next(t for t in REGISTRY if t.name == technique), TRAININGS[training]()
     is_built_in = isinstance(found, Rule) and not found.is_forbiddable
     if is_built_in or (technique == "evaluation" and training != "own loop"):
@@ -256,25 +256,25 @@ def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(output.float(), batch[1])
 
 
-AGAINST_OTHERS: dict[str, tuple[Callable[[], Training], dict[str, Any], str]] = {
-    "settings of no workers": (Training, {"workers": {"num_workers": 0, "prefetch_factor": 4}}, "prefetch_factor"),
-    "no workers that persist": (Training, {"workers": {"num_workers": 0, "persistent_workers": True}}, "persistent"),
-    "an autocast of another dtype": (lambda: Training(compute_loss=autocast_loss), {"precision": "fp16"}, "bfloat16"),
-    "attention that the kernel lacks": (lambda: Training(lambda: Rich(0.5)), {"sdpa_backend": "flash"}, "flash"),
-    "a graph and another optimizer": (Training, {"cuda_graph": True, "fused_optimizer": False}, "cuda_graph"),
+CONTRADICTIONS: dict[str, tuple[Callable[[], Training], dict[str, Any], str]] = {
+    "prefetching of no workers": (Training, {"workers": {"num_workers": 0, "prefetch_factor": 4}}, "prefetch_factor"),
+    "persistence of no workers": (Training, {"workers": {"num_workers": 0, "persistent_workers": True}}, "persistent"),
+    "an autocast and a precision": (lambda: Training(compute_loss=autocast_loss), {"precision": "fp16"}, "bfloat16"),
+    "a kernel without dropout": (lambda: Training(lambda: Rich(0.5)), {"sdpa_backend": "flash"}, "flash"),
+    "a graph without the fused optimizer": (Training, {"cuda_graph": True, "fused_optimizer": False}, "cuda_graph"),
     "workers for data in memory": (Training, {"workers": 1, "in_memory": True}, "workers"),
     "data in memory for workers": (Training, {"in_memory": True, "workers": 1}, "workers"),
     "a script and a compiler": (Training, {"torchscript": True, "compile": True}, "torchscript"),
-    "a rule of rates twice": (
+    "two rules of learning rates": (
         lambda: Training(lr_rule="sqrt"),
         {"batch_size": {"samples": 8, "lr_rule": "linear"}},
         "lr_rule='sqrt'.*'linear'",
     ),
-    "a precision twice": (lambda: Training(precision="bf16"), {"precision": "fp16"}, "precision"),
-    "TF32 beside autocast": (lambda: Training(precision="bf16"), {"tf32": True}, "tf32"),
-    "a batch size twice": (lambda: Training(batch_size=8), {"batch_size": {"samples": 16}}, "batch_size"),
+    "two precisions": (lambda: Training(precision="bf16"), {"precision": "fp16"}, "precision"),
+    "TF32 and autocast": (lambda: Training(precision="bf16"), {"tf32": True}, "tf32"),
+    "two batch sizes": (lambda: Training(batch_size=8), {"batch_size": {"samples": 16}}, "batch_size"),
     "a forbidden batch size": (lambda: Training(batch_size="auto"), {"batch_size": False}, "batch_size"),
-    "random samples cached": (
+    "a cache of random samples": (
         lambda: Training(loader=lambda: loader_of(Augmented())),
         {"in_memory": True},
         "memory",
@@ -282,25 +282,25 @@ AGAINST_OTHERS: dict[str, tuple[Callable[[], Training], dict[str, Any], str]] = 
 }
 
 
-@pytest.mark.parametrize(("training", "techniques", "facts"), AGAINST_OTHERS.values(), ids=AGAINST_OTHERS)
-def test_contradictions_are_refused(training: Callable[[], Training], techniques: dict[str, Any], facts: str) -> None:
+@pytest.mark.parametrize(("training", "techniques", "words"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradictions_are_refused(training: Callable[[], Training], techniques: dict[str, Any], words: str) -> None:
     job = training()
     before = snapshot(job.model, job.optimizer)
     chosen = {name: None for name in NO_TECHNIQUES if name in ("precision", "batch_size")} | techniques
     for budget in (0, 0.5):
-        with pytest.raises(ValueError, match=facts):
+        with pytest.raises(ValueError, match=words):
             job.optimize(chosen, budget=budget)
         assert snapshot(job.model, job.optimizer) == before
 
 
 @pytest.mark.parametrize("value", [True, "bf16"])
-def test_an_autocast_of_the_users_own_is_the_precision_asked_for(value: Any) -> None:
+def test_an_autocast_in_the_loss_counts_as_the_forced_precision(value: Any) -> None:
     run = Training(compute_loss=autocast_loss).optimize({"precision": value})
     assert "precision" not in run.plan.decisions
     run.step(next(iter(run.loader)))
 
 
-def test_no_precision_is_tried_beside_an_autocast_of_the_users_own() -> None:
+def test_no_precision_is_tried_if_the_loss_uses_autocast() -> None:
     batches = [next(iter(loader_of(tensors())))]
     assert refusal("precision", job_of(Rich(), batches, compute_loss=autocast_loss)) == {"own-autocast"}
     assert refusal("precision", job_of(Rich(), batches, compute_loss=loss_of)) is None
@@ -333,7 +333,7 @@ def test_an_error_of_a_forced_technique_names_it() -> None:
     assert snapshot(job.model, job.optimizer) == before
 
 
-def test_a_plan_with_such_a_technique_goes_without_it() -> None:
+def test_a_plan_skips_a_technique_that_fails() -> None:
     plan = flatout.Plan({"channels_last": True}, Training(Viewing).optimize({}).plan.fingerprint)
     job = Training(Viewing)
     run = flatout.optimize(job.model, job.loader, job.optimizer, functional.cross_entropy, plan=plan)
@@ -342,7 +342,7 @@ def test_a_plan_with_such_a_technique_goes_without_it() -> None:
 
 
 class FailsLater(Rich):
-    """Model that fails on the second batch, whatever techniques are on."""
+    """Model that fails on batches of fewer than 16 samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < 16:
@@ -357,7 +357,7 @@ def test_an_error_of_the_users_model_passes_through_a_forced_technique() -> None
         Training(FailsLater, lambda: batches).optimize({"precision": "bf16"})
 
 
-def test_slow_samples_get_the_workers_asked_for() -> None:
+def test_slow_samples_get_the_forced_workers() -> None:
     model = nn.Linear(8, 3)
     run = flatout.optimize(
         model,

@@ -295,6 +295,6 @@ def kernels_there(there: bool) -> Any:
 
 
 def is_normalized_by_kernel(device: torch.device, channels: int) -> bool:
-    """Return whether a kernel normalizes images on a device with kernels. Results are bit-equal and cannot tell."""
+    """Return True if a kernel normalizes images on a device with kernels. Results are the same bits without it."""
     with kernels_there(True):
         return _is_native(device, channels)

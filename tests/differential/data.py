@@ -327,6 +327,6 @@ NOT_REWINDABLE = (
     *("subclass", "refilling", "unsized", "iterator"),
 )
 OF_ONE = ("batches of one", "list of index lists")
-"""Some of whose batches have a single sample, of which BatchNorm has no variance."""
+"""Loaders with a batch of a single sample, for which BatchNorm has no variance."""
 RESEEDED = tuple(name for name in LOADERS if name.startswith("draws from "))
 """Loaders whose samples draw other random numbers in worker processes, or from seeds of ``deterministic=True``."""

@@ -1,1 +1,1 @@
-"""Noise of machines: recorded step times, and a simulator of them for tests and benchmarks of decisions."""
+"""Noise of machines: recorded step times and a simulator, for tests and benchmarks of decisions."""

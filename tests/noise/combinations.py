@@ -1,4 +1,4 @@
-"""Simulated factors: ways to run a step with known gains, alone and together."""
+"""Simulated factors: changes of a step with known gains, alone and in combination."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.noise.simulator import Machine, Scenario
 from tests.noise.trials import BLOCK_SECONDS, LONG_UPDATE
 
 LOG_GAINS = (0.47, 0.18, 0.13, 0.05, 0.03, 0.0, 0.0, -0.02, -0.10, -0.50)
-"""True log gains of ten factors: together 2.36 times the speed, if those that pay are on and no other."""
+"""True log gains of ten factors. Those above 0 together give 2.36 times the speed."""
 
 
 @dataclass
 class Factors:
-    """Training whose step ten factors change.
+    """Simulated training with ten factors.
 
     Attributes:
         machine: runs the steps.
         step: seconds of a step on an idle core without any factor.
         gains: log gain of each factor.
-        interactions: log gain of each pair of factors on top.
+        interactions: additional log gain of each pair of factors.
     """
 
     machine: Machine
@@ -35,7 +35,14 @@ class Factors:
 
     @classmethod
     def drawn(cls, scenario: Scenario, step: float, seed: int, interaction: float = 0.0) -> Factors:
-        """Return factors in random order, with interactions of ``interaction`` times the geometric mean of both."""
+        """Return factors in random order.
+
+        Args:
+            scenario: noise of the machine.
+            step: seconds of a step on an idle core without any factor.
+            seed: seed of order, interactions and machine.
+            interaction: standard deviation of interactions, relative to the geometric mean of both gains.
+        """
         draw = random.Random(f"factors {seed}")
         gains = draw.sample(LOG_GAINS, len(LOG_GAINS))
         pairs = [(i, j) for i in range(len(gains)) for j in range(i)]
@@ -60,12 +67,15 @@ class Factors:
 
 
 def decide(factors: Factors, seconds: float, noise_pairs: int) -> list[int]:
-    """Decide factors as the tuner does: a screening of each, then combinations until the time is up.
+    """Decide about factors as the tuner does: screen each factor, then time combinations until the time is up.
 
     Args:
         factors: the training.
         seconds: time for screening, combinations and the noise floor.
-        noise_pairs: pairs of the baseline with itself.
+        noise_pairs: number of pairs of the baseline with itself.
+
+    Returns:
+        Indices of the kept factors.
     """
     noise = Noise.of([(factors.block([]), factors.block([])) for _ in range(noise_pairs)], one_thread=True)
     statistic = noise.statistic(keeps_cpu_time=True)

@@ -1,10 +1,10 @@
-"""Recorder of step times beside busy processes.
+"""Recorder of step times while other processes are busy.
 
     python -m tests.noise.record tests/noise/recordings.npz
 
 Each recording is a float32 array of shape (updates, 3) of consecutive training steps of a perceptron: wall time and CPU
-time in seconds, and the voluntary context switches of the training's thread. Its key names the step, the intra-op
-threads and the busy processes beside it: ``"5 ms, 1 thread, 4 busy"``.
+time in seconds, and the voluntary context switches of the training's thread. Its key names the step, the number
+of intra-op threads and the number of busy processes: ``"5 ms, 1 thread, 4 busy"``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def main(path: str) -> None:
-    """Record every step beside every number of busy processes."""
+    """Record every step with every number of busy processes, and save the recordings."""
     recordings = {}
     for busy in BUSY:
         with busy_processes(busy):

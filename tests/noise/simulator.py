@@ -1,8 +1,9 @@
 """Simulator of step times on noisy machines, with known true gains.
 
-A :class:`Machine` turns the work of training steps, in seconds on an idle core, into wall time and CPU time. The model
-has one thread on two cores, time slices of about 3 ms beside busy processes, one-sided stalls, a random walk and a
-trend of the clock, garbage collection, heavy tails, thermal throttling, and CPU time that grows beside other processes.
+A :class:`Machine` converts the work of training steps, in seconds on an idle core, to wall time and CPU time. The
+training has one thread on two cores. Other busy processes take time slices of about 3 ms and increase its CPU time.
+Further noise comes from stalls, a random walk and a trend of the clock, garbage collection, heavy tails and thermal
+throttling.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ CORES = 2
 SLICE = 0.003
 """Mean time slice of the scheduler, in seconds."""
 
-WOBBLE_SECONDS = 0.5
-"""Interval at which the share of the cores changes beside busy processes."""
+SHARE_SECONDS = 0.5
+"""Seconds between changes of the training's share of the cores, if other processes are busy."""
 
 LAYOUT = 0.003
-"""Standard deviation of the effect of memory addresses on a block, in log time."""
+"""Standard deviation, in log time, between blocks whose tensors lie at different memory addresses."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class Scenario:
 
     Attributes:
         jitter: standard deviation of the work of a step, in log time.
-        busy: busy processes beside the training.
-        comes_and_goes: True if the number of busy processes changes every two seconds or so, between 0 and 8.
+        busy: number of other busy processes.
+        comes_and_goes: True if the number of busy processes changes about every two seconds, between 0 and 8.
         stalls: stalls per second.
         stall_seconds: mean duration of a stall.
         walk: standard deviation of the clock's random walk, in log time per square root of a second.
         trend: drift of the clock, in log time per second.
-        contention: largest growth of the CPU time beside busy processes, in each step and in each tenth of a second.
-        refill: mean CPU time that a preemption costs, as caches are cold afterwards, in seconds.
+        contention: largest relative increase of the CPU time by busy processes, drawn for each step and each 0.1 s.
+        refill: mean CPU time to refill the caches after a preemption, in seconds.
         pause_every: seconds between garbage collections; 0 without any.
         pause_seconds: duration of a garbage collection.
-        tail: share of the steps that take a Pareto-distributed multiple of their time.
-        throttled: factor of the clock in alternating periods of three seconds, as in thermal throttling.
+        tail: share of the steps whose time is multiplied by a Pareto-distributed factor.
+        throttled: factor of step times in every other period of three seconds, as in thermal throttling.
     """
 
     jitter: float = 0.01
@@ -59,17 +60,17 @@ class Scenario:
     throttled: float = 1.0
 
 
-_BESIDE_OTHERS = Scenario(jitter=0.02, stalls=0.5, walk=0.005, contention=0.15, refill=0.0003)
+_WITH_OTHERS = Scenario(jitter=0.02, stalls=0.5, walk=0.005, contention=0.15, refill=0.0003)
 
 SCENARIOS: dict[str, Scenario] = {
     "quiet": Scenario(),
     "shared host": Scenario(jitter=0.025, walk=0.02),
     "jitter": Scenario(jitter=0.05, stalls=4, stall_seconds=0.02, walk=0.005),
     "drift": Scenario(jitter=0.02, stalls=0.5, walk=0.03, trend=0.01),
-    "2 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 2})),
-    "4 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 4})),
-    "8 busy": Scenario(**(vars(_BESIDE_OTHERS) | {"busy": 8})),
-    "come and go": Scenario(**(vars(_BESIDE_OTHERS) | {"comes_and_goes": True})),
+    "2 busy": Scenario(**(vars(_WITH_OTHERS) | {"busy": 2})),
+    "4 busy": Scenario(**(vars(_WITH_OTHERS) | {"busy": 4})),
+    "8 busy": Scenario(**(vars(_WITH_OTHERS) | {"busy": 8})),
+    "come and go": Scenario(**(vars(_WITH_OTHERS) | {"comes_and_goes": True})),
     "garbage collection": Scenario(pause_every=0.25, pause_seconds=0.015),
     "heavy tails": Scenario(jitter=0.02, tail=0.05),
     "thermal steps": Scenario(jitter=0.02, throttled=1.2),
@@ -77,7 +78,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 class Machine:
-    """Clock that the work of training steps advances.
+    """Simulated machine whose clocks advance with the work of training steps.
 
     Attributes:
         wall: wall time since the start, in seconds.
@@ -90,8 +91,8 @@ class Machine:
         self._random = random.Random(seed)
         self._busy = scenario.busy
         self._speed = 1.0
-        self._speed_until = self._wobble_until = self._busy_until = 0.0
-        self._wobble = self._contention = 1.0
+        self._speed_until = self._share_until = self._busy_until = 0.0
+        self._share = self._contention = 1.0
         self._slice_left = self._gamma(SLICE)
         self._next_stall = self._interval(scenario.stalls)
         self._next_pause = scenario.pause_every * self._random.random() or math.inf
@@ -119,22 +120,22 @@ class Machine:
             self._stall()
 
     def _change(self) -> float:
-        """Update speed and load, and return how many processes share a core."""
+        """Update speed and load, and return the number of processes that share a core."""
         scenario, draw = self._scenario, self._random
         while self.wall >= self._speed_until:
             self._speed *= math.exp(draw.gauss(0.0, scenario.walk * math.sqrt(0.1)) + scenario.trend * 0.1)
             self._contention = 1 + scenario.contention * draw.random() * (self._busy > 1)
             self._speed_until += 0.1
-        while self.wall >= self._wobble_until:
-            self._wobble = math.exp(draw.gauss(0.0, 0.25))
-            self._wobble_until += WOBBLE_SECONDS
+        while self.wall >= self._share_until:
+            self._share = math.exp(draw.gauss(0.0, 0.25))
+            self._share_until += SHARE_SECONDS
         while scenario.comes_and_goes and self.wall >= self._busy_until:
             self._busy = draw.choice((0, 0, 2, 4, 8))
             self._busy_until += draw.expovariate(0.5)
-        return max(1.0, (self._busy + 1) / CORES * self._wobble) if self._busy > 1 else 1.0
+        return max(1.0, (self._busy + 1) / CORES * self._share) if self._busy > 1 else 1.0
 
     def _preempt(self, ran: float, waits: float) -> None:
-        """Wait for the slices of other processes after ``ran`` seconds."""
+        """Subtract ``ran`` seconds from the time slice. At its end wait for the slices of other processes."""
         self._slice_left -= ran
         if self._slice_left > 1e-12:
             return
@@ -166,7 +167,7 @@ class Machine:
         return self._random.expovariate(rate) if rate else math.inf
 
     def block(self, step: float, updates: int, *, warm_up: bool = True) -> Block:
-        """Return the times of ``updates`` updates of ``step`` seconds, after an untimed one."""
+        """Return the times of ``updates`` updates of ``step`` seconds, after an untimed one if ``warm_up``."""
         step *= math.exp(self._random.gauss(0.0, LAYOUT))
         if warm_up:
             self.work(step)

@@ -1,4 +1,4 @@
-"""Recorded step times: what they show about machines, and that simulated noise is about as large."""
+"""Recorded step times: the size of simulated noise in comparison, and the tuner's decisions on recordings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tests.noise.simulator import SCENARIOS, Machine
 from tests.noise.trials import Cell
 
 RECORDINGS = np.load(Path(__file__).with_name("recordings.npz"))
-SCENARIO_BESIDE = {0: "shared host", 2: "2 busy", 4: "4 busy", 8: "8 busy"}
-AT_MOST = 3.0
-"""Factor between the spread of recorded and of simulated blocks."""
+SCENARIO_OF = {0: "shared host", 2: "2 busy", 4: "4 busy", 8: "8 busy"}
+"""Scenario of the simulator for a recording, by its number of busy processes."""
+
+LARGEST_FACTOR = 3.0
+"""Largest factor between the spreads of recorded and simulated blocks."""
 
 
 def recorded(step: str, busy: int, threads: int = 1) -> np.ndarray:
@@ -30,12 +32,12 @@ def recorded(step: str, busy: int, threads: int = 1) -> np.ndarray:
 
 
 def seconds_of(step: str) -> float:
-    """Return the time of an update alone."""
+    """Return the median time of an update without busy processes."""
     return float(np.median(recorded(step, 0)[:, 0]))
 
 
 def recorded_blocks(step: str, busy: int, threads: int = 1) -> list[Block]:
-    """Cut a recording into the tuner's blocks, each after an untimed update."""
+    """Return the blocks that the tuner would time in a recording, each after an untimed update."""
     cell = Cell(SCENARIOS["quiet"], seconds_of(step), 1.0, math.inf)
     times, untimed = recorded(step, busy, threads), 0 if cell.is_long else 1
     starts = range(untimed, len(times) - cell.updates + 1, cell.updates + untimed)
@@ -44,7 +46,7 @@ def recorded_blocks(step: str, busy: int, threads: int = 1) -> list[Block]:
 
 
 def simulated_blocks(step: str, busy: int) -> list[Block]:
-    scenario = SCENARIOS[SCENARIO_BESIDE[busy]]
+    scenario = SCENARIOS[SCENARIO_OF[busy]]
     cell, machine = Cell(scenario, seconds_of(step), 1.0, math.inf), Machine(scenario, busy)
     count = min(400, round(120 / cell.step))
     return [machine.block(cell.step, cell.updates, warm_up=not cell.is_long) for _ in range(count)]
@@ -59,7 +61,7 @@ def spread(blocks: list[Block], statistic: Statistic) -> float:
     return median(abs(difference(pair, statistic)) for pair in itertools.pairwise(blocks)) / 0.6745
 
 
-def test_every_step_is_recorded_beside_every_number_of_busy_processes() -> None:
+def test_recordings_cover_every_step_with_every_number_of_busy_processes() -> None:
     keys = {
         f"{step}, {count} thread{'s' * (count > 1)}, {busy} busy"
         for step, (*_, threads) in STEPS.items()
@@ -73,21 +75,21 @@ def test_every_step_is_recorded_beside_every_number_of_busy_processes() -> None:
         assert (times[:, :2] > 0).all()
 
 
-@pytest.mark.parametrize("busy", SCENARIO_BESIDE)
+@pytest.mark.parametrize("busy", SCENARIO_OF)
 @pytest.mark.parametrize("step", STEPS)
 def test_simulated_wall_time_is_about_as_noisy_as_recorded(step: str, busy: int) -> None:
     ratio = spread(simulated_blocks(step, busy), "wall") / spread(recorded_blocks(step, busy), "wall")
-    assert 1 / AT_MOST < ratio < AT_MOST
+    assert 1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR
 
 
-@pytest.mark.parametrize("busy", SCENARIO_BESIDE)
-@pytest.mark.parametrize("step", list(STEPS)[1:])  # below a time slice CPU time is noisier, but represents no block
+@pytest.mark.parametrize("busy", SCENARIO_OF)
+@pytest.mark.parametrize("step", list(STEPS)[1:])  # of the shortest step the tuner compares wall time
 def test_simulated_cpu_time_is_about_as_noisy_as_recorded(step: str, busy: int) -> None:
     ratio = spread(simulated_blocks(step, busy), "cpu") / spread(recorded_blocks(step, busy), "cpu")
-    assert 1 / AT_MOST < ratio < AT_MOST
+    assert 1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR
 
 
-@pytest.mark.parametrize("busy", SCENARIO_BESIDE)
+@pytest.mark.parametrize("busy", SCENARIO_OF)
 @pytest.mark.parametrize("step", STEPS)
 def test_simulated_updates_take_as_long_as_recorded(step: str, busy: int) -> None:
     wall, cpu, _ = recorded(step, busy).mean(axis=0)
@@ -135,7 +137,7 @@ def recorded_trials(step: str, busy: int, gain: float) -> Iterator[PairedTrial]:
 
 
 @pytest.mark.parametrize("gain", [0.9, 0.98, 1.0])
-def test_no_recording_keeps_what_is_no_faster(gain: float) -> None:
+def test_candidates_that_are_not_faster_are_not_kept_on_recordings(gain: float) -> None:
     trials = [trial for step, busy in itertools.product(STEPS, BUSY) for trial in recorded_trials(step, busy, gain)]
     kept = [trial for trial in trials if trial.verdict == "faster"]
     assert len(trials) > 100
@@ -143,7 +145,7 @@ def test_no_recording_keeps_what_is_no_faster(gain: float) -> None:
 
 
 @pytest.mark.parametrize("step", ["5 ms", "100 ms"])
-def test_recordings_beside_busy_processes_show_a_factor_of_two_in_three_pairs(step: str) -> None:
+def test_three_recorded_pairs_show_a_factor_of_two_with_busy_processes(step: str) -> None:
     trials = [trial for busy in BUSY for trial in recorded_trials(step, busy, 2.0)]
     quick = [trial for trial in trials if trial.verdict == "faster" and len(trial.pairs) <= 3]
     assert len(quick) >= 0.9 * len(trials) > 10

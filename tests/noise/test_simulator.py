@@ -1,4 +1,4 @@
-"""Simulator of step times: what holds on every simulated machine, and what sets the scenarios apart."""
+"""Simulator of step times: properties of all simulated machines, and effects of each kind of noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.noise.simulator import SCENARIOS, Machine, Scenario
 from tests.noise.trials import Cell
 
 SILENT = Scenario(jitter=0.0, stalls=0.0, walk=0.0)
-"""Machine without noise, but for the layout of memory."""
+"""Machine without noise, except for the effect of memory addresses."""
 
 STEPS = [0.0005, 0.005, 0.1, 2.0]
 

@@ -1,4 +1,4 @@
-"""Simulated trials: the decision rule of the tuner on a simulated machine, without a clock."""
+"""Trials on a simulated machine, decided by the tuner's rule, without a clock."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LONG_UPDATE = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """Kind of trial that is repeated.
+    """Setting of simulated trials.
 
     Attributes:
         scenario: noise of the machine.
-        step: seconds of a baseline's update on an idle core.
+        step: seconds of an update of the baseline on an idle core.
         gain: true speed of the candidate relative to the baseline.
         limit: seconds after which a trial ends undecided.
     """
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def updates(self) -> int:
-        """Updates of a block."""
+        """Number of updates of a block."""
         return max(1, round(BLOCK_SECONDS / self.step))
 
     @property
@@ -55,7 +55,7 @@ class Result:
     """Result of a simulated trial.
 
     Attributes:
-        verdict: of the pairs.
+        verdict: verdict on the pairs.
         pairs: number of pairs until the verdict.
         seconds: wall time of these pairs.
         low: lower end of the interval of the gain.
@@ -76,7 +76,7 @@ def noise_of(cell: Cell, machine: Machine) -> Noise:
 
 
 def trial(cell: Cell, seed: int) -> Result:
-    """Repeat a trial until its verdict, or until the time is up."""
+    """Run a trial until its verdict, or until the time is up."""
     machine = Machine(cell.scenario, seed)
     paired = PairedTrial(noise_of(cell, machine))
     start = machine.wall

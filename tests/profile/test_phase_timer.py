@@ -1,4 +1,4 @@
-"""Timed steps: their times and parts come without the profiler, on a clock that a test moves."""
+"""Times of steps and their parts without the profiler, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def test_headline_and_phases_are_those_of_steps_without_the_profiler(clock: Cloc
     assert profile.samples == 8
 
 
-@pytest.mark.parametrize(("overhead", "told"), [(0.0, None), (5.0, None), (6.0, "1.3"), (36.0, "3.0")])
-def test_a_distortion_is_told_beside_the_operators(overhead: float, told: str | None, clock: Clock) -> None:
+@pytest.mark.parametrize(("overhead", "factor"), [(0.0, None), (5.0, None), (6.0, "1.3"), (36.0, "3.0")])
+def test_a_large_distortion_is_noted_with_the_operators(overhead: float, factor: str | None, clock: Clock) -> None:
     profile = Loop(clock, overhead).profile(steps=2, warmup=0)
     (operators,) = (section for section in sections(profile) if section.items is profile.operators)
-    assert (f"{told} times" in operators.note) if told else ("times" not in operators.note)
+    assert (f"{factor} times" in operators.note) if factor else ("times" not in operators.note)
 
 
 def test_a_loop_that_ends_before_the_profiler_has_times_and_no_operators(clock: Clock) -> None:
@@ -177,7 +177,7 @@ def test_a_forward_without_modules_is_what_precedes_the_backward(clock: Clock) -
     assert timed(clock, step, step) == [{"forward": 2.0, "update": 5.0, "host_idle": 1.0}] * 2
 
 
-def test_a_closures_forward_and_a_checkpoints_second_forward_are_where_they_belong(clock: Clock) -> None:
+def test_forwards_in_a_closure_and_in_a_checkpoint_belong_to_forward_and_backward(clock: Clock) -> None:
     layer = nn.Linear(4, 4)
     layer.register_forward_pre_hook(lambda *_: clock.advance(1.0))
 
@@ -310,7 +310,7 @@ def test_an_upload_has_a_gpu_as_its_target(target: Any, expected: bool) -> None:
 
 
 def states() -> list[Any]:
-    """Return what a timer replaces."""
+    """Return the functions that a timer replaces."""
     return [
         record_function.__enter__,
         record_function.__exit__,
@@ -323,7 +323,7 @@ def states() -> list[Any]:
     ]
 
 
-def test_everything_is_put_back_even_after_an_error() -> None:
+def test_everything_is_restored_even_after_an_error() -> None:
     def fail() -> None:
         with PhaseTimer().listening():
             assert states() != before

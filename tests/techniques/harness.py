@@ -1,4 +1,4 @@
-"""Use of a single technique. No other test file depends on the internal protocol of techniques."""
+"""Helpers for tests of one technique. No other test file uses the internal protocol of techniques."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.techniques.recorder import Rerun
 TECHNIQUES = {technique.name: technique for technique in REGISTRY}
 
 STARVED = Pace(step_ms=10.0, load_ms=50.0, samples_per_second=100.0)
-"""A loop that waits for its loader most of the time."""
+"""Pace of a loop that waits for its loader most of the time."""
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def step(job: Job, batch: Any) -> Tensor:
 
 
 def count_work(job: Job, batch: Any) -> None:
-    """Count the FLOPs of a step. ``optimize`` does so before it asks the techniques for candidates."""
+    """Count the FLOPs of a step, as ``optimize`` does before techniques return candidates."""
     job.work(batch)
 
 
@@ -137,7 +137,7 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Sentence in which the tuner explains its choice of a loader's settings."""
+        """Sentence of the tuner on its choice of a loader's settings."""
         return self._candidate.reason
 
     def __enter__(self) -> Candidate:
@@ -148,7 +148,7 @@ class Candidate:
         self._candidate.disable()
 
     def end_warmup(self) -> None:
-        """End the warm-up: later calls use only the code that earlier calls compiled or recorded."""
+        """End the warm-up. Later calls compile and record nothing."""
         self._candidate.end_warmup()
 
     def on_batch(self, batch: Any) -> None:
@@ -156,7 +156,7 @@ class Candidate:
         self._candidate.on_batch(batch)
 
     def free(self) -> None:
-        """Free the memory that only another ``enable`` would need."""
+        """Free memory that is needed only if the candidate is enabled again."""
         self._candidate.release()
 
     @property
@@ -224,11 +224,11 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
 
 @contextlib.contextmanager
 def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
-    """Give every trial of a loader the same result.
+    """Replace the times in trials of loaders by fixed ones.
 
     Args:
-        old: seconds per stretch with the user's loader.
-        new: seconds per stretch with a candidate.
+        old: seconds of an update with the user's loader.
+        new: seconds of an update with a candidate.
         pace: pace of the job before any trial.
     """
 
@@ -247,7 +247,7 @@ def tuned_workers(workers: int, busy: float = 0.0, *, persistent: bool = False) 
     Args:
         workers: number of workers that the tuner chooses.
         busy: share of a core that each worker keeps busy.
-        persistent: workers live on from epoch to epoch.
+        persistent: value of ``persistent_workers`` that the tuner chooses.
     """
 
     def tune(loader: Any, step_time: float) -> Tuned:
@@ -309,13 +309,13 @@ def recorder_of(run: flatout.Run) -> Rerun:
 def rates_of(candidate: Candidate) -> list[Tensor]:
     """Return the learning rates that recorded updates read.
 
-    No public attribute shows when the rates are written: too many writes give the same weights.
+    No public attribute shows how often the rates are written. Weights do not depend on unneeded writes.
     """
     return candidate._candidate.runner._constants.rates._slots
 
 
 def change_loss(run: flatout.Run, factor: float) -> None:
-    """Multiply the loss of every step, as a technique that replaces the loss would."""
+    """Multiply the loss of every step by a factor, as a technique that replaces the loss could."""
     job = job_under(run)
     job.objective.compiled = lambda batch: factor * job.objective.loss(batch)
 
@@ -361,13 +361,13 @@ class PythonCalls:
 
     def __enter__(self) -> PythonCalls:
         self._before = sys.getprofile()
-        sys.setprofile(self._heard)
+        sys.setprofile(self._on_event)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
 
-    def _heard(self, frame: Any, event: str, _: Any) -> None:
+    def _on_event(self, frame: Any, event: str, _: Any) -> None:
         self.count += event == "call" and frame.f_code is self._code
 
 

@@ -1,4 +1,4 @@
-"""Remedies of a verdict: only what the rows of the report leave to try."""
+"""Remedies of a verdict: the techniques that a report leaves to try."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def row(technique: str, status: Status) -> Row:
 
 
 def names_of(technique: str) -> set[str]:
-    """Return how a sentence may name a technique: by title, by name as code, or by what people call it."""
+    """Return the names of a technique in sentences: title, name as code, and common name."""
     called = {"batch_size": "larger batches", "precision": "lower precision", "compile": "fusion"}
     names = {TITLES[technique], f"'{technique}'", f"{technique}=", called.get(technique, TITLES[technique])}
     return {name.lower() for name in names}
@@ -55,7 +55,7 @@ def named_in(sentences: str) -> set[str]:
 
 
 @pytest.mark.parametrize("bottleneck", SITUATIONS)
-def test_no_sentence_names_what_is_decided(bottleneck: Bottleneck) -> None:
+def test_no_sentence_names_a_decided_technique(bottleneck: Bottleneck) -> None:
     verdict = judge(0.1, "the peak", DENSE, **SITUATIONS[bottleneck])
     assert verdict.bottleneck == bottleneck
     techniques = REMEDIES.get(bottleneck, ())
@@ -88,11 +88,11 @@ def test_every_remedy_is_a_technique_with_an_argument_that_optimize_takes() -> N
 
 
 @pytest.mark.parametrize("status", STATUSES)
-def test_only_what_was_not_tried_is_left(status: Status) -> None:
+def test_only_untried_techniques_are_left(status: Status) -> None:
     assert bool(untried([row("compile", status)], ["compile"])) == (status == "not tried")
 
 
-def test_what_was_left_out_on_request_is_not_left_to_try() -> None:
+def test_forbidden_techniques_are_not_left_to_try() -> None:
     assert untried([replace(row("compile", "not tried"), left_out=True)], ["compile"]) == []
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,7 +115,7 @@ def test_remedies_come_in_their_order_with_the_titles_of_their_rows() -> None:
     ]
 
 
-def test_a_report_and_its_run_name_what_is_left() -> None:
+def test_the_verdict_of_a_run_names_the_techniques_that_are_left() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.ones(8, 4), torch.ones(8, 1))] * 4

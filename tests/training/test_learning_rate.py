@@ -242,7 +242,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("cls", RULES, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
-def test_the_rule_of_an_optimizer_is_that_of_its_kin_and_of_what_wraps_it(cls):
+def test_subclasses_and_wrappers_have_the_rule_of_their_optimizer(cls):
     optimizer = cls([Parameter(torch.zeros(2))], lr=0.1)
     assert rule_for(optimizer) == RULES[cls]
     wrapped = Wrapping(Wrapping(optimizer))

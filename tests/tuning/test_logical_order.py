@@ -1,4 +1,4 @@
-"""Random numbers in logical order: both memory formats draw the same, and contiguous memory as without the mode."""
+"""Random numbers in logical order: both memory formats draw what contiguous memory draws without the mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def drawn(draw: Callable[[Tensor], Tensor], x: Tensor, mode: LogicalOrder | None) -> tuple[Tensor, Tensor]:
-    """Return a function's output and the gradient of its input, from the same seed in every call."""
+    """Return the output of ``draw`` and the gradient of its input. Each call uses the same seed."""
     torch.manual_seed(0)
     x = x.clone().requires_grad_()
     with mode or nullcontext():
@@ -41,7 +41,7 @@ def drawn(draw: Callable[[Tensor], Tensor], x: Tensor, mode: LogicalOrder | None
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_both_memory_formats_draw_the_same(name: str) -> None:
+def test_both_memory_formats_draw_the_same_numbers(name: str) -> None:
     draw, x, order = DRAWS[name], torch.randn(2, 3, 4, 5), LogicalOrder()
     plain = drawn(draw, x, None)
     for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -50,13 +50,13 @@ def test_both_memory_formats_draw_the_same(name: str) -> None:
     assert order.drew
 
 
-def test_dropout_alone_draws_in_the_order_of_memory() -> None:
+def test_dropout_without_the_mode_draws_in_the_order_of_memory() -> None:
     x = torch.randn(2, 3, 4, 5)
     last = x.to(memory_format=torch.channels_last)
     assert not torch.equal(drawn(DRAWS["dropout"], x, None)[0], drawn(DRAWS["dropout"], last, None)[0])
 
 
-def test_nothing_is_drawn_without_a_random_operator() -> None:
+def test_operators_that_are_not_random_draw_nothing() -> None:
     with LogicalOrder() as order:
         torch.ones(2, 3).sum()
     assert not order.drew
