@@ -159,6 +159,11 @@ class Pace:
         """Return the same pace with times for a multiple of the samples."""
         return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms)
 
+    def with_faster_steps(self, gain: float) -> Pace:
+        """Return the pace of a loop whose steps are ``gain`` times as fast. Waiting for batches takes as long."""
+        faster = replace(self, step_ms=self.step_ms / gain)
+        return replace(faster, samples_per_second=self.samples_per_second * self.total_ms / faster.total_ms)
+
     @property
     def total_ms(self) -> float:
         """Time of a batch, waiting and step, milliseconds."""

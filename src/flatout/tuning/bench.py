@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,20 +16,24 @@ from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.mfu import MfuCounter
 from flatout.report.model import Pace, Row
-from flatout.techniques import Candidate, RecordedCandidate
+from flatout.techniques import Candidate, RecordedCandidate, ResizingCandidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
+from flatout.tuning.equivalence import Observed
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.noise import Noise
+from flatout.tuning.noise import Noise, Pair
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.timing import seconds, synchronize, timed_block
 from flatout.tuning.trial import Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0
 """Time limit for the pairs of one trial, in seconds, until all techniques were tried. Set-up is extra."""
+
+FEWEST_TRIAL_UPDATES = 7
+"""Updates of the shortest trial: two to compare the numerics, and with outputs and the first block three pairs."""
 
 PHASE_UPDATES = 8
 PHASE_SECONDS = 1.0
@@ -39,7 +43,7 @@ FEWEST_UPDATES = 4
 """Two updates for the memory of a step, and two for its phases."""
 
 COSTS_SHARE = 0.05
-"""Share of the budget that is reserved for these measurements and the race, whatever trials have left."""
+"""Largest share of the budget for each of these measurements."""
 
 STRETCH_SECONDS = 0.05
 """Duration of a stretch of training from one loader, in trials that alternate two loaders."""
@@ -50,6 +54,9 @@ BLOCK_SECONDS = 0.02
 LONG_UPDATE = 0.5
 """Duration of an update, in seconds, up to which an untimed update precedes each block."""
 
+MOST_RESULT_BYTES = 1 << 28
+"""Size of the baseline's results above which they are computed for each candidate."""
+
 NOISE_SHARE = 0.05
 """Share of the budget for the noise floor."""
 
@@ -57,7 +64,10 @@ LOADER_NOISE_PAIRS = 3
 """Number of pairs of training from the present loader with itself, before another loader is tried."""
 
 FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
-"""Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs."""
+"""Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs.
+
+Long updates are measured in the fewest pairs, which also give the pace.
+"""
 
 
 @dataclass
@@ -81,6 +91,7 @@ class Bench:
     _loader_noise: Noise | None = None
     _pace: Pace | None = None
     _memory: int | None = None
+    _results: dict[Hashable, Observed] = field(default_factory=dict)
 
     def rewind(self, *, to_train: bool = True) -> None:
         """Restore the training state, with exactly the kept candidates on.
@@ -104,12 +115,17 @@ class Bench:
         row = self.ledger.add(decision)
         if decision.candidate is not None:
             decision.candidate.enable()
+        pace, resizes = self._pace, isinstance(decision.candidate, ResizingCandidate)
+        is_long = pace is not None and self.is_long
         self.forget()
+        if pace is not None and row.gain is not None and is_long and not resizes:  # too long to be measured again
+            self._pace = pace.with_faster_steps(row.gain.ratio)
         return row
 
     def forget(self) -> None:
-        """Forget pace and memory, because a decision changed them."""
+        """Forget pace, memory and results, because a decision changed them."""
         self._pace = self._memory = None
+        self._results.clear()
 
     def use(self, source: Iterable[Any]) -> None:
         """Use another loader as the source of the training."""
@@ -118,9 +134,11 @@ class Bench:
 
     def update(self, i: int, *phase: PhaseOf) -> None:
         """Run the steps of one update on the batches of turn ``i``, with ``phase`` as in ``Stepper.step``."""
-        job = self.job
-        for k in range(job.spec.accumulate):
-            job.stepper.step(job.data.batches[(i * job.spec.accumulate + k) % len(job.data.batches)], *phase)
+        for k in range(self.job.spec.accumulate):
+            self._step(i * self.job.spec.accumulate + k, *phase)
+
+    def _step(self, i: int, *phase: PhaseOf) -> None:
+        self.job.stepper.step(self.job.data.batches[i % len(self.job.data.batches)], *phase)
 
     def blocks(self) -> Measure:
         """Return a function that measures block ``i``.
@@ -128,10 +146,10 @@ class Bench:
         An untimed update precedes each block, because toggling a candidate moves weights, clears caches and changes the
         state of the allocator. This update is omitted if updates are so long that its effect is negligible.
         """
-        update_seconds = self.update_seconds
+        is_long = self.is_long
 
         def block(i: int) -> Block:
-            if update_seconds <= LONG_UPDATE:
+            if not is_long:
                 self.update(i)
             return timed_block(self.update, range(i, i + self.updates_per_block), self.job.spec.device)
 
@@ -142,11 +160,13 @@ class Bench:
         """Noise of the steps at the present number of threads.
 
         Kept candidates change the time of a step more than its relative noise, which is therefore not measured again.
+        The noise of long updates is measured once, with their pace.
         """
+        if self.is_long:
+            return next(iter(self._noise.values()))
         threads = torch.get_num_threads()
         if threads not in self._noise:
-            seconds = 2 * self.updates_per_block * self.update_seconds
-            affordable = min(MOST_NOISE_PAIRS, NOISE_SHARE * self.budget.seconds / seconds)
+            affordable = min(MOST_NOISE_PAIRS, NOISE_SHARE * self.budget.seconds / (2 * self.block_seconds))
             block = self.blocks()
             self.rewind()
             pairs = [(block(i), block(i)) for i in range(max(FEWEST_NOISE_PAIRS, int(affordable)))]
@@ -176,9 +196,19 @@ class Bench:
         return self.job.spec.accumulate * self.pace.step_ms / 1e3
 
     @property
+    def is_long(self) -> bool:
+        """True if an update is so long that the effects of toggling a candidate on its time are negligible."""
+        return self.update_seconds > LONG_UPDATE
+
+    @property
     def updates_per_block(self) -> int:
         """Number of updates in a block."""
         return max(1, round(BLOCK_SECONDS / self.update_seconds))
+
+    @property
+    def block_seconds(self) -> float:
+        """Seconds of a block, with its untimed update."""
+        return (self.updates_per_block + int(not self.is_long)) * self.update_seconds
 
     @property
     def pace(self) -> Pace:
@@ -188,19 +218,31 @@ class Bench:
         return self._pace
 
     def _measure_pace(self) -> Pace:
+        """Measure a stretch of training. Long updates are measured one by one, and their noise with them."""
         job, batches = self.job, self.job.data.batches
         self.rewind()
         for batch in batches[:2]:
             took = seconds(lambda b=batch: job.stepper.step(b), job.spec.device)  # type: ignore[misc]
-        timed = [*batches, *batches] if took <= LONG_UPDATE else batches[:2]
+            if took > LONG_UPDATE:
+                break
+        is_long = job.spec.accumulate * took > LONG_UPDATE
+        steps, stretches = 2 * len(batches), 1
+        if is_long:
+            steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_NOISE_PAIRS
         if self.rewindable:
             with closing(LoaderTimer(job, job.data.source)) as track:
-                track.stretch(len(timed), settle=int(took <= LONG_UPDATE))  # the first stretch starts the workers
+                untimed = int(not is_long or track.queue > 0)  # the first stretch starts the workers
+                blocks = [track.stretch(steps, settle=0 if i else untimed) for i in range(stretches)]
             pace = track.pace
         else:
-            step = median(seconds(lambda b=b: job.stepper.step(b), job.spec.device) for b in timed)  # type: ignore[misc]
+            turns = [range(i * steps, (i + 1) * steps) for i in range(stretches)]
+            blocks = [timed_block(self._step, turn, job.spec.device) for turn in turns]
+            step = median(wall for block in blocks for wall in block.wall)
             pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
         self.rewind()
+        if is_long and not self._noise:
+            pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
+            self._noise[torch.get_num_threads()] = Noise.of(pairs, one_thread=False)
         return pace
 
     @property
@@ -209,6 +251,11 @@ class Bench:
         if self._memory is None:
             self._memory = self.memory_with()
         return self._memory
+
+    @property
+    def measures_memory(self) -> bool:
+        """True if trials measure memory. On the CPU this takes two more updates, and a profiler."""
+        return not self.is_long or self.job.spec.device.type == "cuda"
 
     def memory_with(self, *candidates: Candidate) -> int | None:
         """Return ``memory`` with more candidates on."""
@@ -224,6 +271,21 @@ class Bench:
                 return None
             finally:
                 self.rewind()
+
+    def baseline_results(self, key: Hashable, observe: Callable[[], Observed]) -> Observed:
+        """Return the results of a run with the kept candidates, and keep them for the next call if they are small.
+
+        Args:
+            key: what ``observe`` depends on besides the kept candidates.
+            observe: runs the training from its starting state.
+        """
+        results = self._results.get(key)
+        if results is None:
+            self.rewind()
+            results = observe()
+            if results.nbytes <= MOST_RESULT_BYTES:
+                self._results[key] = results
+        return results
 
     def costs(self) -> dict[str, Any]:
         """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
@@ -243,7 +305,7 @@ class Bench:
         return told
 
     def _affords(self, ms: float) -> bool:
-        return ms / 1e3 <= max(self.budget.left, COSTS_SHARE * self.budget.seconds)
+        return ms / 1e3 <= COSTS_SHARE * self.budget.seconds
 
     def phases(self) -> dict[str, float]:
         """Return the share of each phase in an update's time, with the kept candidates."""
@@ -273,22 +335,38 @@ class Bench:
 
     def pair_seconds(self) -> float:
         """Return the seconds of a stretch with each of two loops as fast as this one, warm-up included."""
-        untimed = self.job.spec.accumulate if self.update_seconds <= LONG_UPDATE else 0
+        untimed = 0 if self.is_long else self.job.spec.accumulate
         return 2 * (self.stretch_steps() + untimed) * self.pace.total_ms / 1e3
+
+    @property
+    def fewest_seconds(self) -> float:
+        """Seconds of the shortest trial that shows a gain of two, without its setup."""
+        return FEWEST_TRIAL_UPDATES * self.job.spec.accumulate * self.pace.total_ms / 1e3
 
     def _whole_updates(self, steps: int) -> int:
         return self.job.spec.accumulate * math.ceil(steps / self.job.spec.accumulate)
 
-    def trial(self, old: Measure, new: Measure, *, keeps_cpu_time: bool, has_other_merits: bool = False) -> PairedTrial:
+    def trial(
+        self,
+        old: Measure,
+        new: Measure,
+        *,
+        earlier: Sequence[Pair] = (),
+        keeps_cpu_time: bool,
+        has_other_merits: bool = False,
+    ) -> PairedTrial:
         """Run a trial of steps within the time limit.
 
         Args:
             old: measures a block of the baseline.
             new: measures a block of the candidate.
+            earlier: pairs that were measured before.
             keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
             has_other_merits: True if the candidate needs only be no slower.
         """
         trial = PairedTrial(self.noise, keeps_cpu_time=keeps_cpu_time, has_other_merits=has_other_merits)
+        for pair in earlier:
+            trial.add(pair)
         trial.run(old, new, *self.budget.deadlines(TRIAL_SECONDS))
         return trial
 
@@ -308,7 +386,7 @@ class Bench:
             scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
         try:
-            steps, fewest = self.stretch_steps(), int(self.update_seconds <= LONG_UPDATE)
+            steps, fewest = self.stretch_steps(), int(not self.is_long)
 
             def stretch_old(_: int) -> Block:
                 for candidate in reversed(on_for_new):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-RACE_SHARE = 0.15
-"""Least share of the budget that trials leave for the race of the tuned loop against the original."""
+RACE_SHARE, MOST_FOR_RACE = 0.15, 0.4
+"""Limits of the share of the budget that trials leave for the race of the tuned loop against the original."""
 
 
 class Budget:
@@ -38,8 +38,8 @@ class Budget:
         return max(0.0, end - self.spent)
 
     def reserve(self, seconds: float) -> None:
-        """Leave at least so many seconds for the race."""
-        self._race_seconds = seconds
+        """Leave at least so many seconds for the race, up to a share of the budget."""
+        self._race_seconds = min(seconds, MOST_FOR_RACE * self.seconds)
 
     def begin_race(self) -> None:
         """Give the remaining time to the race."""

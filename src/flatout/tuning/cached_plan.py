@@ -25,11 +25,12 @@ from flatout.tuning.plan_store import read_plan, write_plan
 from flatout.tuning.race import RaceResult, race_once
 from flatout.tuning.search import Outcome, conclude, confirm, measured_baseline, search
 from flatout.tuning.session import Session, announced
-from flatout.tuning.trial_runner import differences, warm_up
+from flatout.tuning.trial_runner import warm_up
+from flatout.tuning.verification import verify
 
 RACE_SECONDS = 2.0
-RACE_UPDATES = 6
-"""The race of a cached plan takes the longer of these times."""
+RACE_PAIRS = 3
+"""The race of a cached plan takes these seconds, or so many pairs if they take longer."""
 
 SOURCE = "the cached plan"
 """Origin of the decisions, for the report."""
@@ -74,7 +75,7 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
     before, source = session.ledger.decisions, session.job.data.source
     try:
         with announced("checking the cached plan"):
-            baseline = measured_baseline(session)
+            baseline = measured_baseline(session, is_brief=True)
             if not session.measures:  # the training is too short to compare anything
                 _roll_back(session, before, source)
                 return None
@@ -151,7 +152,7 @@ def _keep(session: Session, technique: Measured, value: Any) -> None:
         return
     assert isinstance(technique, StepTechnique)
     warm_up(bench, candidate)
-    failure = "; ".join(str(d) for d in differences(bench, candidate, [technique]) if d.fails) or candidate.failure
+    failure = verify(bench, candidate, [technique]).failure or candidate.failure
     if failure:
         raise Unsuitable(f"{technique.title}: {failure}")
     bench.rewind()
@@ -161,11 +162,10 @@ def _keep(session: Session, technique: Measured, value: Any) -> None:
 
 def _race(bench: Bench) -> RaceResult:
     """Race the tuned loop against the original for a short time, within the budget."""
-    update_seconds = bench.job.spec.accumulate * bench.pace.total_ms / 1e3
     own = bench.budget
-    bench.budget = Budget(min(max(RACE_SECONDS, RACE_UPDATES * update_seconds), own.seconds))
+    bench.budget = Budget(min(RACE_SECONDS, own.seconds))
     try:
-        return race_once(bench)
+        return race_once(bench, fewest=RACE_PAIRS)
     finally:
         bench.budget = own
 

@@ -18,14 +18,18 @@ from flatout.techniques import (
     StepTechnique,
 )
 from flatout.tuning.acceptance import earns, is_open, ratio, saves_memory, verdict
-from flatout.tuning.bench import LONG_UPDATE, Bench
+from flatout.tuning.bench import Bench
 from flatout.tuning.combination_trials import CombinationTrials, Factor
 from flatout.tuning.ledger import Decision
-from flatout.tuning.trial_runner import Screening, attempt, differences, screen
+from flatout.tuning.trial_runner import Screening, attempt, screen
 from flatout.tuning.tuner import Tuner
+from flatout.tuning.verification import verify
 
-SHARE = 0.3
-"""Least share of the remaining time for combinations of factors, however much the other techniques need."""
+SHARE = 0.5
+"""Least share of the remaining time for factors, however much the other techniques need."""
+
+FEWEST_COMBINATIONS = 2
+"""Number of pairs of combinations for which screening leaves time."""
 
 
 def decide_factors(tuner: Tuner, bench: Bench) -> set[str]:
@@ -34,11 +38,12 @@ def decide_factors(tuner: Tuner, bench: Bench) -> set[str]:
     A combination is tried only of candidates that passed their screening: they run, take at most a multiple of a
     step's time, and compute the same.
     """
-    stage = _Stage(
-        bench, [t for t in REGISTRY if isinstance(t, StepTechnique) and t.is_combinable and tuner.may_try(t)]
-    )
-    if len(stage.techniques) < 2:
+    combinable = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.is_combinable]
+    techniques = [technique for technique in combinable if tuner.may_try(technique)]
+    if len(techniques) < 2:
         return set()
+    left = bench.budget.left
+    stage = _Stage(bench, techniques, time.perf_counter() + max(SHARE * left, left - bench.budget.later))
     stage.screen()
     return stage.decide()
 
@@ -49,21 +54,23 @@ class _Stage:
     Args:
         bench: the training.
         techniques: techniques to decide.
+        deadline: ``time.perf_counter()`` after which no trial starts.
     """
 
-    def __init__(self, bench: Bench, techniques: list[StepTechnique]) -> None:
+    def __init__(self, bench: Bench, techniques: list[StepTechnique], deadline: float) -> None:
         self.techniques = techniques
         self._bench = bench
+        self._deadline = deadline
         self._candidates: dict[str, list[Candidate]] = {}
         self._records: dict[str, list[Trial]] = {technique.name: [] for technique in techniques}
         self._factors: list[Factor] = []
 
     def screen(self) -> None:
-        """Screening at each candidate, and at pairs with companions, while the budget lasts.
+        """Screen each candidate, and pairs with companions, while there is time. The largest expected gain comes first.
 
         Techniques that turn out not to apply are left out.
         """
-        for technique in list(self.techniques):
+        for technique in sorted(self.techniques, key=lambda technique: -technique.optimistic_gain):
             try:
                 self._candidates[technique.name] = candidates = list(technique.candidates(self._bench.job))
                 for candidate in candidates:
@@ -89,7 +96,7 @@ class _Stage:
         try:
             with first:
                 return companion.candidates(self._bench.job)
-        except NotApplicable:
+        except (NotApplicable, Unsuitable):
             return ()
 
     def _companions(self, technique: StepTechnique) -> list[StepTechnique]:
@@ -98,18 +105,22 @@ class _Stage:
 
     def _screen(self, candidate: Candidate, *techniques: StepTechnique) -> None:
         bench, found = self._bench, list[Screening]()
-        if bench.budget.left == 0:
+        if time.perf_counter() > self._deadline - FEWEST_COMBINATIONS * 2 * bench.block_seconds:
             return
 
         def trial() -> Trial:
             found.append(screen(bench, candidate, techniques))
-            if bench.update_seconds > LONG_UPDATE or found[0].is_hopeless or found[0].trial.failure:
+            if found[0].is_hopeless or found[0].trial.failure or not bench.measures_memory:
                 return found[0].trial
             return replace(found[0].trial, baseline_bytes=bench.memory, candidate_bytes=bench.memory_with(candidate))
 
         record = attempt(bench, candidate.label, trial)
         if found and not found[0].is_hopeless and not record.failure:
-            self._factors.append(Factor(techniques, candidate, found[0].pair, record))
+            pair, earlier = found[0].pair, None
+            if found[0].is_apart and self._factors:
+                earlier = self._factors[-1]
+                pair = (earlier.pair[1], pair[1])
+            self._factors.append(Factor(techniques, candidate, pair, earlier, record))
         else:
             self._records[techniques[0].name].append(record)
 
@@ -127,8 +138,7 @@ class _Stage:
     def _try_combinations(self) -> None:
         bench, baseline_ms = self._bench, self._bench.pace.step_ms
         trials = CombinationTrials(bench, self._groups())
-        seconds = max(SHARE * bench.budget.left, bench.budget.left - bench.budget.later)
-        paying = trials.run(time.perf_counter() + seconds)
+        paying = trials.run(self._deadline)
         records = {factor: trials.record(factor, baseline_ms) for factor in self._factors}
         for factor, record in records.items():
             if _is_free(factor, paying) and saves_memory(record):
@@ -185,7 +195,7 @@ class _Stage:
     def _passes(self, candidate: Candidate, techniques: list[StepTechnique]) -> bool:
         """Return True if the model computes the same with a candidate."""
         try:
-            return not any(difference.fails for difference in differences(self._bench, candidate, techniques))
+            return not verify(self._bench, candidate, techniques).failure
         except Exception:  # of the model or a backend, which may not allow the combination
             return False
 

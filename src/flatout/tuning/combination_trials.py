@@ -25,13 +25,15 @@ class Factor:
     Attributes:
         techniques: its technique, or the two techniques of a pair.
         candidate: turns it on and off.
-        pair: blocks without and with it.
+        pair: two blocks, of which the second is with it.
+        instead_of: the factor that is on in the first block; None if none is.
         screened: record of its screening.
     """
 
     techniques: tuple[StepTechnique, ...]
     candidate: Candidate
     pair: Pair
+    instead_of: Factor | None
     screened: Trial
 
 
@@ -60,7 +62,8 @@ class CombinationTrials:
         """
         factorial = self._factorial
         for factor in self._factors:
-            factorial.add([factor], [], difference(factor.pair, self._statistic))
+            others = [] if factor.instead_of is None else [factor.instead_of]
+            factorial.add([factor], others, difference(factor.pair, self._statistic))
         self._bench.rewind()
         for i in range(MOST_PAIRS):
             if not factorial.open or time.perf_counter() > deadline:

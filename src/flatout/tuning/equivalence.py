@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from flatout.training.stepper import EAGER, PhaseOf, as_range
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
+from flatout.tuning.block import Block
+from flatout.tuning.timing import timed_block
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -42,14 +47,22 @@ class Observed:
         outputs: outputs of the model, by name; empty with ``compute_loss``, which hides them. The losses then replace
             the outputs. A model compiled with its loss also relies on the losses, because its outputs come from the
             plain model.
-        gradients: gradients of the first batch's loss, by parameter name; empty in inference.
+        gradients: gradients of the first update or of the first batch's loss, by parameter name; empty in inference.
         losses: losses of successive updates; empty without updates.
+        blocks: a block for each update. If the forward or an update took longer than the limit, a block for this is
+            the last, and the rest was not run.
     """
 
     dtype: torch.dtype | str
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     losses: Mapping[str, Tensor] = field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for group in (self.outputs, self.gradients, self.losses) for t in group.values())
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,24 @@ class Difference:
         return f"{self.what} differ by {_share(self.by)}{place}, {_share(self.allowed)} is allowed"
 
 
-def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False, updates: int = UPDATES) -> Observed:
+def updates_have_gradients(job: Job) -> bool:
+    """Return True if the gradients of an update can be read before the optimizer applies them.
+
+    Replayed steps do not stop there, and a loss scaler may scale them beyond the range of fp16.
+    """
+    spec, stepper = job.spec, job.stepper
+    return spec.optimizer is not None and stepper.scaler is None and stepper.runner is EAGER
+
+
+def observe(
+    job: Job,
+    batches: Sequence[Any],
+    *,
+    evaluation: bool = False,
+    updates: int = UPDATES,
+    reads_updates: bool = False,
+    limit: float = math.inf,
+) -> Observed:
     """Return the results of a run from the present state. The run changes the state.
 
     Args:
@@ -87,24 +117,41 @@ def observe(job: Job, batches: Sequence[Any], *, evaluation: bool = False, updat
         evaluation: also compare outputs in eval mode, because a candidate can break a branch that training does not
             take.
         updates: number of updates whose losses are compared.
+        reads_updates: take the gradients from the first update, which saves a forward and a backward. Requires
+            ``updates_have_gradients``.
+        limit: seconds of a forward or of an update after which the run ends.
     """
-    dtype = compute_dtype(job.spec.model)
-    if job.spec.inference:
+    spec, dtype = job.spec, compute_dtype(job.spec.model)
+    if spec.inference:
         return Observed(dtype, _outputs([job.objective.infer(batch) for batch in batches]))
-    shown = batches if job.spec.optimizer is None else batches[:BATCHES]
+    shown = batches if spec.optimizer is None else batches[:BATCHES]
     outputs: dict[str, Tensor] = {}
-    if evaluation:
-        outputs = _in_eval_mode(job, shown)
-    if job.spec.compute_loss is None:
-        outputs |= _outputs([_forward(job, batch) for batch in shown])
-    elif job.spec.optimizer is None:
-        outputs |= _outputs([job.objective.loss(batch) for batch in shown])
-    gradients = _gradients(job, batches[0])
+
+    def run(_: int) -> None:
+        if evaluation:
+            outputs.update(_in_eval_mode(job, shown))
+        if spec.compute_loss is None:
+            outputs.update(_outputs([_forward(job, batch) for batch in shown]))
+        elif spec.optimizer is None:
+            outputs.update(_outputs([job.objective.loss(batch) for batch in shown]))
+
+    forward = timed_block(run, range(1), spec.device)
+    if forward.mean > limit:
+        return Observed(dtype, outputs, blocks=(forward,))
+    gradients = {} if reads_updates else _gradients(job, batches[0])
+    if spec.optimizer is None:
+        return Observed(dtype, outputs, gradients)
     losses: dict[str, Tensor] = {}
-    if job.spec.optimizer is not None:
-        steps = range(updates * job.spec.accumulate)
-        losses = {f"of step {i + 1}": job.stepper.step(batches[i % len(batches)]).float() for i in steps}
-    return Observed(dtype, outputs, gradients, losses)
+    phase = _reads_gradients(job, gradients) if reads_updates else as_range
+
+    def update(i: int) -> None:
+        for k in range(i * spec.accumulate, (i + 1) * spec.accumulate):
+            losses[f"of step {k + 1}"] = job.stepper.step(batches[k % len(batches)], phase).float()
+
+    blocks: list[Block] = []
+    while len(blocks) < updates and not (blocks and blocks[-1].mean > limit):
+        blocks.append(timed_block(update, range(len(blocks), len(blocks) + 1), spec.device))
+    return Observed(dtype, outputs, gradients, losses, tuple(blocks))
 
 
 def compare(baseline: Observed, candidate: Observed) -> list[Difference]:
@@ -177,12 +224,7 @@ def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
 
 def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     """Return the gradients of the batch's loss, by parameter name."""
-    parameters = {
-        name if module is job.spec.model else f"{type(module).__name__}.{name}": parameter
-        for module in job.spec.modules
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = _trainable(job)
     for parameter in parameters.values():
         parameter.grad = None
     scale = 1.0 if job.stepper.scaler is None else GRADIENT_SCALE
@@ -192,6 +234,30 @@ def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     for parameter in parameters.values():
         parameter.grad = None
     return gradients
+
+
+def _reads_gradients(job: Job, into: dict[str, Tensor]) -> PhaseOf:
+    """Return the phases of a step that copy the gradients before the update, unless ``into`` holds some."""
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        if name == "update" and not into:
+            found = {name: p.grad for name, p in _trainable(job).items() if p.grad is not None}
+            into.update({name: gradient.detach().clone() for name, gradient in found.items()})
+        with as_range(name):
+            yield
+
+    return phase
+
+
+def _trainable(job: Job) -> dict[str, Tensor]:
+    """Return the trainable parameters by name."""
+    return {
+        name if module is job.spec.model else f"{type(module).__name__}.{name}": parameter
+        for module in job.spec.modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _share(value: float) -> str:

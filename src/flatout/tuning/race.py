@@ -19,7 +19,7 @@ from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from flatout.tuning.noise import difference
 from flatout.tuning.statistics import fixed_gain
 from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
-from flatout.tuning.trial_runner import scale_of
+from flatout.tuning.verification import scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The time of the first pair fixes the number."""
@@ -70,18 +70,23 @@ def shortest_race(bench: Bench) -> float:
     return FEWEST_PAIRS * bench.pair_seconds()
 
 
-def race_once(bench: Bench) -> RaceResult:
-    """Time the original and the tuned loop in a number of pairs that the remaining time fixes. Nothing is reverted."""
+def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
+    """Time the original and the tuned loop in a number of pairs that the remaining time fixes. Nothing is reverted.
+
+    Args:
+        bench: the training.
+        fewest: lower limit of the number of pairs.
+    """
     if not bench.ledger.won:
         return RaceResult(bench.pace, bench.pace)
     bench.rewind()
     try:
-        return _measure(bench)
+        return _measure(bench, fewest)
     finally:
         bench.rewind()
 
 
-def _measure(bench: Bench) -> RaceResult:
+def _measure(bench: Bench, fewest: int) -> RaceResult:
     candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
     keeps_cpu_time = _keep_cpu_time(bench.ledger.won)
     statistic = bench.noise.statistic(keeps_cpu_time=True) if keeps_cpu_time else "wall"
@@ -89,7 +94,7 @@ def _measure(bench: Bench) -> RaceResult:
         begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new)
         first = next(measured)
         affordable = bench.budget.left / 2 / (time.perf_counter() - begun)
-        count = max(FEWEST_PAIRS, int(min(MOST_PAIRS, 1 + affordable)))
+        count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
         pairs = [first, *itertools.islice(measured, count - 1)]
         statistic = statistic if loops.computes_itself else "wall"
         gain = fixed_gain([difference(pair, statistic) for pair in pairs])

@@ -21,9 +21,6 @@ from flatout.tuning.ledger import Decision
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session, announced
 
-MOST_FOR_RACE = 0.4
-"""Largest share of the budget that trials leave for the race."""
-
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take after all trials, because advice is cheap."""
 
@@ -70,7 +67,8 @@ def search(session: Session) -> Baseline:
     """
     baseline, bench, tuner = measured_baseline(session), session.bench, session.tuner
     measured = [technique for technique in REGISTRY if isinstance(technique, Measured)]
-    bench.budget.later = tuner.needs(measured)
+    seconds = {technique.name: tuner.seconds_for(technique) for technique in measured}
+    bench.budget.later = sum(seconds.values())
     if session.job.spec.resizes:  # all later decisions are made at this size
         with announced(f"trying {BATCH_SIZE.title}"):
             tuner.decide(BATCH_SIZE)
@@ -80,28 +78,33 @@ def search(session: Session) -> Baseline:
             with announced(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
     others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
-    bench.budget.later = tuner.needs(others)
+    bench.budget.later = sum(seconds[technique.name] for technique in others)
     with announced("trying combinations of techniques"):
         decided = decide_factors(tuner, bench)
     left = [technique for technique in measured if technique.name not in decided]
     for i, technique in enumerate(left):
-        bench.budget.later = tuner.needs(left[i + 1 :])
+        bench.budget.later = sum(seconds[later.name] for later in left[i + 1 :])
         with announced(f"trying {technique.title}"):
             tuner.decide(technique)
     return baseline
 
 
-def measured_baseline(session: Session) -> Baseline:
-    """Apply the requested batch size, settle the budget, and measure what no later stage can."""
+def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
+    """Apply the requested batch size, settle the budget, and measure what no later stage can.
+
+    Args:
+        session: the session.
+        is_brief: leave out the costs of steps and of the loader.
+    """
     request, bench = session.request, session.bench
     on_gpu = session.job.spec.device.type == "cuda"
     checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
     apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
     session.settle_budget()
     if session.measures:
-        bench.budget.reserve(min(shortest_race(bench), MOST_FOR_RACE * bench.budget.seconds))
+        bench.budget.reserve(shortest_race(bench))
     peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
-    return Baseline(peak, bench.costs() if session.measures else {})
+    return Baseline(peak, bench.costs() if session.measures and not is_brief else {})
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,27 +19,16 @@ from flatout.techniques import (
     LoaderCandidate,
     NotApplicable,
     RecordedCandidate,
-    ResizingCandidate,
     StepTechnique,
 )
 from flatout.tuning.acceptance import saves_bytes
-from flatout.tuning.bench import LONG_UPDATE, TRIAL_SECONDS, Bench, off
+from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
 from flatout.tuning.block import Block
-from flatout.tuning.equivalence import (
-    FEWEST_UPDATES,
-    LEEWAY,
-    UPDATES,
-    Difference,
-    Observed,
-    compare,
-    nudge,
-    observe,
-)
 from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.logical_order import LogicalOrder
 from flatout.tuning.noise import Pair
 from flatout.tuning.timing import seconds
 from flatout.tuning.trial import PairedTrial
+from flatout.tuning.verification import is_verified, scale_of, verify
 
 HOPELESS = 3.0
 """Slowdown on the first pair above which a candidate is not tried further."""
@@ -73,12 +61,14 @@ class Screening:
     """Screening of a candidate: a first pair, and its numerics.
 
     Attributes:
-        pair: a step without and with the candidate.
+        pair: a block without and with the candidate.
         trial: record of the screening: the pair, the setup, and the differences in numerics.
+        is_apart: True if other candidates were screened between the two blocks.
     """
 
     pair: Pair
     trial: Trial
+    is_apart: bool = False
 
     @property
     def is_hopeless(self) -> bool:
@@ -88,32 +78,41 @@ class Screening:
 
 
 def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Screening:
-    """Warm a candidate up, time one step, and compare its numerics with the baseline's unless it is hopeless.
+    """Warm a candidate up, time one block, and compare its numerics with the baseline's unless it is hopeless.
+
+    Long updates are timed while their numerics are compared. They need no warm-up unless the candidate compiles or
+    records code.
 
     Args:
         bench: the training.
         candidate: a candidate of one technique, or of a pair.
         techniques: the techniques. All their checks of numerics apply.
     """
-    took = warm_up(bench, candidate)
-    setup = max(0.0, took - len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3)
+    setup = 0.0
+    if not bench.is_long or not all(t.is_combinable for t in techniques):
+        took = warm_up(bench, candidate)
+        setup = max(0.0, took - len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3)
+    verification = None
+    if bench.is_long and is_verified(candidate, techniques) and not _steps_to_record(candidate):
+        verification = verify(bench, candidate, techniques, limit=HOPELESS * bench.update_seconds)
+    is_apart = verification is not None and verification.pair is not None
+    pair = (verification and verification.pair) or _first_pair(bench, candidate)
     paired = PairedTrial(bench.noise, keeps_cpu_time=False)
-    paired.add(_first_pair(bench, candidate))
-    found = Screening(
-        paired.pairs[0], replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
-    )
-    if found.is_hopeless:
-        return found
-    measured = differences(bench, candidate, techniques)
-    by = {d.what: d.by for d in measured}
+    paired.add(pair)
+    timed = replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
+    screening = Screening(pair, timed, is_apart)
+    if screening.is_hopeless:
+        return screening
+    verification = verification or verify(bench, candidate, techniques)
+    by = {difference.what: difference.by for difference in verification.differences}
     trial = replace(
-        found.trial,
+        timed,
         loss_difference=by.get("losses"),
         output_difference=by.get("outputs"),
         gradient_difference=by.get("gradients"),
-        failure="; ".join(str(d) for d in measured if d.fails) or candidate.failure,
+        failure=verification.failure or candidate.failure,
     )
-    return replace(found, trial=trial)
+    return Screening(pair, trial, is_apart)
 
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
@@ -131,13 +130,14 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
         with candidate:
             return block(i)
 
-    memory = (None, None) if scale != 1.0 else (bench.memory, bench.memory_with(candidate))
+    memory = (bench.memory, bench.memory_with(candidate)) if scale == 1.0 and bench.measures_memory else (None, None)
     bench.rewind()
     for i in range(to_record * len(job.data.batches)):
         new(i)
     paired = bench.trial(
         old,
         new,
+        earlier=[first.pair] if bench.is_long else [],
         keeps_cpu_time=all(t.keeps_cpu_time for t in techniques),
         has_other_merits=saves_bytes(*memory),
     )
@@ -207,11 +207,6 @@ def setup_estimate(bench: Bench, techniques: Sequence[StepTechnique]) -> float:
     return sum(technique.setup_estimate(bench.job, bench.pace) for technique in techniques)
 
 
-def scale_of(candidate: Candidate) -> float:
-    """Return the samples of a step with a candidate, relative to a step without."""
-    return candidate.scale if isinstance(candidate, ResizingCandidate) else 1.0
-
-
 def _steps_to_record(candidate: Candidate) -> int:
     return candidate.steps_to_record if isinstance(candidate, RecordedCandidate) else 0
 
@@ -229,41 +224,3 @@ def _first_pair(bench: Bench, candidate: Candidate) -> Pair:
         for i in range(_steps_to_record(candidate) * batches):
             bench.update(i)
         return old, block(0)
-
-
-def differences(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> list[Difference]:
-    """Return the differences of the candidate's outputs, gradients and losses from the baseline's."""
-    if not any(t.is_verified for t in techniques) or scale_of(candidate) != 1.0:  # other samples have other outputs
-        return []
-    job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)
-    is_long = bench.update_seconds > LONG_UPDATE
-    batches = job.data.batches[: job.spec.accumulate] if is_long else job.data.batches
-    updates = FEWEST_UPDATES if is_long else UPDATES
-    draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
-    order = LogicalOrder() if draws_other_numbers and any(t.reorders_memory for t in techniques) else None
-
-    def seen() -> Observed:
-        with order or nullcontext():
-            return observe(job, batches, evaluation=evaluation, updates=updates)
-
-    bench.rewind()
-    baseline = seen()
-    bench.rewind()
-    with candidate:
-        observed = seen()
-        found = compare(baseline, observed)
-    if any(d.fails for d in found if d.what != "losses"):
-        bench.rewind()
-        nudge(job.spec.model, observed.dtype)
-        nudged = compare(baseline, seen())
-        found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-    if draws_other_numbers and not (order and order.drew) and any(d.fails for d in found):
-        bench.rewind()
-        torch.manual_seed(torch.initial_seed() + 1)
-        redrawn = compare(baseline, seen())
-        found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
-    return found
-
-
-def _allow(difference: Difference, much: float) -> Difference:
-    return replace(difference, allowed=max(difference.allowed, much))

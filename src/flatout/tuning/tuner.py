@@ -80,13 +80,18 @@ class Tuner:
             return False
         return self._choices.of(technique) is None and not self._why_not_try(technique)
 
-    def needs(self, techniques: Iterable[Measured]) -> float:
-        """Return the estimated seconds to try techniques that are not decided yet."""
+    def seconds_for(self, technique: Measured) -> float:
+        """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin."""
         bench = self._bench
-        if bench.budget.seconds == 0:
+        if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
             return 0.0
-        tried = [t for t in techniques if not bench.ledger.is_kept(t.name) and self.may_try(t)]
-        return sum(TRIAL_SECONDS + technique.setup_estimate(bench.job, bench.pace) for technique in tried)
+        try:
+            if isinstance(technique, StepTechnique) and not isinstance(technique, SizeTechnique):
+                technique.candidates(bench.job)  # a fallback has none while the technique that it replaces works
+        except (NotApplicable, Unsuitable):
+            return 0.0
+        seconds = technique.setup_estimate(bench.job, bench.pace) + max(TRIAL_SECONDS, bench.fewest_seconds)
+        return seconds if bench.budget.fits(seconds) else 0.0
 
     def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
         """Keep a candidate without a trial, in the tuned loop and in the baseline."""
@@ -154,9 +159,10 @@ class Tuner:
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
         estimate = technique.setup_estimate(job, pace)
-        if not budget.fits(estimate):
+        shortest = estimate + bench.fewest_seconds
+        if not budget.fits(shortest):
             return (
-                f"a trial takes about {estimate:.0f} s, and {budget.left:.0f} s of the budget of "
+                f"a trial takes about {shortest:.0f} s, and {budget.left:.0f} s of the budget of "
                 f"{budget.seconds:.0f} s are left"
             )
         could_save = job.data.expected_steps * saving / 1e3

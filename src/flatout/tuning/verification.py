@@ -1,0 +1,110 @@
+"""Verification of a candidate's numerics against the baseline's, in updates whose time counts, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from flatout.techniques import Candidate, ResizingCandidate, StepTechnique
+from flatout.tuning.bench import Bench
+from flatout.tuning.equivalence import (
+    FEWEST_UPDATES,
+    LEEWAY,
+    UPDATES,
+    Difference,
+    Observed,
+    compare,
+    nudge,
+    observe,
+    updates_have_gradients,
+)
+from flatout.tuning.logical_order import LogicalOrder
+from flatout.tuning.noise import Pair
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of a verification.
+
+    Attributes:
+        differences: of outputs, gradients and losses. Empty if the candidate was too slow to finish, or if the job has
+            nothing to compare.
+        pair: the last update without and with the candidate; None without updates.
+    """
+
+    differences: list[Difference]
+    pair: Pair | None
+
+    @property
+    def failure(self) -> str:
+        """Differences above their limits, in words; empty if there are none."""
+        return "; ".join(str(difference) for difference in self.differences if difference.fails)
+
+
+def is_verified(candidate: Candidate, techniques: Sequence[StepTechnique]) -> bool:
+    """Return True if a candidate's numerics are compared. Steps with other samples have other outputs."""
+    return any(technique.is_verified for technique in techniques) and scale_of(candidate) == 1.0
+
+
+def scale_of(candidate: Candidate) -> float:
+    """Return the samples of a step with a candidate, relative to a step without."""
+    return candidate.scale if isinstance(candidate, ResizingCandidate) else 1.0
+
+
+def verify(
+    bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique], limit: float = math.inf
+) -> Verification:
+    """Compare a candidate's outputs, gradients and losses with the baseline's.
+
+    Args:
+        bench: the training.
+        candidate: a candidate of one technique, or of several.
+        techniques: the techniques. All their checks apply.
+        limit: seconds of an update with the candidate after which the comparison ends without a result.
+    """
+    if not is_verified(candidate, techniques):
+        return Verification([], None)
+    job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)
+    batches = job.data.batches[: job.spec.accumulate] if bench.is_long else job.data.batches
+    updates = FEWEST_UPDATES if bench.is_long else UPDATES
+    draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
+    in_order = draws_other_numbers and any(t.reorders_memory for t in techniques)
+    bench.rewind()
+    reads_updates = updates_have_gradients(job)
+    with candidate:
+        reads_updates = reads_updates and updates_have_gradients(job)
+
+    def seen(order: LogicalOrder | None = None, limit: float = math.inf) -> Observed:
+        with order or (LogicalOrder() if in_order else nullcontext()):
+            return observe(
+                job, batches, evaluation=evaluation, updates=updates, reads_updates=reads_updates, limit=limit
+            )
+
+    baseline = bench.baseline_results((evaluation, in_order, reads_updates), seen)
+    order = LogicalOrder() if in_order else None
+    bench.rewind()
+    with candidate:
+        observed = seen(order, limit)
+    pair = (baseline.blocks[-1], observed.blocks[-1]) if baseline.blocks else None
+    if len(observed.blocks) < len(baseline.blocks):
+        return Verification([], pair)
+    found = compare(baseline, observed)
+    if any(d.fails for d in found if d.what != "losses"):
+        bench.rewind()
+        nudge(job.spec.model, observed.dtype)
+        nudged = compare(baseline, seen())
+        found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
+    if draws_other_numbers and not (order and order.drew) and any(d.fails for d in found):
+        bench.rewind()
+        torch.manual_seed(torch.initial_seed() + 1)
+        redrawn = compare(baseline, seen())
+        found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
+    return Verification(found, pair)
+
+
+def _allow(difference: Difference, much: float) -> Difference:
+    return replace(difference, allowed=max(difference.allowed, much))
