@@ -96,7 +96,7 @@ PATTERNS: dict[str, str] = {
     "not-on-device": "cannot be kept on the device",
     "not-only-tensors": "the batches hold more than tensors",
     "not-rewindable": "cannot be rewound",
-    "not-surely-faster": "not surely more than",
+    "not-shown-to-be-faster": "not shown to be more than",
     "nothing-measured": "nothing is (measured|evaluated)",
     "nothing-raced": "no time left to race it",
     "nothing-timed": "nothing was timed",

@@ -36,8 +36,8 @@ def test_the_row_of_a_candidate_that_is_kept_for_its_memory_has_that_reason() ->
     ("trials", "code", "gain"),
     [
         ([trial(SLOWER)], "not-faster", SLOWER),
-        ([trial(UNSURE)], "not-surely-faster", UNSURE),
-        ([trial(ONE_PAIR, pairs=1)], "not-surely-faster", ONE_PAIR),
+        ([trial(UNSURE)], "not-shown-to-be-faster", UNSURE),
+        ([trial(ONE_PAIR, pairs=1)], "not-shown-to-be-faster", ONE_PAIR),
         ([trial(SLOWER), trial(EVEN), trial(None, failure="it ran out of memory: x")], "not-faster", EVEN),
         ([trial(None, failure="it ran out of memory: x")], "out-of-memory", None),
     ],

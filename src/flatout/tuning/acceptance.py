@@ -83,4 +83,4 @@ def _why_rejected(trial: Trial) -> str:
     times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
     if trial.gain.ratio <= 1.0:
         return times
-    return f"{times}: not surely more than {KEEP_ABOVE - 1:.0%} faster"
+    return f"{times}: not shown to be more than {KEEP_ABOVE - 1:.0%} faster"

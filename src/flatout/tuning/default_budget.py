@@ -12,11 +12,11 @@ MOST_SECONDS = 60.0
 SHARE = 0.1
 """Share of the training's time that measurements may take."""
 
-COMPARED_UPDATES = 8
-"""Updates of one comparison: three pairs, and one update of each side to warm up."""
+COMPARED_UPDATES = 20
+"""Updates of one comparison: seven for pace and noise, seven for a candidate, and three pairs of the race."""
 
-SHORTEST_TURN = 0.02
-"""Duration in seconds of a timed turn with shorter updates."""
+SHORTEST_BLOCK = 0.02
+"""Duration in seconds of a timed block with shorter updates."""
 
 
 def affordable(batch_seconds: float, expected_steps: int, per_update: float = 1) -> float:
@@ -35,7 +35,7 @@ def affordable(batch_seconds: float, expected_steps: int, per_update: float = 1)
 
 def fewest_steps(batch_seconds: float, per_update: float = 1) -> int | None:
     """Return the smallest ``expected_steps`` that pays for one comparison; None if ``MOST_SECONDS`` are too short."""
-    comparison = COMPARED_UPDATES * max(SHORTEST_TURN, per_update * batch_seconds)
+    comparison = COMPARED_UPDATES * max(SHORTEST_BLOCK, per_update * batch_seconds)
     return None if comparison > MOST_SECONDS else math.ceil(comparison / (SHARE * batch_seconds))
 
 

@@ -114,7 +114,7 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
         has_won = bool(bench.ledger.won)
         result = race(bench)
         if has_won and not bench.ledger.won:
-            session.notes.append(f"no gain could be shown: {noise_of(bench)}")
+            session.notes.append(f"no gain could be shown: {noise_and_load(bench)}")
     return conclude(session, baseline, result)
 
 
@@ -144,7 +144,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
     return Outcome(before, after, result.gain, result.statistic, verdict, peak)
 
 
-def noise_of(bench: Bench) -> str:
+def noise_and_load(bench: Bench) -> str:
     """Return the noise of steps and the load of the machine, for the report."""
     facts = [] if bench.known_noise is None else [f"noise here is ±{1.96 * bench.known_noise:.0%}"]
     load = load_average()
