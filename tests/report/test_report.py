@@ -83,7 +83,7 @@ def test_ascii_is_chosen_if_standard_output_supports_nothing_else(monkeypatch: p
 def test_json_round_trip(summary: Summary, tmp_path: object) -> None:
     file = tmp_path / "report.json"  # type: ignore[operator]
     text = Report(summary).to_json(file)
-    assert json.loads(text)["schema"] == 1
+    assert json.loads(text)["schema"] == 2
     assert json.loads(file.read_text()) == Report(summary).to_dict()
     for source in (text, file, str(file)):
         again = Report.from_json(source)
@@ -128,6 +128,18 @@ def test_numbers_that_json_lacks_come_back_as_nan() -> None:
 def test_invalid_reports_are_refused(text: str, fact: str | None) -> None:
     with pytest.raises(ValueError, match=fact):
         Report.from_json(text)
+
+
+def test_reports_of_version_1_are_read_without_the_fields_that_came_later() -> None:
+    summary = sample()
+    data = Report(summary).to_dict() | {"schema": 1}
+    del data["gain"], data["gain_statistic"]
+    for row in data["rows"]:
+        del row["left_out"]
+    again = Report.from_json(json.dumps(data)).summary
+    assert again.rows[9] == summary.rows[9]
+    assert (again.gain, again.gain_statistic) == (None, "wall")
+    assert wording.speedup(again) == pytest.approx(summary.after.samples_per_second / summary.before.samples_per_second)  # type: ignore[union-attr]
 
 
 def test_a_field_with_a_default_may_be_missing_and_a_number_must_be_one() -> None:

@@ -17,7 +17,7 @@ from flatout.profile.profile_data import ProfileData
 from flatout.report.shown import Shown
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
+"""Version of the JSON form, which increases when a field changes its meaning or is removed."""
 
 
 @dataclass(frozen=True)

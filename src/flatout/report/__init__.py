@@ -62,7 +62,7 @@ class Report(Shown):
             source: the text, or the path of a file that holds it.
 
         Raises:
-            ValueError: not a report, or of another schema version.
+            ValueError: not a report, or a report of a schema version that is not readable.
             OSError: the file cannot be read.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))

@@ -12,8 +12,11 @@ Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "n
 Statistic = Literal["wall", "cpu"]
 """Time that is compared: wall time or CPU time."""
 
-SCHEMA_VERSION = 1
-"""Version of the JSON form; raised whenever a field changes its meaning or goes away."""
+SCHEMA_VERSION = 2
+"""Version of the JSON form, which increases when a field changes its meaning or is removed."""
+
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
+"""Versions that can be read. In version 1, ``Gain.ratio`` and ``Trial.candidate_ms`` are medians."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Trial:
     Attributes:
         candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
         baseline_ms: median step (or load + step) time of the baseline, milliseconds.
-        candidate_ms: ``baseline_ms`` divided by the ratio of ``gain``. Reports of earlier versions have the median,
-            which may disagree with ``gain``. ``paired_ms`` always agrees.
+        candidate_ms: ``baseline_ms`` divided by the ratio of ``gain``. Reports of version 1 have the median, which
+            may disagree with ``gain``. ``paired_ms`` always agrees.
         gain: the paired ratio with its interval; None when the candidate failed before it could be timed.
         pairs: number of paired measurements.
         baseline_bytes: peak memory of a step of the baseline, beyond parameters, gradients and optimizer state; None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flatout.report.model import SCHEMA_VERSION, Gain, Summary
+from flatout.report.model import READABLE_VERSIONS, SCHEMA_VERSION, Gain, Summary
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
@@ -21,10 +21,10 @@ def to_dict(summary: Summary) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Summary:
-    """Read the JSON text of what ``to_dict`` made; fields that this version does not know are ignored.
+    """Read a report from the JSON text of ``to_dict``, also of ``READABLE_VERSIONS``. Unknown fields are ignored.
 
     Raises:
-        ValueError: the text is not JSON, not a report, or of another schema version.
+        ValueError: the text is not JSON, not a report, or has an unreadable schema version.
     """
     try:
         data = json.loads(text)
@@ -32,8 +32,9 @@ def from_json(text: str) -> Summary:
         raise ValueError(f"a report must be JSON: {error}") from error
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError("a report must be a JSON object with the key 'schema'")
-    if data["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"the report's schema must be {SCHEMA_VERSION}, got {data['schema']!r}")
+    if data["schema"] not in READABLE_VERSIONS:
+        known = " or ".join(map(str, READABLE_VERSIONS))
+        raise ValueError(f"the report's schema must be {known}, got {data['schema']!r}")
     try:
         return _read(Summary, data)
     except KeyError as error:
@@ -58,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return what ``_plain`` made of a value of type ``kind``; a float that JSON lacks becomes its default, or NaN."""
+    """Return the value of type ``kind`` that ``_plain`` converted. A missing float becomes its default, or NaN."""
     arguments = get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
