@@ -1,0 +1,225 @@
+"""Updates of seconds: each is measured once for several purposes, so that a minute decides several techniques."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.core.snapshot import Snapshot
+from flatout.report import Gain
+from flatout.techniques import Candidate
+from flatout.training.job import Job
+from flatout.tuning.bench import Bench
+from flatout.tuning.budget import Budget
+from flatout.tuning.combination_stage import _Stage
+from flatout.tuning.equivalence import Observed, observe, updates_have_gradients
+from flatout.tuning.ledger import Decision
+from flatout.tuning.noise import difference
+from flatout.tuning.trial_runner import screen
+from flatout.tuning.verification import verify
+from tests.clock import Clock, TimedStep
+from tests.jobs import Net, job_of, make_data, make_job, only
+from tests.tuning.harness import Change, OneCandidate
+
+UPDATE = 2.0
+"""Seconds of an update without any technique."""
+
+
+class Combinable(OneCandidate):
+    """Technique without setup, whose candidate multiplies the time of an update by ``factor``."""
+
+    is_combinable = True
+
+    def __init__(self, timed: TimedBench, factor: float) -> None:
+        self._timed, self._factor = timed, factor
+
+    def change(self, job: Job) -> Candidate:
+        def scale(by: float) -> None:
+            self._timed.seconds *= by
+
+        return Change(f"times {self._factor}", lambda: scale(self._factor), lambda: scale(1 / self._factor))
+
+
+class TimedBench:
+    """Bench whose updates advance a clock, and are counted."""
+
+    def __init__(self, clock: Clock, seconds: float = UPDATE) -> None:
+        self.seconds, self.updates = seconds, 0
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        loader = torch.utils.data.DataLoader(make_data(64), batch_size=16)
+
+        def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            clock.advance(self.seconds)
+            self.updates += 1
+            return functional.cross_entropy(output, target)
+
+        job = job_of(model, list(loader), optimizer, loader=loader, loss_fn=loss_fn)
+        self.bench = Bench(job, Snapshot.capture([model], optimizer, loader), Budget(60.0), rewindable=True)
+
+    def count(self, work: Callable[[], Any]) -> tuple[Any, int]:
+        """Return the result of a call, and the updates that it took."""
+        before = self.updates
+        return work(), self.updates - before
+
+
+@pytest.fixture
+def timed(clock: Clock) -> TimedBench:
+    return TimedBench(clock)
+
+
+def test_the_pace_is_measured_in_the_updates_that_measure_the_noise(timed: TimedBench) -> None:
+    pace, updates = timed.count(lambda: timed.bench.pace)
+    assert pace.step_ms == pytest.approx(1e3 * UPDATE, rel=1e-2)
+    assert timed.bench.is_long
+    assert updates == 1 + 6
+    noise, updates = timed.count(lambda: timed.bench.noise)
+    assert updates == 0
+    assert noise.floors["wall"].pairs == 3
+    timed.bench.forget()
+    assert timed.count(lambda: timed.bench.pace)[1] == 1 + 2
+
+
+def test_short_updates_have_a_noise_measurement_of_their_own(clock: Clock) -> None:
+    timed = TimedBench(clock, seconds=0.1)
+    assert not timed.bench.is_long
+    assert timed.count(lambda: timed.bench.noise)[1] >= 2 * 2 * 3
+
+
+def test_a_screening_takes_the_updates_that_compare_the_numerics(timed: TimedBench) -> None:
+    bench, technique = timed.bench, Combinable(timed, 0.5)
+    assert bench.noise
+    screening, updates = timed.count(lambda: screen(bench, technique.candidates(bench.job)[0], [technique]))
+    assert updates == 2 + 2
+    assert screening.is_apart
+    assert screening.trial.loss_difference == 0
+    assert screening.trial.gradient_difference == 0
+    old, new = screening.pair
+    assert old.mean / new.mean == pytest.approx(2, rel=1e-2)
+    slower = Combinable(timed, 1.5)
+    screening, updates = timed.count(lambda: screen(bench, slower.candidates(bench.job)[0], [slower]))
+    assert updates == 2  # the baseline's results are kept
+    assert not screening.is_hopeless
+
+
+def test_results_of_the_baseline_are_forgotten_with_each_decision(timed: TimedBench) -> None:
+    bench, technique = timed.bench, Combinable(timed, 0.5)
+    (candidate,) = technique.candidates(bench.job)
+    verify(bench, candidate, [technique])
+    assert timed.count(lambda: verify(bench, candidate, [technique]))[1] == 2
+    bench.forget()
+    assert bench.pace
+    assert timed.count(lambda: verify(bench, candidate, [technique]))[1] == 4
+
+
+def test_large_results_are_not_kept(timed: TimedBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.tuning.bench.MOST_RESULT_BYTES", 100)
+    bench, technique = timed.bench, Combinable(timed, 0.5)
+    (candidate,) = technique.candidates(bench.job)
+    verify(bench, candidate, [technique])
+    assert timed.count(lambda: verify(bench, candidate, [technique]))[1] == 4
+
+
+def test_a_hopeless_candidate_is_left_after_one_update(timed: TimedBench) -> None:
+    bench, technique = timed.bench, Combinable(timed, 10.0)
+    screening, updates = timed.count(lambda: screen(bench, technique.candidates(bench.job)[0], [technique]))
+    assert screening.is_hopeless
+    assert screening.trial.gradient_difference is None
+    assert updates == 7 + 2 + 1  # pace, the baseline's results, and one update of the candidate
+
+
+def test_a_hopeless_forward_is_enough(clock: Clock) -> None:
+    job = TimedBench(clock).bench.job
+    clock.slow_down(job.spec.model, 30.0)
+    observed = observe(job, job.data.batches, limit=20.0)
+    assert [block.mean for block in observed.blocks] == [pytest.approx(60, rel=1e-2)]
+    assert not observed.gradients
+    assert not observed.losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_those_of_the_first_update(accumulate: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    batches = list(torch.utils.data.DataLoader(make_data(64), batch_size=16))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    job = job_of(model, batches, optimizer, loss_fn=functional.cross_entropy, accumulate=accumulate, max_grad_norm=1e-3)
+    expected = torch.autograd.grad(
+        sum(functional.cross_entropy(model(x), y) for x, y in batches[:accumulate]), list(model.parameters())
+    )
+    assert updates_have_gradients(job)
+    seen = observe(job, batches, updates=2, reads_updates=True)
+    for found, gradient in zip(seen.gradients.values(), expected, strict=True):
+        torch.testing.assert_close(found, gradient)
+    assert len(seen.blocks) == 2
+    assert len(seen.losses) == 2 * accumulate
+
+
+def test_a_scaled_loss_has_its_gradients_computed_apart() -> None:
+    batches = list(torch.utils.data.DataLoader(make_data(64), batch_size=16))
+    model = Net()
+    job = job_of(model, batches, torch.optim.Adam(model.parameters()), loss_fn=functional.cross_entropy)
+    job.stepper.runner = lambda stepper, batch, phase: stepper.eager_step([batch], phase)
+    assert not updates_have_gradients(job)
+    assert not updates_have_gradients(job_of(model, batches, loss_fn=functional.cross_entropy))
+
+
+def test_a_decision_scales_the_pace_by_its_gain(timed: TimedBench) -> None:
+    bench, technique = timed.bench, Combinable(timed, 0.5)
+    (candidate,) = technique.candidates(bench.job)
+    before, row = bench.pace, technique.row("kept", "it is fast", candidate.label)
+    bench.keep(Decision(replace(row, gain=Gain(2.0, 1.9, 2.1)), "trial", True, candidate))
+    after, updates = timed.count(lambda: bench.pace)
+    assert updates == 0
+    assert after.step_ms == before.step_ms / 2
+    assert after.load_ms == before.load_ms
+    assert after.samples_per_second == pytest.approx(16e3 / after.total_ms, rel=1e-2)
+    bench.keep(Decision(technique.row("kept", "it is asked for"), "choice", True, None))
+    assert timed.count(lambda: bench.pace)[1] == 1 + 2
+
+
+def test_observed_bytes_count_every_tensor() -> None:
+    four = {"a": torch.zeros(4)}
+    assert Observed(torch.float32, four, four, {"1": torch.zeros(())}).nbytes == 16 + 16 + 4
+
+
+@pytest.mark.parametrize("budget", [60.0, 90.0])
+def test_a_minute_decides_steps_of_two_seconds(budget: float, clock: Clock) -> None:
+    factors = {"fused_optimizer": 0.8, "cpu_threads": 0.9}
+
+    def seconds(samples: int, active: Collection[str]) -> float:
+        return UPDATE * math.prod(factors.get(name, 1.0) for name in active)
+
+    model, loader, optimizer = make_job()
+    step = TimedStep(clock, seconds).watch(model, optimizer)
+    run = flatout.optimize(
+        model, loader, optimizer, step, techniques=only("fused_optimizer", "cpu_threads", "precision"), budget=budget
+    )
+    summary = run.report.summary
+    assert run.report.row("fused_optimizer").status == "kept"
+    assert run.report.row("precision").trials
+    assert summary.gain.low > 1.15
+    assert summary.tuning_seconds < budget + UPDATE
+
+
+def test_a_candidate_is_compared_with_the_one_before(timed: TimedBench) -> None:
+    """The machine becomes half as fast after the baseline, so only the first candidate seems to be slower."""
+    first, second = Combinable(timed, 0.9), Combinable(timed, 0.8)
+    assert timed.bench.noise
+    verify(timed.bench, first.candidates(timed.bench.job)[0], [first])  # measures the baseline
+    timed.seconds *= 2
+    stage = _Stage(timed.bench, [first, second], deadline=math.inf)
+    stage.screen()
+    one, other = stage._factors
+    assert (one.instead_of, other.instead_of) == (None, one)
+    assert difference(one.pair, "wall") == pytest.approx(math.log(1 / 2 / 0.9), abs=0.01)
+    assert difference(other.pair, "wall") == pytest.approx(math.log(0.9 / 0.8), abs=0.01)
