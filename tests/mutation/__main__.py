@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from coverage import CoverageData
 
-from tests.mutation.mutants import SOURCES, Mutant, Place, find, make
+from tests.mutation.mutants import FILE, SOURCES, Mutant, Place, find, make, read
 
-MUTANTS = Path(__file__).with_name("mutants.jsonl")
 _TESTS = 60  # per mutant: the tests that cover it and the fewest other lines
 _CPU_SECONDS, _SECONDS = 120, 900  # limits per mutant, which may loop or wait forever
 
@@ -84,8 +83,8 @@ def run(output: Path, coverage: str, part: int, parts: int) -> None:
     if subprocess.run(["git", "diff", "--quiet", "--", SOURCES]).returncode:
         raise SystemExit(f"{SOURCES} must have no uncommitted change, because mutants are written there")
     covering = Covering(coverage)
-    mutants = [Mutant(**json.loads(line)) for line in MUTANTS.read_text(encoding="utf-8").splitlines()]
-    places = [find(mutant) for mutant in mutants]
+    mutants = read()
+    places = find(mutants)
     tests = [covering.tests(place) if place else [] for place in places]
     if not output.exists():
         every = sorted({test for each in tests for test in each})
@@ -120,7 +119,7 @@ def main() -> None:
     if options.command == "make":
         drawn = make(options.seed)
         lines = [json.dumps(asdict(mutant), ensure_ascii=False) + "\n" for mutant in drawn]
-        MUTANTS.write_text("".join(lines), encoding="utf-8")
+        FILE.write_text("".join(lines), encoding="utf-8")
         print(Counter(mutant.subject for mutant in drawn))
     else:
         run(options.output, options.coverage, options.part, options.parts)

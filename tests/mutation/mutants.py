@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path("src/flatout")
+SOURCES = Path(__file__).parents[2] / "src" / "flatout"
+FILE = Path(__file__).with_name("mutants.jsonl")
 _STEPPER = ("stepper", "objective", "job_state", "micro_batches", "buffers", "recovery", "step_checkpoint")
 _GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
+_TRIALS = ("block", "timing", "noise", "sequence", "trial", "factorial", "combination_*", "statistics", "race")
+_DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "logical_order")
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "optim": (60, ("optim/*.py", "core/gradients.py")),
     "amp": (30, ("amp/*.py",)),
     "data": (80, ("data/*.py", "core/batches.py", "core/random_state.py")),
     "snapshot": (40, ("core/snapshot.py", "core/saved.py", "core/foreign.py", "training/checkpoint/*.py")),
-    "equivalence": (40, ("tuning/equivalence.py", "tuning/trial*.py", "tuning/statistics.py", "training/tolerance.py")),
-    "stepper": (50, tuple(f"training/{name}.py" for name in (*_STEPPER, *_GRAPHS))),
+    "equivalence": (25, ("tuning/equivalence.py", "training/tolerance.py", "training/device_verdict.py")),
+    "decisions": (17, tuple(f"tuning/{name}.py" for name in _DECISIONS)),
+    "stepper": (48, tuple(f"training/{name}.py" for name in (*_STEPPER, *_GRAPHS))),
 }
 """Number of mutants and files of each subject."""
 
@@ -51,7 +56,7 @@ class Mutant:
 
     Attributes:
         subject: key of ``SUBJECTS``.
-        file: path relative to ``SOURCES`` when the mutant was drawn.
+        file: path relative to ``SOURCES``; the file may have moved since the mutant was drawn.
         function: name of the innermost function that holds ``before``; empty at module level.
         before: the expression or statement, as ``ast.unparse`` writes it.
         nth: position among the equal ones in that function, from 0.
@@ -108,20 +113,28 @@ def make(seed: int) -> list[Mutant]:
     return chosen
 
 
-def find(mutant: Mutant) -> Place | None:
-    """Return the mutant's place in its file, else in the only other file that has its function and text."""
+def read() -> list[Mutant]:
+    """Return the mutants of ``FILE``."""
+    return [Mutant(**json.loads(line)) for line in FILE.read_text(encoding="utf-8").splitlines()]
+
+
+def find(mutants: Sequence[Mutant]) -> list[Place | None]:
+    """Return each mutant's place in its file, else in the only other file that has its function and text."""
+    files: dict[Path, dict[tuple[str, str, int], Place]] = {}
+    for file in sorted(SOURCES.rglob("*.py")):
+        parts = _parts(ast.parse(file.read_text(encoding="utf-8")))
+        files[file] = {(function, ast.unparse(node), nth): Place(file, node) for function, node, nth in parts}
+    return [_find(mutant, files) for mutant in mutants]
+
+
+def _find(mutant: Mutant, files: dict[Path, dict[tuple[str, str, int], Place]]) -> Place | None:
+    before = ast.unparse(ast.parse(mutant.before))  # as this version of Python writes the text
+    key = mutant.function, before, mutant.nth
     home = SOURCES / mutant.file
-    if home.exists() and (place := _find_in(home, mutant)):
+    if place := files.get(home, {}).get(key):
         return place
-    places = [place for file in sorted(SOURCES.rglob("*.py")) if (place := _find_in(file, mutant))]
+    places = [places[key] for places in files.values() if key in places]
     return places[0] if len(places) == 1 else None
-
-
-def _find_in(file: Path, mutant: Mutant) -> Place | None:
-    for function, node, nth in _parts(ast.parse(file.read_text(encoding="utf-8"))):
-        if (function, nth) == (mutant.function, mutant.nth) and ast.unparse(node) == mutant.before:
-            return Place(file, node)
-    return None
 
 
 def _parts(tree: ast.Module) -> Iterator[tuple[str, ast.AST, int]]:
