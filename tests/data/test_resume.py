@@ -452,6 +452,21 @@ def test_an_epoch_that_was_left_is_gone_on_with():
     assert next(iter(prefetcher))[0].tolist() == [8, 9, 10, 11]
 
 
+def test_a_resumed_epoch_that_was_left_before_its_first_batch_begins_again():
+    """Persistent workers of the first attempt would draw their seed again."""
+
+    def make():
+        loader = LOADERS["shuffled, generator"](dataset(), num_workers=1)
+        return Prefetcher(clone_loader(loader, persistent_workers=True), "cpu")
+
+    whole, first, resumed = make(), make(), make()
+    epochs = [plain(list(whole)) for _ in range(2)]
+    next(iter(first))
+    resumed.load_state_dict(first.state_dict())
+    iter(resumed)
+    assert [plain(list(resumed)) for _ in range(2)] == [epochs[0][1:], epochs[1]]
+
+
 @pytest.mark.parametrize(
     "other",
     [

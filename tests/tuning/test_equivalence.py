@@ -107,6 +107,17 @@ def test_a_tensor_of_nothing_but_rounding_does_not_count_by_its_own_size() -> No
     assert apart(old, old | {"bias": torch.full((10,), 0.1)})[0] > 0.5
 
 
+@pytest.mark.parametrize("nothing", [{}, {"a": torch.empty(0, 3)}])
+def test_nothing_does_not_differ_from_nothing(nothing: dict[str, torch.Tensor]) -> None:
+    assert apart(nothing, nothing) == (0.0, "")
+
+
+def test_differences_are_computed_on_the_device_of_the_tensors() -> None:
+    old, new = {"a": torch.ones(4)}, {"a": torch.full((4,), 1.5)}
+    with torch.device("meta"):
+        assert apart(old, new) == (0.5, "a")
+
+
 def test_the_coarser_of_the_two_dtypes_sets_the_tolerance() -> None:
     model = Net()
     switch = AutocastCandidate(model, "cpu", "bf16")

@@ -162,6 +162,12 @@ def test_what_no_decision_depends_on_changes_nothing(change: Callable[[], dict[s
     assert changed(key_for(**same), key_for(**(same | change()))) == set()
 
 
+def test_of_a_number_in_the_settings_only_its_type_counts_unless_the_number_is_0() -> None:
+    without, weak, strong = (key_for(**with_model(Net(), weight_decay=decay)) for decay in (0.0, 0.1, 0.2))
+    assert changed(without, weak) == {"settings"}
+    assert changed(weak, strong) == set()
+
+
 def one_core(patch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     patch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores + 1)} if cores == 1 else {0})

@@ -33,6 +33,19 @@ def test_the_seconds_of_work_are_those_of_the_clock(clock: Clock) -> None:
     assert seconds(lambda: clock.advance(2.0), CPU) == pytest.approx(2.0 + TICK)
 
 
+def test_the_seconds_of_work_on_a_gpu_include_what_the_work_queued_and_nothing_that_was_queued_before(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = [5.0]
+
+    def synchronize(_: torch.device) -> None:
+        clock.advance(sum(queue))
+        queue.clear()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert seconds(lambda: queue.append(2.0), torch.device("cuda", 0)) == pytest.approx(2.0 + TICK)
+
+
 def test_cpu_time_is_the_mean_over_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = 5.0
 

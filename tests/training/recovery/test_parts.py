@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatout.training.micro_batches import part_sizes
+from tests.helpers import Operators
 from tests.techniques.harness import graphed, recorder_of
 from tests.training.recovery.harness import (
     OPTIMIZERS,
     assert_recovers,
     assert_same,
     batches_of,
+    end_epoch,
     make,
     net,
     train,
@@ -99,6 +101,18 @@ def test_the_loss_scaler_and_the_clip_see_the_whole_gradient(optimizer, max_grad
     )
     assert run.scaler.get_scale() == 65536
     assert not run.scaler.last_step_skipped
+
+
+def test_gradients_take_another_pass_only_for_an_epochs_leftover():
+    run = make(optimizer="fused sgd", accumulate=2, is_scaled=True)
+    first, second, leftover = batches_of(16, 16, 16)
+    with Operators() as full:
+        run.step(first)
+        run.step(second)
+    run.step(leftover)
+    with Operators() as rest:
+        end_epoch(run)
+    assert [seen.names.count("aten::_foreach_mul_") for seen in (full, rest)] == [0, 1]
 
 
 @pytest.mark.slow
