@@ -53,6 +53,12 @@ def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
     assert (len(seen.outputs), len(seen.gradients), len(seen.losses)) == (4, 0, 0)
 
 
+def test_gradients_are_those_of_the_first_batch() -> None:
+    job, batches = make(nn.Linear(8, 3), optimizer=False)
+    several, one = observe(job, batches), observe(job, batches[:1])
+    assert apart(one.gradients, several.gradients)[0] == 0
+
+
 def test_gradients_and_losses_are_those_of_the_loss_that_steps_compute() -> None:
     job, batches = make(Net())
     state = Snapshot.capture(job.spec.modules, job.spec.optimizer)
