@@ -64,7 +64,8 @@ def test_a_loader_with_good_settings_is_unchanged_and_the_row_explains_it():
     pace = Pace(1e4, 200.0, 1.0)
     loader = DataLoader(SlowSamples(), 4)
     assert "loading-negligible" in refusal("workers", job_with(loader), pace)
-    with given_timings(1.0, 1.0, pace), decided("workers", job=job_with(loader, expected_steps=10**6)) as outcome:
+    job = job_with(loader, expected_steps=10**6)
+    with given_timings(1.0, 1.0, pace), decided("workers", job=job, budget=1000) as outcome:
         row = outcome.rows["workers"]
     assert (row.status, row.trials) == ("rejected", ())
     assert "loading-negligible" in reasons(row)
