@@ -4,7 +4,9 @@
 checklist on the user's own step, keeps what pays, undoes what does not, and ``print(run.report)`` explains it.
 """
 
-from flatout import native  # noqa: I001, F401  (first: it refuses a torch that is too old)
+import logging  # noqa: I001  (native stays before the other modules)
+
+from flatout import native  # noqa: F401  (first: it refuses a torch that is too old)
 from flatout import amp, data, mfu, optim
 from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
@@ -29,5 +31,8 @@ __all__ = [
     "reproducible",
     "undo",
 ]
+
+# Without a handler, Python would print warnings of a library.
+logging.getLogger("flatout").addHandler(logging.NullHandler())
 
 __getattr__ = old_names("flatout", {"DamagedCheckpoint": CorruptCheckpointError})

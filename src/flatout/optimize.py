@@ -59,6 +59,9 @@ def optimize(
     loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python attributes
     and hooks that ``forward``, loss or dataset set are not restored.
 
+    Meanwhile, a terminal or a notebook shows one live line. Each decision is a record of level INFO of the logger
+    ``flatout.tuning``. ``logging.basicConfig(level=logging.INFO)`` prints all records.
+
     Args:
         model: any ``nn.Module``; stays the same object.
         loader: any iterable of batches: ``(x, y)`` pairs, mappings, or any batch that ``compute_loss`` takes.

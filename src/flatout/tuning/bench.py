@@ -25,6 +25,7 @@ from flatout.tuning.equivalence import Observed
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.noise import Noise, Pair
+from flatout.tuning.progress import Progress
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.timing import seconds, synchronize, timed_block
 from flatout.tuning.trial import Measure, PairedTrial
@@ -80,6 +81,7 @@ class Bench:
         budget: seconds for all trials.
         rewindable: True if a trial may iterate the loader without losing samples.
         ledger: the decisions so far.
+        progress: shown between timed regions.
     """
 
     job: Job
@@ -87,6 +89,7 @@ class Bench:
     budget: Budget
     rewindable: bool
     ledger: Ledger = field(default_factory=Ledger)
+    progress: Progress = field(default_factory=Progress)
     _noise: dict[int, Noise] = field(default_factory=dict)
     _loader_noise: Noise | None = None
     _pace: Pace | None = None
@@ -100,6 +103,7 @@ class Bench:
             to_train: set a model with an optimizer to train mode. A model from a checkpoint often arrives in eval mode,
                 and training needs train mode.
         """
+        self.progress.refresh()
         for candidate in reversed(self.ledger.candidates):
             candidate.disable()
         self.job.stepper.reset()
@@ -149,6 +153,7 @@ class Bench:
         is_long = self.is_long
 
         def block(i: int) -> Block:
+            self.progress.refresh()
             if not is_long:
                 self.update(i)
             return timed_block(self.update, range(i, i + self.updates_per_block), self.job.spec.device)
@@ -389,11 +394,13 @@ class Bench:
             steps, fewest = self.stretch_steps(), int(not self.is_long)
 
             def stretch_old(_: int) -> Block:
+                self.progress.refresh()
                 for candidate in reversed(on_for_new):
                     candidate.disable()
                 return old.stretch(steps, max(fewest, old.queue), rest=new.refill_seconds).scaled(scale)
 
             def stretch_new(_: int) -> Block:
+                self.progress.refresh()
                 for candidate in on_for_new:
                     candidate.enable()
                 return new.stretch(steps, max(fewest, new.queue), rest=old.refill_seconds)

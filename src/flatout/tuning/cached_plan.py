@@ -22,9 +22,10 @@ from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Decision, Ground
 from flatout.tuning.plan_key import key_of
 from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning.progress import log
 from flatout.tuning.race import RaceResult, race_once
 from flatout.tuning.search import Outcome, conclude, confirm, measured_baseline, search
-from flatout.tuning.session import Session, announced
+from flatout.tuning.session import Session
 from flatout.tuning.trial_runner import warm_up
 from flatout.tuning.verification import verify
 
@@ -74,11 +75,11 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
     """Return the outcome of a plan; None if the plan fails or loses its race. Then the session is as before."""
     before, source = session.ledger.decisions, session.job.data.source
     try:
-        with announced("checking the cached plan"):
-            baseline = measured_baseline(session, is_brief=True)
-            if not session.measures:  # the training is too short to compare anything
-                _roll_back(session, before, source)
-                return None
+        baseline = measured_baseline(session, is_brief=True)
+        if not session.measures:  # the training is too short to compare anything
+            _roll_back(session, before, source)
+            return None
+        with session.stage("checking the cached plan"):
             session.repeated = plan
             _apply(session, plan)
             result = _race(session.bench)
@@ -88,6 +89,7 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
         failure = formatting.first_line(error)
     if failure:
         session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
+        log(session.notes[-1])
         _roll_back(session, before, source)
         return None
     session.notes.append(
@@ -98,7 +100,7 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
         return conclude(session, baseline, result)
     session.repeated = None
     for technique in techniques:
-        with announced(f"trying {technique.title}"):
+        with session.stage(f"trying {technique.title}"):
             session.tuner.decide(technique)
     return confirm(session, baseline)
 

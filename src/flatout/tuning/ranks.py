@@ -27,6 +27,13 @@ def world_size() -> int:
     return int(size) if size.isdecimal() else 1
 
 
+def is_first_rank() -> bool:
+    """Return True in rank 0 of the process group, else of torchrun's ``RANK``, and in a training of one process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
     """Return a warning if nothing synchronizes the ranks' models; empty otherwise.
 

@@ -19,7 +19,7 @@ from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.combination_stage import decide_factors
 from flatout.tuning.ledger import Decision
 from flatout.tuning.race import RaceResult, race, shortest_race
-from flatout.tuning.session import Session, announced
+from flatout.tuning.session import Session
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take after all trials, because advice is cheap."""
@@ -70,21 +70,21 @@ def search(session: Session) -> Baseline:
     seconds = {technique.name: tuner.seconds_for(technique) for technique in measured}
     bench.budget.later = sum(seconds.values())
     if session.job.spec.resizes:  # all later decisions are made at this size
-        with announced(f"trying {BATCH_SIZE.title}"):
+        with session.stage(f"trying {BATCH_SIZE.title}"):
             tuner.decide(BATCH_SIZE)
     for technique in REGISTRY:
         candidate = session.ledger.rules.get(technique.name)
         if isinstance(technique, PricedRule) and candidate is not None and session.measures:
-            with announced(f"timing {technique.title}"):
+            with session.stage(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
     others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
     bench.budget.later = sum(seconds[technique.name] for technique in others)
-    with announced("trying combinations of techniques"):
+    with session.stage("trying combinations of techniques"):
         decided = decide_factors(tuner, bench)
     left = [technique for technique in measured if technique.name not in decided]
     for i, technique in enumerate(left):
         bench.budget.later = sum(seconds[later.name] for later in left[i + 1 :])
-        with announced(f"trying {technique.title}"):
+        with session.stage(f"trying {technique.title}"):
             tuner.decide(technique)
     return baseline
 
@@ -99,18 +99,21 @@ def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
     request, bench = session.request, session.bench
     on_gpu = session.job.spec.device.type == "cuda"
     checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
-    apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
-    session.settle_budget()
-    if session.measures:
-        bench.budget.reserve(shortest_race(bench))
-    peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
-    return Baseline(peak, bench.costs() if session.measures and not is_brief else {})
+    with session.stage("applying the batch size"):
+        apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
+    with session.stage("measuring the original loop"):
+        session.settle_budget()
+        if session.measures:
+            session.progress.budget = bench.budget
+            bench.budget.reserve(shortest_race(bench))
+        peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
+        return Baseline(peak, bench.costs() if session.measures and not is_brief else {})
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
     """Race the tuned loop against the original, revert decisions that do not pay, and collect advice."""
     bench = session.bench
-    with announced("racing the tuned loop against the original"):
+    with session.stage("racing the tuned loop against the original"):
         has_won = bool(bench.ledger.won)
         result = race(bench)
         if has_won and not bench.ledger.won:
@@ -133,7 +136,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
     verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
     for technique in REGISTRY:
         if isinstance(technique, Advice):
-            with announced(f"looking at {technique.title}"):
+            with session.stage(f"looking at {technique.title}"):
                 row = _advise(technique, session)
                 session.ledger.add(Decision(row))
     job.data.batches = ()
@@ -141,6 +144,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
         if isinstance(candidate, ResizingCandidate):
             candidate.on_tuning_end()
     bench.rewind(to_train=False)
+    session.end_tuning(result.gain)
     return Outcome(before, after, result.gain, result.statistic, verdict, peak)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from flatout import mfu
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
@@ -22,7 +20,7 @@ from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, 
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.plan import Plan, fingerprint
-from flatout.report.model import Row
+from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
 from flatout.training.attachments import attach, detach
@@ -37,6 +35,7 @@ from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
+from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
 from flatout.tuning.ranks import why_apart
 from flatout.tuning.request import Request
 from flatout.tuning.tuner import Tuner
@@ -68,6 +67,7 @@ class Session:
         apart: warning that nothing synchronizes the ranks; empty otherwise.
         expected_steps: batches of ``loader`` that the training will take.
         notes: sentences for the report.
+        progress: shows the current stage.
         bench: measures the steps of the job; set by ``prepare``, like all below.
         taken: the batches for trials, from ``loader``.
         fingerprint: of model, optimizer, device and first batch, for the plan.
@@ -102,6 +102,7 @@ class Session:
         self.expected_steps = request.expected_steps or self._default_steps()
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
+        self.progress = Progress()
         self.own_size = size_of(self.job)
         self.load_average = load_average()
         self.repeated = choices.plan
@@ -123,28 +124,39 @@ class Session:
         job, spec, plan = self.job, self.job.spec, self.choices.plan
         if self.apart:
             warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
+        self.progress = own_progress()
+        self._guard.callback(self.progress.close)
         earlier = detach(spec.model)
         self._undo.append(lambda: attach(spec.model, earlier))
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
-        self._apply_rules()
+        with self.stage("applying rules"):
+            self._apply_rules()
         snapshot = Snapshot.capture(
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
         )
         self._guard.enter_context(snapshot.guarded())
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
-        self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger)
+        self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
         self._undo.append(self._restore_training)
-        self.taken = self._take_batches()
+        with self.stage("taking batches"):
+            self.taken = self._take_batches()
         job.data.batches = [to_device(cloned(batch), spec.device) for batch in self.taken]
         self.fingerprint = fingerprint(spec.model, spec.optimizer, spec.device, job.data.batches[0])
         if plan is not None:
             plan.check(self.fingerprint)
-        self.first_step_fits = check_step(job, snapshot, job.data.batches[0])
-        with announced("counting FLOPs"):
+        with self.stage("running a first step"):
+            self.first_step_fits = check_step(job, snapshot, job.data.batches[0])
+        with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
+
+    @contextlib.contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Show a stage to the user and to profilers, and log the decisions inside the block."""
+        with logged(self.ledger), self.progress.stage(what), mfu.nvtx_range(f"flatout: {what}"):
+            yield
 
     @property
     def measures(self) -> bool:
@@ -177,6 +189,12 @@ class Session:
             undecided=self.ledger.undecided,
         )
 
+    def end_tuning(self, gain: Gain | None) -> None:
+        """Report the end of all trials, with the gain of the race if there was one."""
+        told = f"tuned in {formatting.seconds(self.bench.budget.spent)}"
+        log(", ".join([told, *gain_of(gain)]))
+        self.progress.close(f"flatout: {told}")
+
     def restore(self, error: BaseException) -> None:
         """Restore everything after an error. The error gets a note if something could not be restored."""
         try:
@@ -185,7 +203,7 @@ class Session:
             add_note(error, f"Not everything could be restored: {formatting.first_line(failure)}")
 
     def close(self) -> None:
-        """Allow optimizers that the snapshot does not hold to step again."""
+        """Remove the live line, and allow optimizers that the snapshot does not hold to step again."""
         self._guard.close()
 
     def _default_steps(self) -> int:
@@ -265,13 +283,3 @@ def _lr_rule(request: Request, choices: Choices) -> str:
         return "none"
     size = choices.of(BATCH_SIZE)
     return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)
-
-
-@contextlib.contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Show the current task to profilers, and at a terminal."""
-    console = Console(stderr=True)
-    # A status starts a thread, which only a terminal needs.
-    status = console.status(f"flatout: {what}") if console.is_terminal else contextlib.nullcontext()
-    with mfu.nvtx_range(f"flatout: {what}"), status:
-        yield

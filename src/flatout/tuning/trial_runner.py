@@ -41,7 +41,8 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         NotApplicable: the trial found that its technique does not apply.
     """
     try:
-        return trial()
+        with bench.progress.candidate(label):
+            return trial()
     except NotApplicable:
         raise
     except Unsuitable as reason:
@@ -195,7 +196,7 @@ def warm_up(bench: Bench, candidate: Candidate) -> float:
     """Run a batch of each shape with the candidate, and return the seconds."""
     job = bench.job
     bench.rewind()
-    with candidate:
+    with candidate, bench.progress.ticking():
         batches = _batches_of_each_shape(bench)
         took = seconds(lambda: [job.stepper.step(batch) for batch in batches], job.spec.device)
         candidate.end_warmup()

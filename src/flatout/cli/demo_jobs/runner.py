@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 
 import torch
 from rich.console import Console
@@ -56,9 +55,8 @@ def run_demo(
 def run_job(job: DemoJob, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
     """Trains one job twice, in turns, and prints the comparison and the report."""
     console.print(Rule(f"[bold]{job.title}", align="left", style="dim"))
-    with console.status("flatout is trying its checklist") if console.is_terminal else nullcontext():
-        bars = _Bars(console, job, epochs)
-        tuned = Optimized(job, device, epochs, bars.add("through flatout"), budget)
+    bars = _Bars(console, job, epochs)
+    tuned = Optimized(job, device, epochs, bars.add("through flatout"), budget)
     first = Naive(job, device, epochs, bars.add("as first written"))
     with bars:
         take_turns([first, tuned])
