@@ -65,10 +65,20 @@ def _reading() -> tuple[float, float, int]:
     return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
+SPIN = """
+import os, sys
+parent = int(sys.argv[1])
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+"""Program that keeps a core busy until its parent has ended, however that happened."""
+
+
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep ``count`` processes busy inside the block."""
-    command = [sys.executable, "-S", "-c", "while True: pass"]
+    """Keep ``count`` processes busy inside the block. They end with this process at the latest."""
+    command = [sys.executable, "-S", "-c", SPIN, str(os.getpid())]
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen(command))
