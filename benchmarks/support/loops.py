@@ -5,12 +5,13 @@ Each is a generator that trains a step and yields its samples. All have the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from support.training_jobs import Job
+from support.training_jobs import JOBS, Job
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -74,14 +75,7 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
 
     What is compiled is model and loss in one.
     """
-    model, optimizer = _model_and_optimizer(job, flags)
-
-    def compute(batch: Any) -> Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):
-            return job.loss(model, batch)
-
-    if flags.compile:
-        compute = torch.compile(compute)
+    step = expert_step(job, flags, *model_and_optimizer(job, flags))
     columns = _columns(job)
     count = len(next(iter(columns.values())))
     while True:
@@ -90,10 +84,26 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
             index = order[start : start + job.batch_size]
             drawn = {key: column.index_select(0, index) for key, column in columns.items()}
             batch = drawn if job.loss_fn is None else list(drawn.values())
-            compute(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            step(batch)
             yield len(index)
+
+
+def expert_step(job: Job, flags: Flags, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
+    """The expert's step: trains on a batch that is on the device."""
+
+    def compute(batch: Any) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):
+            return job.loss(model, batch)
+
+    if flags.compile:
+        compute = torch.compile(compute)
+
+    def step(batch: Any) -> None:
+        compute(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def _columns(job: Job) -> dict[Any, Tensor]:
@@ -108,7 +118,7 @@ def fabric(job: Job, flags: Flags, workers: int) -> Iterator[int]:
     from lightning.fabric import Fabric
 
     engine = Fabric(accelerator=DEVICE.type, devices=1, precision="bf16-mixed" if flags.bf16 else "32-true")
-    model, optimizer = _model_and_optimizer(job, flags)
+    model, optimizer = model_and_optimizer(job, flags)
     wrapped, wrapped_optimizer = engine.setup(torch.compile(model) if flags.compile else model, optimizer)
     loader = engine.setup_dataloaders(_loader(job, workers))
     yield from _steps(job, engine, wrapped, wrapped_optimizer, loader)
@@ -125,7 +135,7 @@ def accelerated(job: Job, flags: Flags, workers: int) -> Iterator[int]:
         cpu=DEVICE.type == "cpu",
         dynamo_backend="inductor" if flags.compile else "no",
     )
-    model, optimizer = _model_and_optimizer(job, flags)
+    model, optimizer = model_and_optimizer(job, flags)
     wrapped, wrapped_optimizer, loader = engine.prepare(model, optimizer, _loader(job, workers))
     yield from _steps(job, engine, wrapped, wrapped_optimizer, loader)
 
@@ -140,7 +150,8 @@ def _steps(job: Job, engine: Any, model: Any, optimizer: Any, loader: Any) -> It
             yield size_of(batch)
 
 
-def _model_and_optimizer(job: Job, flags: Flags) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(job: Job, flags: Flags) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The job's model as the flags ask for it, and torch's fused optimizer."""
     torch.compiler.config.cache_key_tag = str(flags)  # the caches on disk do not tell attention kernels apart
     if flags.plain_attention:
         torch.backends.cuda.enable_flash_sdp(False)
@@ -170,10 +181,35 @@ def tuned(job: Job, **options: Any) -> tuple[flatout.Run, Iterator[int]]:
         DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True),
         job.optimizer(model.parameters(), lr=job.lr),
         job.loss_fn,
-        expected_steps=LONG,
-        **options,
+        **{"expected_steps": LONG, **options},
     )
     return run, steps_of(run)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Result of flatout's tuning.
+
+    Attributes:
+        kept: what is on.
+        seconds: what the tuning took.
+        folder: of the flatout that tuned.
+    """
+
+    kept: str
+    seconds: float
+    folder: Path
+
+
+def tuned_loop(name: str, budget: float) -> tuple[Iterator[int], Tuning]:
+    """flatout's steps, for a lane.
+
+    Args:
+        name: of the job in ``JOBS``.
+        budget: seconds that flatout may take to tune.
+    """
+    run, steps = tuned(JOBS[name](), budget=budget)
+    return steps, Tuning(kept_by(run), run.report.summary.tuning_seconds, Path(flatout.__file__).parent)
 
 
 def steps_of(run: flatout.Run) -> Iterator[int]:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from support.loops import DEVICE
+from support.timed_steps import TimedSteps
 
 from flatout.core.snapshot import Snapshot
 from flatout.monitor import GpuSample, Sample, Sampler
-from flatout.tuning.timing import synchronize
 
-WARM_UP_SECONDS = 0.5
 SETTLING_SECONDS = 1.0
 """NVML's utilisation is a mean over up to so long: samples before that tell of what ran before."""
 
 
 class Lane:
     """A training loop whose backend flags and random numbers are its own: those at its making, then as it left them.
-
-    A turn is a number of steps, not of seconds: the host may be a thousand steps ahead of the device.
 
     Args:
         name: what it is called.
@@ -35,81 +37,73 @@ class Lane:
 
     def __init__(self, name: str, steps: Iterator[int]) -> None:
         self.name = name
-        self._steps = steps
+        self._timed = TimedSteps(steps)
         self._state = Snapshot.capture([])
-        self._steps_per_second: float | None = None
 
     def turn(self, seconds: float) -> float:
-        """Train for about so long, in the first turn after warming up; returns samples per second."""
+        """As ``TimedSteps.turn``."""
         self._state.restore()
-        if self._steps_per_second is None:
-            self._steps_per_second = self._warm_up()
-        steps = max(1, round(seconds * self._steps_per_second))
-        samples, took = self._train(steps)
-        self._steps_per_second = steps / took
+        rate = self._timed.turn(seconds)
         self._state = Snapshot.capture([])
-        return samples / took
+        return rate
 
     def close(self) -> None:
         """End the loop, and with it its workers."""
-        self._steps.close()  # type: ignore[attr-defined]
-
-    def _warm_up(self) -> float:
-        self._train(1)
-        steps = 1
-        while True:
-            _, took = self._train(steps)
-            if took > WARM_UP_SECONDS:
-                return steps / took
-            steps *= 2
-
-    def _train(self, steps: int) -> tuple[int, float]:
-        synchronize(DEVICE)
-        begun = time.perf_counter()
-        samples = sum(next(self._steps) for _ in range(steps))
-        synchronize(DEVICE)
-        return samples, time.perf_counter() - begun
+        self._timed.close()
 
 
 class LaneApart:
     """A lane in a process of its own, whose heap, threads and compiled code are its own as well.
 
+    Its compiler starts from an empty cache. The loop is warm when the lane is made.
+
     Args:
         name: what it is called.
         make: makes the steps, and something to tell of them; a function of a module.
         args: what ``make`` is called with, in the process.
+        python: another interpreter, with a flatout of its own.
+        environment: variables for this process alone.
 
     Attributes:
         told: what ``make`` had to tell.
+        setup_seconds: from the start of the process to the first timed step: imports, data, compilation, tuning.
     """
 
-    def __init__(self, name: str, make: Callable[..., tuple[Iterator[int], Any]], *args: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., tuple[Iterator[int], Any]],
+        *args: Any,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_train, args=(theirs, name, make, args))
-        self._process.start()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        path = [str(Path(__file__).parents[1]), *(sys.path if python is None else [])]
+        variables = {"TORCHINDUCTOR_CACHE_DIR": self._folder.name, "PYTHONPATH": os.pathsep.join(path)}
+        self._pipe, theirs = multiprocessing.Pipe()
+        begun = time.perf_counter()
+        self._process = subprocess.Popen(
+            [python or sys.executable, "-m", "support.lane_process", str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, **variables, **(environment or {})},
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()
+        self._pipe.send((make, args))
         self.told = self._pipe.recv()
+        self.setup_seconds = time.perf_counter() - begun
 
     def turn(self, seconds: float) -> float:
-        """As ``Lane.turn``."""
+        """As ``TimedSteps.turn``."""
         self._pipe.send(seconds)
         return self._pipe.recv()
 
     def close(self) -> None:
         """End the loop, and with it the process."""
-        self._pipe.send(None)
-        self._process.join()
-
-
-def _train(pipe: Any, name: str, make: Callable[..., tuple[Iterator[int], Any]], args: tuple[Any, ...]) -> None:
-    steps, told = make(*args)
-    lane = Lane(name, steps)
-    pipe.send(told)
-    while (seconds := pipe.recv()) is not None:
-        pipe.send(lane.turn(seconds))
-    lane.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(None)
+        self._process.wait()
+        self._folder.cleanup()
 
 
 Rates = dict[str, list[float]]
