@@ -91,15 +91,15 @@ def byte_gpt() -> Job:
     return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn, attends=True)
 
 
-def resnet() -> Job:
+def resnet(samples: int = 2048, batch_size: int = 32) -> Job:
     """ResNet-18 on 64 x 64 byte images in memory."""
     from torchvision.models import resnet18
 
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2048, 3, 64, 64), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(10, (2048,), generator=generator)
+    images = torch.randint(256, (samples, 3, 64, 64), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(10, (samples,), generator=generator)
     net = lambda: Images(resnet18(num_classes=10))  # noqa: E731
-    return Job("ResNet-18", TensorDataset(images, labels), 32, net, torch.optim.SGD, lr=0.01)
+    return Job("ResNet-18", TensorDataset(images, labels), batch_size, net, torch.optim.SGD, lr=0.01)
 
 
 def bert_tiny() -> Job:
