@@ -77,7 +77,6 @@ def test_the_ends_are_where_the_evidence_against_them_equals_the_level(pairs: in
 
 def test_the_scale_is_pooled_from_the_noise_floor_and_the_pairs() -> None:
     sequence = sequence_of([0.1, 0.2, 0.6], NoiseFloor(0.1, 4))
-    assert sequence.pairs == 3
     assert sequence.mean == pytest.approx(0.3)
     assert sequence.scale**2 == pytest.approx((4 * 0.1**2 + 0.2**2 + 0.1**2 + 0.3**2) / (4 + 2))
     assert sequence_of([], NoiseFloor(0.1, 4)).scale == pytest.approx(0.1)

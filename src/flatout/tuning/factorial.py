@@ -131,7 +131,12 @@ class Factorial(Generic[Factor]):
         return covariance @ rows.T @ gains / variance, covariance
 
     def _fix(self, deviations: float, *, last: bool = False) -> None:
-        """Decide the groups whose estimates are at least so many standard deviations from the limits."""
+        """Keep the best factor of each group if it clearly pays, and drop the factors that clearly do not.
+
+        Args:
+            deviations: standard deviations between an estimate and a limit that make a decision clear.
+            last: True to keep the best factor of a group although another may be as good.
+        """
         estimates, still_open = self.estimates(), []
         for group in self.open:
             best = max(group, key=lambda factor: estimates[factor].mean)

@@ -23,7 +23,7 @@ A smaller number narrows the interval of few pairs and widens that of many. On r
 candidates and finds fewer gains of 5 %.
 """
 
-FEWEST_PAIRS = 2
+FEWEST_FOR_INTERVAL = 2
 """Number of pairs that have an interval. A single stall in a single pair is not Gaussian."""
 
 LEAST_SCALE = 0.002
@@ -64,12 +64,10 @@ class GainSequence:
 
     Args:
         floor: noise of the baseline against itself.
-        level: probability that the sequence ever misses the truth.
     """
 
-    def __init__(self, floor: NoiseFloor, level: float = LEVEL) -> None:
+    def __init__(self, floor: NoiseFloor) -> None:
         self._floor = floor
-        self._level = level
         self._count = 0
         self._sum = 0.0
         self._squares = 0.0
@@ -79,11 +77,6 @@ class GainSequence:
         self._count += 1
         self._sum += difference
         self._squares += difference**2
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs."""
-        return self._count
 
     @property
     def mean(self) -> float:
@@ -103,10 +96,10 @@ class GainSequence:
         """Interval of the log ratio; infinite while the pairs are too few for one."""
         n = self._count
         freedom = self._floor.pairs + n - 1
-        if n < FEWEST_PAIRS or freedom <= 0:
+        if n < FEWEST_FOR_INTERVAL or freedom <= 0:
             return NOTHING_KNOWN
         shrink = PRIOR_PAIRS / (n + PRIOR_PAIRS)
-        bound = (self._level * math.sqrt(shrink)) ** (-2 / (freedom + 1))
+        bound = (LEVEL * math.sqrt(shrink)) ** (-2 / (freedom + 1))
         if shrink * bound >= 1:
             return NOTHING_KNOWN
         half = self.scale * math.sqrt(freedom * (bound - 1) / ((1 - shrink * bound) * n))

@@ -24,8 +24,11 @@ DROP_BELOW = 1.03
 NO_SLOWER = 0.98
 """Speed above which a candidate counts as no slower."""
 
-FEWEST_PAIRS = 3
-"""Number of pairs that show a factor of two beside moderate noise."""
+FEWEST_UNDECIDED = 3
+"""Number of pairs from which a trial may end undecided at its soft deadline.
+
+They show a factor of two in moderate noise.
+"""
 
 MOST_PAIRS = 200
 """Number of pairs after which a trial ends undecided."""
@@ -91,7 +94,7 @@ class PairedTrial:
             pair_seconds = (now - begun) / (len(self.pairs) - earlier)
             if self.verdict != "undecided" or now > hard:
                 break
-            if now > soft and len(self.pairs) >= FEWEST_PAIRS and now + self._pairs_missing * pair_seconds > hard:
+            if now > soft and len(self.pairs) >= FEWEST_UNDECIDED and now + self._pairs_missing * pair_seconds > hard:
                 break
 
     @property
