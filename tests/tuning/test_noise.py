@@ -38,6 +38,13 @@ def test_each_statistic_has_its_floor() -> None:
     assert noise.floors["cpu"] == NoiseFloor(pytest.approx(math.sqrt(0.00025)), 2)
 
 
+def test_the_mean_of_many_updates_has_a_floor_besides_their_quartile() -> None:
+    stalled, quiet = Block((1.0, 1.0, 1.0, 1.0, 6.0), 1.0, 0), Block((1.0,) * 5, 1.0, 0)
+    noise = Noise.of([(stalled, quiet), (quiet, stalled)], one_thread=True)
+    assert noise.mean == NoiseFloor(pytest.approx(math.log(2)), 2)
+    assert noise.floors["wall"] == NoiseFloor(0.0, 2)
+
+
 @pytest.mark.parametrize(
     ("waits", "counts"),
     [

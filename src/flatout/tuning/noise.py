@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flatout.report.model import Statistic
 from flatout.tuning.block import Block
-from flatout.tuning.sequence import NoiseFloor
+from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 
 MUCH_QUIETER = 0.7
 """Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""
@@ -31,9 +31,11 @@ class Noise:
         floors: spread of pairs of the baseline with itself, by the statistics that measure the work of an update. CPU
             time does so on the CPU with one intra-op thread, because idle threads of OpenMP spin, and if most blocks
             were never suspended to wait.
+        mean: spread of the mean wall time, with which a race compares blocks of any length.
     """
 
     floors: Mapping[Statistic, NoiseFloor]
+    mean: NoiseFloor = UNKNOWN_NOISE
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], *, one_thread: bool) -> Noise:
@@ -47,7 +49,8 @@ class Noise:
         running = sum(block.waits == 0 and block.cpu > 0 for block in blocks)
         counts = one_thread and 2 * running >= len(blocks) and all(block.cpu > 0 for block in blocks)
         statistics: tuple[Statistic, ...] = ("wall", "cpu") if counts else ("wall",)
-        return cls({each: NoiseFloor.of([difference(pair, each) for pair in pairs]) for each in statistics})
+        floors = {each: NoiseFloor.of([difference(pair, each) for pair in pairs]) for each in statistics}
+        return cls(floors, NoiseFloor.of([math.log(old.mean / new.mean) for old, new in pairs]))
 
     @property
     def cpu_counts(self) -> bool:

@@ -59,6 +59,9 @@ class NoiseFloor:
         return cls(math.sqrt(squares / len(differences)) if differences else 0.0, len(differences))
 
 
+UNKNOWN_NOISE = NoiseFloor(0.0, 0)
+
+
 class GainSequence:
     """Confidence sequence of the mean log ratio of pairs.
 

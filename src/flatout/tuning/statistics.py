@@ -7,37 +7,58 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from flatout.report.model import Gain
+from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 
-T_QUANTILES = {
-    2: 12.71,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    7: 2.447,
-    8: 2.365,
-    9: 2.306,
-    10: 2.262,
-    11: 2.228,
-    12: 2.201,
-}
-"""0.975 quantile of Student's t distribution for a number of pairs, which has one degree of freedom less."""
+T_QUANTILES = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+)
+"""0.975 quantiles of Student's t distribution with 1 to 19 degrees of freedom. More degrees take the last one."""
+
+MUCH_NOISIER = 1.5
+"""Ratio of the spread of pairs to the noise floor above which the floor no longer describes the machine."""
 
 
-def fixed_gain(differences: Sequence[float]) -> Gain:
+def fixed_gain(differences: Sequence[float], floor: NoiseFloor = UNKNOWN_NOISE) -> Gain:
     """Return the geometric mean of paired ratios with its 95 % t interval.
 
-    The interval is valid only if nothing in the pairs decided when to stop.
+    The interval is valid only if nothing in the pairs decided when to stop. The noise floor adds its degrees of
+    freedom, unless the pairs are much noisier. The scale is never below the spread of the pairs, nor below the scale
+    that is pooled from both. Few pairs that agree by chance, or miss rare pauses, have no narrow interval therefore.
 
     Args:
-        differences: log ratio of baseline time to candidate time, one per pair, at most 12.
+        differences: log ratio of baseline time to candidate time, one per pair.
+        floor: spread of the same statistic, for pairs of the baseline with itself.
 
     Raises:
-        ValueError: fewer than two pairs, or more than 12.
+        ValueError: fewer than two pairs.
     """
     pairs = len(differences)
-    if pairs not in T_QUANTILES:
-        raise ValueError(f"differences must have 2 to {max(T_QUANTILES)} pairs, got {pairs}")
-    half = T_QUANTILES[pairs] * stdev(differences) / math.sqrt(pairs)
+    if pairs < 2:
+        raise ValueError(f"differences must have at least 2 pairs, got {pairs}")
+    spread, freedom = stdev(differences), pairs - 1
+    scale = spread
+    if spread <= MUCH_NOISIER * floor.scale:
+        squares = freedom * spread**2 + floor.pairs * floor.scale**2
+        freedom += floor.pairs
+        scale = max(spread, math.sqrt(squares / freedom))
+    half = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1] * scale / math.sqrt(pairs)
     mean = fmean(differences)
     return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
