@@ -10,7 +10,7 @@ from flatout.report.model import Statistic
 from flatout.tuning.block import Block
 from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 
-MUCH_QUIETER = 0.7
+MUCH_QUIETER = 0.8
 """Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""
 
 Pair = tuple[Block, Block]
