@@ -7,11 +7,14 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
+from flatout.tuning.bench import LONG_UPDATE
 from flatout.tuning.block import Block
 from flatout.tuning.factorial import Factorial
 from flatout.tuning.noise import Noise, difference
 from tests.noise.simulator import Machine, Scenario
-from tests.noise.trials import BLOCK_SECONDS, LONG_UPDATE
+from tests.noise.trials import noise_pairs, updates_per_block
 
 LOG_GAINS = (0.47, 0.18, 0.13, 0.05, 0.03, 0.0, 0.0, -0.02, -0.10, -0.50)
 """True log gains of ten factors. Those above 0 together give 2.36 times the speed."""
@@ -58,26 +61,31 @@ class Factors:
     def best(self) -> float:
         """Largest log gain of any combination."""
         count = len(self.gains)
-        return max(self.log_gain([i for i in range(count) if bits >> i & 1]) for bits in range(1 << count))
+        together = np.zeros((count, count))
+        for pair, gain in self.interactions.items():
+            together[pair] = gain
+        on = np.arange(1 << count)[:, None] >> np.arange(count) & 1
+        return float((on @ self.gains + ((on @ together) * on).sum(axis=1)).max())
 
     def block(self, on: Collection[int]) -> Block:
         """Return a block with these factors on."""
         step = self.step * math.exp(-self.log_gain(on))
-        return self.machine.block(step, max(1, round(BLOCK_SECONDS / self.step)), warm_up=self.step <= LONG_UPDATE)
+        return self.machine.block(step, updates_per_block(self.step), warm_up=self.step <= LONG_UPDATE)
 
 
-def decide(factors: Factors, seconds: float, noise_pairs: int) -> list[int]:
+def decide(factors: Factors, seconds: float) -> list[int]:
     """Decide about factors as the tuner does: screen each factor, then time combinations until the time is up.
 
     Args:
         factors: the training.
         seconds: time for screening, combinations and the noise floor.
-        noise_pairs: number of pairs of the baseline with itself.
 
     Returns:
         Indices of the kept factors.
     """
-    noise = Noise.of([(factors.block([]), factors.block([])) for _ in range(noise_pairs)], one_thread=True)
+    count = noise_pairs(factors.step, seconds)
+    floor = [(factors.block([]), factors.block([])) for _ in range(count)]
+    noise = Noise.of(floor, one_thread=factors.step <= LONG_UPDATE)
     statistic = noise.statistic(keeps_cpu_time=True)
     factorial = Factorial([[i] for i in range(len(factors.gains))], noise.floors[statistic])
     for i in range(len(factors.gains)):

@@ -21,6 +21,9 @@ SLICE = 0.003
 SHARE_SECONDS = 0.5
 """Seconds between changes of the training's share of the cores, if other processes are busy."""
 
+SLOWEST = 4.0
+"""Largest factor of step times by drift. Without a bound, slower steps give drift more time and never end."""
+
 LAYOUT = 0.003
 """Standard deviation, in log time, between blocks whose tensors lie at different memory addresses."""
 
@@ -60,7 +63,7 @@ class Scenario:
     throttled: float = 1.0
 
 
-_WITH_OTHERS = Scenario(jitter=0.02, stalls=0.5, walk=0.005, contention=0.15, refill=0.0003)
+_WITH_OTHERS = Scenario(jitter=0.02, stalls=0.5, walk=0.005, contention=0.15, refill=0.000075)
 
 SCENARIOS: dict[str, Scenario] = {
     "quiet": Scenario(),
@@ -90,12 +93,16 @@ class Machine:
         self._scenario = scenario
         self._random = random.Random(seed)
         self._busy = scenario.busy
-        self._speed = 1.0
-        self._speed_until = self._share_until = self._busy_until = 0.0
-        self._share = self._contention = 1.0
-        self._slice_left = self._gamma(SLICE)
+        self._share = 1.0
+        self._waits = 1.0
+        """Number of processes that share a core."""
+        self._speed = self._contention = 1.0
+        self._speed_until = self._share_until = self._changes_at = 0.0
+        self._busy_until = 0.0 if scenario.comes_and_goes else math.inf
+        self._slice_left = self._slices(SLICE)
         self._next_stall = self._interval(scenario.stalls)
         self._next_pause = scenario.pause_every * self._random.random() or math.inf
+        self._stalls_at = min(self._next_stall, self._next_pause)
         self._phase = 6 * self._random.random()
 
     def work(self, seconds: float) -> None:
@@ -107,47 +114,54 @@ class Machine:
         if self._busy > 1:
             left *= 1 + scenario.contention * draw.random()
         while left > 0:
-            waits = self._change()
+            if self.wall >= self._changes_at:
+                self._change()
+            waits = self._waits
             chunk = min(left, 0.05)
             if waits > 1 and chunk > self._slice_left:
                 chunk = self._slice_left if left < 0.05 else chunk
-            took = chunk * self._speed * self._contention * self._throttle()
+            took = chunk * self._speed * self._contention
+            if scenario.throttled != 1 and (self.wall + self._phase) % 6 < 3:
+                took *= scenario.throttled
             self.cpu += took
             self.wall += took
             left -= chunk
             if waits > 1:
-                self._preempt(chunk, waits)
-            self._stall()
+                self._slice_left -= chunk
+                if self._slice_left <= 1e-12:
+                    self._preempt(waits)
+            if self.wall >= self._stalls_at:
+                self._stall()
 
-    def _change(self) -> float:
-        """Update speed and load, and return the number of processes that share a core."""
+    def _change(self) -> None:
+        """Update speed and load."""
         scenario, draw = self._scenario, self._random
         while self.wall >= self._speed_until:
-            self._speed *= math.exp(draw.gauss(0.0, scenario.walk * math.sqrt(0.1)) + scenario.trend * 0.1)
+            drift = draw.gauss(0.0, scenario.walk * math.sqrt(0.1)) + scenario.trend * 0.1
+            self._speed = min(SLOWEST, self._speed * math.exp(drift))
             self._contention = 1 + scenario.contention * draw.random() * (self._busy > 1)
             self._speed_until += 0.1
         while self.wall >= self._share_until:
             self._share = math.exp(draw.gauss(0.0, 0.25))
             self._share_until += SHARE_SECONDS
-        while scenario.comes_and_goes and self.wall >= self._busy_until:
+        while self.wall >= self._busy_until:
             self._busy = draw.choice((0, 0, 2, 4, 8))
             self._busy_until += draw.expovariate(0.5)
-        return max(1.0, (self._busy + 1) / CORES * self._share) if self._busy > 1 else 1.0
+        self._waits = max(1.0, (self._busy + 1) / CORES * self._share) if self._busy > 1 else 1.0
+        self._changes_at = min(self._speed_until, self._share_until, self._busy_until)
 
-    def _preempt(self, ran: float, waits: float) -> None:
-        """Subtract ``ran`` seconds from the time slice. At its end wait for the slices of other processes."""
-        self._slice_left -= ran
-        if self._slice_left > 1e-12:
-            return
+    def _preempt(self, waits: float) -> None:
+        """Wait for the slices of other processes, at the end of a slice or of several."""
         slices = 1 - self._slice_left / SLICE
-        self.wall += self._gamma(SLICE * (waits - 1), slices)
+        self.wall += self._slices(SLICE * (waits - 1), slices)
         if self._scenario.refill:
-            refill = self._gamma(self._scenario.refill, slices / 4)  # exponential for one slice
+            refill = self._random.gammavariate(slices, self._scenario.refill)  # exponential for one slice
             self.wall += refill
             self.cpu += refill
-        self._slice_left = self._gamma(SLICE)
+        self._slice_left = self._slices(SLICE)
 
     def _stall(self) -> None:
+        """Wait for the stalls and garbage collections that are due."""
         scenario = self._scenario
         while self.wall >= self._next_stall:
             self.wall += self._random.expovariate(1 / scenario.stall_seconds)
@@ -156,12 +170,14 @@ class Machine:
             self.wall += scenario.pause_seconds
             self.cpu += scenario.pause_seconds
             self._next_pause += scenario.pause_every
+        self._stalls_at = min(self._next_stall, self._next_pause)
 
-    def _throttle(self) -> float:
-        return self._scenario.throttled if (self.wall + self._phase) % 6 < 3 else 1.0
-
-    def _gamma(self, mean: float, count: float = 1.0) -> float:
-        return self._random.gammavariate(4 * count, mean / 4)
+    def _slices(self, mean: float, count: float = 1.0) -> float:
+        """Return the sum of ``count`` times with a gamma distribution of shape 4."""
+        if count != 1:
+            return self._random.gammavariate(4 * count, mean / 4)
+        draw = self._random.random  # the sum of four exponentials is faster than ``gammavariate``
+        return -mean / 4 * math.log((1 - draw()) * (1 - draw()) * (1 - draw()) * (1 - draw()))
 
     def _interval(self, rate: float) -> float:
         return self._random.expovariate(rate) if rate else math.inf

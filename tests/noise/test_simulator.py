@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.noise.combinations import LOG_GAINS, Factors, decide
-from tests.noise.simulator import SCENARIOS, Machine, Scenario
-from tests.noise.trials import Cell
+from tests.noise.simulator import SCENARIOS, SLOWEST, Machine, Scenario
+from tests.noise.trials import Cell, noise_pairs, races
 
 SILENT = Scenario(jitter=0.0, stalls=0.0, walk=0.0)
 """Machine without noise, except for the effect of memory addresses."""
@@ -118,6 +119,39 @@ def test_a_block_is_as_long_as_the_tuners() -> None:
     assert [Cell(SILENT, step, 1.0, 1.0).is_long for step in STEPS] == [False, False, False, True]
 
 
+def test_a_stretch_is_as_long_as_the_tuners() -> None:
+    assert [Cell(SILENT, step, 1.0, 1.0).stretch for step in STEPS] == [50, 10, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "budget", "pairs"), [(0.005, 60.0, 8), (0.1, 60.0, 7), (0.2, 20.0, 3), (2.0, 60.0, 3)]
+)
+def test_the_noise_floor_has_as_many_pairs_as_the_tuners(step: float, budget: float, pairs: int) -> None:
+    assert noise_pairs(step, budget) == pairs
+
+
+@pytest.mark.parametrize(
+    ("scenario", "step", "statistics"), [("4 busy", 0.005, {"wall", "cpu"}), ("4 busy", 2.0, {"wall"})]
+)
+def test_a_race_has_the_true_gain_and_the_floor_of_its_statistic(
+    scenario: str, step: float, statistics: set[str]
+) -> None:
+    cell = Cell(replace(SCENARIOS[scenario], contention=0.0), step, 2.0, math.inf)
+    by_statistic = races(cell, 3, 40)
+    assert set(by_statistic) == statistics
+    for race in by_statistic.values():
+        error = stdev(race.differences) / math.sqrt(len(race.differences))
+        assert fmean(race.differences) == pytest.approx(math.log(2.0), abs=4 * error)
+        assert race.floor.pairs == noise_pairs(step, 60.0)
+        assert race.floor.scale == pytest.approx(stdev(race.differences), rel=0.9)
+
+
+def test_drift_ends_where_a_machine_would_stop() -> None:
+    machine = Machine(replace(SILENT, trend=0.01), 0)
+    blocks = [machine.block(2.0, 1) for _ in range(100)]
+    assert blocks[-1].mean == pytest.approx(2.0 * SLOWEST, rel=0.02)
+
+
 def test_factors_multiply_their_gains() -> None:
     factors = Factors.drawn(SILENT, 0.005, seed=3)
     assert sorted(factors.gains) == sorted(LOG_GAINS)
@@ -135,6 +169,8 @@ def test_interactions_add_to_the_gains_of_two_factors() -> None:
     assert factors.log_gain([2]) == factors.gains[2]
     assert factors.log_gain([5, 2]) == pytest.approx(factors.gains[5] + factors.gains[2] + factors.interactions[5, 2])
     assert factors.interactions[5, 2] != 0
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(10), count) for count in range(11))
+    assert factors.best == pytest.approx(max(map(factors.log_gain, subsets)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +180,7 @@ def test_ten_factors_reach_nearly_their_best_speed(scenario: str, step: float, s
     repeats, slower, speed = 20, 0, 0.0
     for seed in range(repeats):
         factors = Factors.drawn(SCENARIOS[scenario], step, seed)
-        kept = decide(factors, seconds, noise_pairs=8 if step < 0.5 else 2)
+        kept = decide(factors, seconds)
         assert factors.machine.wall < seconds + 8 * step + 0.5
         slower += any(factors.gains[i] < 0 for i in kept)
         speed += factors.log_gain(kept) / repeats

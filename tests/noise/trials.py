@@ -1,18 +1,33 @@
-"""Trials on a simulated machine, decided by the tuner's rule, without a clock."""
+"""Trials and races on a simulated machine, decided by the tuner's rules, without a clock."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
+from flatout.report.model import Statistic
+from flatout.tuning.bench import (
+    BLOCK_SECONDS,
+    FEWEST_NOISE_PAIRS,
+    LONG_UPDATE,
+    MOST_NOISE_PAIRS,
+    NOISE_SHARE,
+    STRETCH_SECONDS,
+)
 from flatout.tuning.block import Block
-from flatout.tuning.noise import Noise, Pair
+from flatout.tuning.noise import Noise, Pair, difference
+from flatout.tuning.sequence import NoiseFloor
 from flatout.tuning.trial import MOST_PAIRS, PairedTrial, measure_pairs
 from tests.noise.simulator import Machine, Scenario
 
-BLOCK_SECONDS = 0.02
-LONG_UPDATE = 0.5
+BUDGET = 60.0
+"""Seconds of the budget that a trial is part of, the default of long trainings."""
+
+FEWEST_STRETCH, MOST_STRETCH = 4, 50
+"""Limits of the number of updates of a stretch, except for long updates."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,13 @@ class Cell:
     @property
     def updates(self) -> int:
         """Number of updates of a block."""
-        return max(1, round(BLOCK_SECONDS / self.step))
+        return updates_per_block(self.step)
+
+    @property
+    def stretch(self) -> int:
+        """Number of updates of a stretch of training, which a race compares."""
+        fewest = 1 if self.is_long else FEWEST_STRETCH
+        return min(MOST_STRETCH, max(fewest, math.ceil(STRETCH_SECONDS / self.step)))
 
     @property
     def is_long(self) -> bool:
@@ -46,8 +67,17 @@ class Cell:
         old, new = (partial(self._block, machine, self.step / each) for each in (1.0, gain))
         return measure_pairs(old, new)
 
+    def stretches(self, machine: Machine) -> Iterator[Pair]:
+        """Yield pairs of stretches without end. Only the mean time of a stretch is known."""
+        old, new = (partial(self._stretch, machine, self.step / each) for each in (1.0, self.gain))
+        return measure_pairs(old, new)
+
     def _block(self, machine: Machine, step: float, _: int) -> Block:
         return machine.block(step, self.updates, warm_up=not self.is_long)
+
+    def _stretch(self, machine: Machine, step: float, _: int) -> Block:
+        block = machine.block(step, self.stretch, warm_up=not self.is_long)
+        return Block((block.mean,), block.cpu)
 
 
 @dataclass(frozen=True)
@@ -69,16 +99,47 @@ class Result:
     high: float
 
 
+@dataclass(frozen=True)
+class Race:
+    """Simulated race of the tuned loop against the original.
+
+    Attributes:
+        differences: log ratio of both times in each pair.
+        floor: noise floor of the same statistic.
+    """
+
+    differences: list[float]
+    floor: NoiseFloor
+
+
+def updates_per_block(step: float) -> int:
+    """Return the number of updates in a block for the seconds of an update."""
+    return max(1, round(BLOCK_SECONDS / step))
+
+
+def noise_pairs(step: float, budget: float) -> int:
+    """Return the number of pairs of the baseline with itself.
+
+    Args:
+        step: seconds of an update.
+        budget: seconds for all trials.
+    """
+    if step > LONG_UPDATE:
+        return FEWEST_NOISE_PAIRS
+    pair_seconds = 2 * (updates_per_block(step) + 1) * step
+    return max(FEWEST_NOISE_PAIRS, int(min(MOST_NOISE_PAIRS, NOISE_SHARE * budget / pair_seconds)))
+
+
 def noise_of(cell: Cell, machine: Machine) -> Noise:
-    """Measure the noise floor of a cell."""
-    pairs = cell.pairs(machine, 1.0)
-    return Noise.of([next(pairs) for _ in range(3 if cell.is_long else 8)], one_thread=True)
+    """Measure the noise floor of a cell. The tuner compares long updates by wall time only."""
+    pairs = islice(cell.pairs(machine, 1.0), noise_pairs(cell.step, BUDGET))
+    return Noise.of(list(pairs), one_thread=not cell.is_long)
 
 
-def trial(cell: Cell, seed: int) -> Result:
-    """Run a trial until its verdict, or until the time is up."""
+def trial(cell: Cell, seed: int, *, keeps_cpu_time: bool = True) -> Result:
+    """Repeat a trial until its verdict, or until the time is up."""
     machine = Machine(cell.scenario, seed)
-    paired = PairedTrial(noise_of(cell, machine))
+    paired = PairedTrial(noise_of(cell, machine), keeps_cpu_time=keeps_cpu_time)
     start = machine.wall
     for pair in cell.pairs(machine, cell.gain):
         paired.add(pair)
@@ -87,3 +148,14 @@ def trial(cell: Cell, seed: int) -> Result:
             break
     gain = paired.gain
     return Result(paired.verdict, len(paired.pairs), took, gain.low, gain.high)
+
+
+def races(cell: Cell, seed: int, pairs: int) -> dict[Statistic, Race]:
+    """Return one race of so many pairs by wall time and, where the tuner would choose it, by CPU time."""
+    machine = Machine(cell.scenario, seed)
+    noise = noise_of(cell, machine)
+    measured = list(islice(cell.stretches(machine), pairs))
+    floors: dict[Statistic, NoiseFloor] = {"wall": noise.mean}
+    if noise.statistic(keeps_cpu_time=True) == "cpu":
+        floors["cpu"] = noise.floors["cpu"]
+    return {each: Race([difference(pair, each) for pair in measured], floor) for each, floor in floors.items()}
