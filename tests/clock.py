@@ -24,6 +24,7 @@ class Clock:
         self.now = 0.0
         self._tick = tick
         self._ticked = 0.0
+        self._slept = 0.0
 
     def __call__(self) -> float:
         self.now += self._tick
@@ -31,7 +32,17 @@ class Clock:
         return self.now
 
     def advance(self, seconds: float) -> None:
+        """Advance the clock by the time of work."""
         self.now += seconds
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the clock by the time of sleep."""
+        self.now += seconds
+        self._slept += seconds
+
+    def process_seconds(self) -> float:
+        """Return the CPU time: the time of all work. Sleep adds nothing."""
+        return self.now - self._slept
 
     def core_seconds(self) -> float:
         """Return the sum of all ticks, which stands for the work between readings. Sleep adds nothing."""
@@ -44,9 +55,10 @@ class Clock:
 
 @contextlib.contextmanager
 def simulated_time(tick: float = TICK) -> Iterator[Clock]:
-    """Replace ``time.perf_counter`` and ``time.sleep`` by a new clock, here and in processes forked in the block."""
+    """Replace the functions of ``time`` by those of a new clock, here and in processes forked in the block."""
     clock = Clock(tick)
-    with mock.patch.object(time, "perf_counter", clock), mock.patch.object(time, "sleep", clock.advance):
+    functions = {"perf_counter": clock, "process_time": clock.process_seconds, "sleep": clock.sleep}
+    with mock.patch.multiple(time, **functions):
         yield clock
 
 

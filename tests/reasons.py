@@ -28,6 +28,7 @@ PATTERNS: dict[str, str] = {
     "comes-as-graphs": "replays the model as CUDA graphs already",
     "comes-compiled": "comes compiled already|comes as a ScriptModule: it is compiled already",
     "compile-disabled": r"torch\.compile is switched off",
+    "computation-negligible": "too little to save",
     "computed-in-parts": "computed in parts",
     "cores-bound": "of a core busy, and there are",
     "cudnn-deterministic": r"cudnn\.deterministic is on",

@@ -616,7 +616,7 @@ def test_the_requested_size_stays_when_parts_are_reverted(clock):
             return 512
 
     # Only the race reads the loader, whose samples take longer with steps in parts.
-    samples = Samples(clock, lambda: 0.1 if computed[-1] < 64 else 1e-4)
+    samples = Samples(clock, lambda: 5e-3 if computed[-1] < 64 else 1e-4)
     model = nn.Linear(8, 3)
     settings = {"batch_size": 64, "budget": 10**5, "expected_steps": 10**6}
     run = optimize(DataLoader(samples, batch_size=4), model, loss_fn=TimedStep(clock, seconds), **settings)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from flatout.core.random_state import generators_in
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples
 from flatout.data.loaders import first_batches, original_of, randomness_of, why_not_resized, with_batch_size
+from tests.clock import TimedSamples
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -275,3 +276,10 @@ def test_first_batches_start_no_workers_of_the_users():
     assert [batch.tolist() for batch in first_batches(loader, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert loader._iterator is None
     assert first_batches([1, 2, 3], 2) == [1, 2]
+
+
+def test_two_of_the_first_batches_are_enough_if_they_are_slow(clock):
+    loader = DataLoader(TimedSamples(clock, 0.1), batch_size=8)
+    assert len(first_batches(loader, 4, seconds=1.0)) == 2
+    assert len(first_batches(loader, 4, seconds=2.0)) == 3
+    assert len(first_batches(loader, 4)) == 4

@@ -24,7 +24,7 @@ def shortest_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.tuning.bench.TRIAL_SECONDS", 0.02)
         patch.setattr("flatout.tuning.bench.STRETCH_SECONDS", 0.005)
-        patch.setattr("flatout.tuning.bench.PHASE_SECONDS", 0.02)
+        patch.setattr("flatout.tuning.costs.PHASE_SECONDS", 0.02)
         yield
 
 

@@ -250,7 +250,7 @@ def tuned_workers(workers: int, busy: float = 0.0, *, persistent: bool = False) 
         persistent: value of ``persistent_workers`` that the tuner chooses.
     """
 
-    def tune(loader: Any, step_time: float) -> Tuned:
+    def tune(loader: Any, step_time: float, *, is_warm: bool) -> Tuned:
         return Tuned(
             loader=loader,
             workers=workers,

@@ -42,7 +42,8 @@ def test_a_pace_is_of_the_middle_half():
 
 def test_the_time_of_a_stretch_matches_its_pace(clock):
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
-    took = one.stretch(4, settle=1)
+    one.settle(1)
+    took = one.stretch(4)
     assert took.wall == pytest.approx([0.8], rel=1e-2)
     assert one.pace.total_ms == pytest.approx(1e3 * took.mean)
     assert one.pace.samples_per_second == pytest.approx(8 / took.mean)
@@ -108,6 +109,7 @@ def test_a_close_call_leaves_the_time_of_later_techniques(clock):
     assert budget.deadlines(5.0) == pytest.approx((45.0, 85.0), abs=0.01)
     clock.now = 90.0
     assert budget.deadlines(5.0) == pytest.approx((90.0, 90.0), abs=0.01)
+    assert budget.deadlines(20.0, with_race=True) == pytest.approx((100.0, 100.0), abs=0.01)
 
 
 def test_what_is_off_in_a_block_is_on_again_in_its_order():
@@ -232,7 +234,8 @@ def test_training_is_the_first_to_run_what_was_gathered_in_a_trial():
     tried = InMemoryLoader(loader())
     before = tried.loader.generator.get_state()
     one = track(tried)
-    one.stretch(6, settle=1)
+    one.settle(1)
+    one.stretch(6)
     one.close()
     tried.loader.generator.set_state(before)
     assert [batch[1].tolist() for _ in range(2) for batch in tried] == order

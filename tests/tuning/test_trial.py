@@ -84,6 +84,12 @@ def test_both_configurations_run_block_by_block_in_random_order() -> None:
     assert result.gain.ratio == pytest.approx(1.2)
 
 
+def test_alternating_pairs_begin_with_the_configuration_that_ended_the_last_pair() -> None:
+    log: list[tuple[str, int]] = []
+    PairedTrial(NOISY).run(measure(1.2, "A", log), measure(1.0, "B", log), NEVER, NEVER, alternates=True)
+    assert "".join(name for name, _ in log[:12]) == "ABBAABBAABBA"
+
+
 def test_a_clear_verdict_ends_the_trial() -> None:
     assert len(run(2.0, 1.0).pairs) == 2
     assert len(run(1.0, 2.0).pairs) == 2
@@ -103,6 +109,12 @@ def test_a_close_call_passes_the_soft_deadline_only_if_the_time_lasts_for_it(
     result = PairedTrial(NOISY)
     result.run(measure(1.2), measure(1.0), clock.now, clock.now + seconds)
     assert len(result.pairs) == pairs
+
+
+def test_the_fewest_pairs_are_added_after_the_hard_deadline() -> None:
+    result = PairedTrial(NOISY)
+    result.run(measure(1.2), measure(1.0), soft=0.0, hard=0.0, fewest=3)
+    assert len(result.pairs) == 3
 
 
 def test_the_record_has_milliseconds_of_a_step_by_the_wall_clock() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ SEEDED_FROM = "seeded_from"
 """Attribute of a loader with a seed for each sample: the loader from which it was made."""
 UNKNOWN_LENGTH = 1000
 """Batches per epoch that are assumed if a loader's length is unknown."""
-TRIAL_BATCHES = 4
-"""Number of batches that trials repeat. The batches stay on the device while measuring."""
+FEWEST_TRIAL_BATCHES, TRIAL_BATCHES = 2, 4
+"""Number of batches that trials repeat: of slow loaders, and of all others. They stay on the device while measuring."""
 RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader from which it was made."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
@@ -202,13 +203,23 @@ def why_not_resized(loader: Any) -> str:
     return ""
 
 
-def first_batches(loader: Any, count: int) -> list[Any]:
+def first_batches(loader: Any, count: int, seconds: float = math.inf) -> list[Any]:
     """Return copies of the first batches of a rewindable loader, because dataset or collate may reuse the originals.
 
     The generators of the order advance.
+
+    Args:
+        loader: the loader.
+        count: number of batches.
+        seconds: time after which ``FEWEST_TRIAL_BATCHES`` are enough.
     """
     batches = loader if base_of(loader) is None else clone_loader(loader)
-    return list(map(cloned, itertools.islice(batches, count)))
+    end, taken = time.perf_counter() + seconds, []
+    for batch in itertools.islice(batches, count):
+        taken.append(cloned(batch))
+        if len(taken) >= FEWEST_TRIAL_BATCHES and time.perf_counter() > end:
+            break
+    return taken
 
 
 def clone_loader(loader: Any, **changes: Any) -> Any:
@@ -294,8 +305,8 @@ class Randomness:
 def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> Randomness | None:
     """Return the evidence that samples are random; ``None`` where there is none.
 
-    Makes the same samples, spread over the dataset, twice on this thread, and collates them. All generators that are
-    found are restored.
+    Makes the same samples, spread over the dataset, on this thread, and collates them: twice, unless a generator moved
+    the first time. All generators that are found are restored.
 
     Args:
         loader: a loader over a map-style dataset. Exceptions of its code are raised.
@@ -316,9 +327,11 @@ def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0
         collate: Any = loader.collate_fn
         is_batched = loader.batch_sampler is not None
         first = tensors_of(cloned(collate(made) if is_batched else list(map(collate, made))))
-        made = [dataset[index] for index in looked_at]
-        second = tensors_of(collate(made) if is_batched else list(map(collate, made)))
-        moved = state.moved()
+        moved, second = state.moved(), first
+        if moved is None:
+            made = [dataset[index] for index in looked_at]
+            second = tensors_of(collate(made) if is_batched else list(map(collate, made)))
+            moved = state.moved()
     if moved is not None:
         return Randomness(f"a sample draws from {moved}", is_drawn=True)
     if len(first) != len(second) or not all(map(_same_bits, first, second)):

@@ -44,6 +44,10 @@ class Try:
 class Trials:
     """Clones of a loader, tried over one stream of batches of its indices.
 
+    Args:
+        loader: the loader.
+        is_warm: True if this process has loaded batches before.
+
     Attributes:
         start_method: how workers are started instead of the loader's own way; None: that way.
         busy: share of a core that loading keeps busy in one process.
@@ -51,38 +55,47 @@ class Trials:
         device: where batches are if not on the CPU; None otherwise.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, *, is_warm: bool = False) -> None:
+        self._is_warm = is_warm
         self.start_method: str | None = None
         self.busy = 0.0
         self.batch_bytes = 0
         self.device: torch.device | None = None
         self._patience = _PATIENCE[0]
+        self._seconds = 0.0
         self._loader = loader
         self._stream = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = _endless(getattr(loader, self._stream))
 
     def alone(self) -> Try:
-        """Load in this process, for a moment after the first batch; of slow batches, one more."""
-        begin = time.perf_counter()
+        """Load in this process, for a moment after the first batch; of slow batches one more, or only the first."""
+        begin, had = time.perf_counter(), wanted_core_seconds()
         batches = iter(self._made(0))
         tensors = tensors_of(next(batches))
-        start = time.perf_counter() - begin
+        start = seconds = time.perf_counter() - begin
+        loaded = 1
         self.batch_bytes = sum(tensor.nbytes for tensor in tensors)
         self.device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-        begin, had = time.perf_counter(), wanted_core_seconds()
-        loaded = _load_for(batches, LOOK, at_least=1)
-        seconds = time.perf_counter() - begin
-        self._patience = _PATIENCE[0] + _PATIENCE[1] * seconds / loaded
+        if not self._is_warm or start < LOOK:
+            begin, had = time.perf_counter(), wanted_core_seconds()
+            loaded = _load_for(batches, LOOK, at_least=1)
+            seconds = time.perf_counter() - begin
+        self._seconds = seconds / loaded
+        self._patience = _PATIENCE[0] + _PATIENCE[1] * self._seconds
         self.busy = min(1.0, (wanted_core_seconds() - had) / seconds)
         return Try(0, loaded / seconds, start)
 
     def with_workers(self, workers: int) -> Try:
-        """Load with workers: what they had ready when they began is not counted, one round of all of them is."""
+        """Load with workers: what they had ready when they began is not counted, one round of all of them is.
+
+        Workers whose batches take long have at most one ready each.
+        """
         begin = time.perf_counter()
         batches = iter(self._made(workers, prefetch_factor=PREFETCH))
         next(batches)
         start = time.perf_counter() - begin
-        for _ in itertools.islice(batches, workers * PREFETCH - 1):
+        rounds = 1 if self._seconds > LOOK else PREFETCH
+        for _ in itertools.islice(batches, workers * rounds - 1):
             pass
         begin = time.perf_counter()
         loaded = _load_for(batches, LOOK, at_least=workers)

@@ -79,7 +79,7 @@ class Tuned:
         return seconds / (seconds + self.step_time)
 
 
-def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tuned:
+def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS, is_warm: bool = False) -> Tuned:
     """Find the fewest workers, and the fewest batches ahead of each, with which no step waits for its batch.
 
     Loaders are tried over batches of indices from the user's sampler, one stream through all trials so that none
@@ -104,6 +104,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
         loader: a ``DataLoader`` over a map-style dataset, with torch's own samplers.
         step_time: seconds of one training step without loading; 0: as fast as can be.
         budget: seconds to spend; a dataset so slow that one trial takes longer is measured over fewer batches.
+        is_warm: True if this process has loaded batches before. The first slow batch is then timed, too.
 
     Returns:
         The tuned loader and all that was measured.
@@ -125,7 +126,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS) -> Tu
         with RandomState.capture(loader).restored(), warnings.catch_warnings():
             # torch warns of more workers than cores: how many are too many is what is being found out.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            return _SettingsSearch(Trials(loader), loader, step_time, budget).run()
+            return _SettingsSearch(Trials(loader, is_warm=is_warm), loader, step_time, budget).run()
     finally:
         position.restore()
 

@@ -148,6 +148,7 @@ class Pace:
         phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty if unknown.
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
+        cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
     """
 
     step_ms: float
@@ -157,10 +158,12 @@ class Pace:
     step_bytes: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     loader_per_second: float | None = None
+    cpu_ms: float | None = None
 
     def scaled(self, times: float) -> Pace:
         """Return the same pace with times for a multiple of the samples."""
-        return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms)
+        cpu_ms = None if self.cpu_ms is None else times * self.cpu_ms
+        return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms, cpu_ms=cpu_ms)
 
     def with_faster_steps(self, gain: float) -> Pace:
         """Return the pace of a loop whose steps are ``gain`` times as fast. Waiting for batches takes as long."""

@@ -121,7 +121,7 @@ class Workers(SparingTechnique):
         """Return the tuned number of workers, fewer if they share the step's cores, and 0 if the user has some."""
         loader = _loader_of(job)
         base = _base(loader)
-        tuned = tune(base, pace.step_ms / 1e3)
+        tuned = tune(base, pace.step_ms / 1e3, is_warm=base.num_workers == 0)
         settings = tuned.settings
         if not is_plain(loader) and not base.persistent_workers:
             settings |= {"persistent_workers": False}  # each epoch draws a seed, as with the user's loader

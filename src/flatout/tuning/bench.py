@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
-from flatout.mfu import MfuCounter
 from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate, RecordedCandidate, ResizingCandidate
 from flatout.training.job import Job
@@ -23,28 +21,19 @@ from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
 from flatout.tuning.equivalence import Observed
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.noise import Noise, Pair
+from flatout.tuning.loader_loops import LoaderComparison, LoaderLoops
+from flatout.tuning.loader_timer import LoaderTimer, workers_and_queue
+from flatout.tuning.noise import Noise, Pair, pairs_of
 from flatout.tuning.progress import Progress
 from flatout.tuning.step_memory import step_memory
-from flatout.tuning.timing import seconds, synchronize, timed_block
-from flatout.tuning.trial import Measure, PairedTrial
+from flatout.tuning.timing import seconds, timed_block
+from flatout.tuning.trial import FEWEST_PAIRS, Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0
 """Time limit for the pairs of one trial, in seconds, until all techniques were tried. Set-up is extra."""
 
 FEWEST_TRIAL_UPDATES = 7
 """Updates of the shortest trial: two to compare the numerics, and with outputs and the first block three pairs."""
-
-PHASE_UPDATES = 8
-PHASE_SECONDS = 1.0
-"""Limits of the phase measurement: a number of updates, and seconds after which no further update starts."""
-
-FEWEST_UPDATES = 4
-"""Two updates for the memory of a step, and two for its phases."""
-
-COSTS_SHARE = 0.05
-"""Largest share of the budget for each of these measurements."""
 
 STRETCH_SECONDS = 0.05
 """Duration of a stretch of training from one loader, in trials that alternate two loaders."""
@@ -61,13 +50,10 @@ MOST_RESULT_BYTES = 1 << 28
 NOISE_SHARE = 0.05
 """Share of the budget for the noise floor."""
 
-LOADER_NOISE_PAIRS = 3
-"""Number of pairs of training from the present loader with itself, before another loader is tried."""
-
 FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
 """Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs.
 
-Long updates are measured in the fewest pairs, which also give the pace.
+Long updates are measured in the fewest pairs, which also give the pace. So are loops from two loaders.
 """
 
 
@@ -82,6 +68,8 @@ class Bench:
         rewindable: True if a trial may iterate the loader without losing samples.
         ledger: the decisions so far.
         progress: shown between timed regions.
+        comparison: the trial that the present loader won, if the steps are the same since; None otherwise.
+        phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
     """
 
     job: Job
@@ -90,9 +78,12 @@ class Bench:
     rewindable: bool
     ledger: Ledger = field(default_factory=Ledger)
     progress: Progress = field(default_factory=Progress)
+    comparison: LoaderComparison | None = None
+    phases: Mapping[str, float] | None = None
     _noise: dict[int, Noise] = field(default_factory=dict)
-    _loader_noise: Noise | None = None
     _pace: Pace | None = None
+    _loop_pairs: list[Pair] = field(default_factory=list)
+    _busy: float = 1.0
     _memory: int | None = None
     _results: dict[Hashable, Observed] = field(default_factory=dict)
 
@@ -127,19 +118,27 @@ class Bench:
         return row
 
     def forget(self) -> None:
-        """Forget pace, memory and results, because a decision changed them."""
-        self._pace = self._memory = None
+        """Forget pace, memory, phases and results, because a decision changed them."""
+        self._pace = self._memory = self.phases = self.comparison = None
         self._results.clear()
 
-    def use(self, source: Iterable[Any]) -> None:
-        """Use another loader as the source of the training."""
+    def use(self, source: Iterable[Any], comparison: LoaderComparison | None = None) -> None:
+        """Use another loader as the source of the training.
+
+        Args:
+            source: the loader.
+            comparison: the trial of this loader against the present one, if there was one.
+        """
         self.job.data.source = source
-        self._pace = self._loader_noise = None
+        self.comparison = comparison
+        self._pace = None if comparison is None else comparison.after
+        self._loop_pairs = []
 
     def update(self, i: int, *phase: PhaseOf) -> None:
         """Run the steps of one update on the batches of turn ``i``, with ``phase`` as in ``Stepper.step``."""
-        for k in range(self.job.spec.accumulate):
-            self._step(i * self.job.spec.accumulate + k, *phase)
+        steps = self.job.spec.accumulate
+        for k in range(i * steps, (i + 1) * steps):
+            self._step(k, *phase)
 
     def _step(self, i: int, *phase: PhaseOf) -> None:
         self.job.stepper.step(self.job.data.batches[i % len(self.job.data.batches)], *phase)
@@ -167,7 +166,7 @@ class Bench:
         Kept candidates change the time of a step more than its relative noise, which is therefore not measured again.
         The noise of long updates is measured once, with their pace.
         """
-        if self.is_long:
+        if self.is_long and self._noise:
             return next(iter(self._noise.values()))
         threads = torch.get_num_threads()
         if threads not in self._noise:
@@ -185,10 +184,9 @@ class Bench:
         Args:
             stretch: measures a stretch of this training.
         """
-        if self._loader_noise is None:
-            pairs = [(stretch(i), stretch(i)) for i in range(LOADER_NOISE_PAIRS)]
-            self._loader_noise = Noise.of(pairs, one_thread=False)
-        return self._loader_noise
+        missing = range(len(self._loop_pairs), FEWEST_NOISE_PAIRS)
+        self._loop_pairs += [(stretch(i), stretch(i)) for i in missing]
+        return Noise.of(self._loop_pairs, one_thread=False)
 
     @property
     def known_noise(self) -> float | None:
@@ -204,6 +202,11 @@ class Bench:
     def is_long(self) -> bool:
         """True if an update is so long that the effects of toggling a candidate on its time are negligible."""
         return self.update_seconds > LONG_UPDATE
+
+    @property
+    def is_slow(self) -> bool:
+        """True if an update and the wait for its batches take so long that loops must settle and change rarely."""
+        return self.job.spec.accumulate * self.pace.total_ms / 1e3 > LONG_UPDATE
 
     @property
     def updates_per_block(self) -> int:
@@ -236,8 +239,7 @@ class Bench:
             steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_NOISE_PAIRS
         if self.rewindable:
             with closing(LoaderTimer(job, job.data.source)) as track:
-                untimed = int(not is_long or track.queue > 0)  # the first stretch starts the workers
-                blocks = [track.stretch(steps, settle=0 if i else untimed) for i in range(stretches)]
+                blocks = self._stretches(track, steps, stretches)
             pace = track.pace
         else:
             turns = [range(i * steps, (i + 1) * steps) for i in range(stretches)]
@@ -245,10 +247,23 @@ class Bench:
             step = median(wall for block in blocks for wall in block.wall)
             pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
         self.rewind()
-        if is_long and not self._noise:
-            pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
-            self._noise[torch.get_num_threads()] = Noise.of(pairs, one_thread=False)
+        if is_long and len(blocks) > 1 and not self._noise:
+            self._noise[torch.get_num_threads()] = Noise.of(pairs_of(blocks), one_thread=False)
         return pace
+
+    def _stretches(self, track: LoaderTimer, steps: int, stretches: int) -> list[Block]:
+        """Return stretches of training from a loader: single updates if they are slow, and else one after an update."""
+        update = self.job.spec.accumulate
+        track.settle(update if track.queue else 0)  # workers start
+        blocks = [track.stretch(update)]
+        if update * blocks[0].mean > LONG_UPDATE:
+            blocks += [track.stretch(update) for _ in range(1, max(2, stretches))]
+            self._loop_pairs = self._loop_pairs or pairs_of(blocks)
+        else:
+            track.discard()
+            blocks = [track.stretch(steps)]
+        self._busy = self._busy if track.queue else track.busy
+        return blocks
 
     @property
     def memory(self) -> int | None:
@@ -292,64 +307,36 @@ class Bench:
                 self._results[key] = results
         return results
 
-    def costs(self) -> dict[str, Any]:
-        """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
-
-        The fields are ``step_bytes``, ``phases`` and, if the loader can be rewound, ``loader_per_second``.
-        """
-        told: dict[str, Any] = {}
-        if self._affords(FEWEST_UPDATES * self.job.spec.accumulate * self.pace.step_ms):
-            told |= {"step_bytes": self.memory, "phases": self.phases()}
-        if self.rewindable:
-            self.rewind()
-            # A loader that fails here fails in training too, or has failed in its trial. Here its rate is only unknown.
-            with closing(LoaderTimer(self.job, self.job.data.source)) as track, suppress(Exception):
-                if self._affords(track.fewest_alone * self.pace.total_ms):
-                    told["loader_per_second"] = track.alone()
-            self.rewind()
-        return told
-
-    def _affords(self, ms: float) -> bool:
-        return ms / 1e3 <= COSTS_SHARE * self.budget.seconds
-
-    def phases(self) -> dict[str, float]:
-        """Return the share of each phase in an update's time, with the kept candidates."""
-        counter = MfuCounter(device=self.job.spec.device, phases_every=1)
-        self.rewind()
-        self.update(0)  # warms up
-        begun = time.perf_counter()
-        for i in range(1, 1 + PHASE_UPDATES):
-            with counter.step() as step:
-                self.update(i, step.phase)
-            if time.perf_counter() - begun > PHASE_SECONDS:
-                break
-        synchronize(self.job.spec.device)
-        phases = counter.total.phases
-        self.rewind()
-        if phases is None:  # no phases on a GPU that this build has no code for
-            return {}
-        named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
-        whole = phases.total
-        return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
-
     def stretch_steps(self) -> int:
         """Return the number of batches per stretch: long enough to time, and whole updates."""
-        step_seconds = self.pace.total_ms / 1e3
+        step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
         fewest = 4 if step_seconds <= LONG_UPDATE else 1
-        return self._whole_updates(min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds))))
+        steps = min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds)))
+        return per_update * math.ceil(steps / per_update)
 
     def pair_seconds(self) -> float:
-        """Return the seconds of a stretch with each of two loops as fast as this one, warm-up included."""
-        untimed = 0 if self.is_long else self.job.spec.accumulate
-        return 2 * (self.stretch_steps() + untimed) * self.pace.total_ms / 1e3
+        """Return the seconds of a stretch with each of two loops like this one, with settling and resting."""
+        workers, queue = workers_and_queue(self.job, self.job.data.source)
+        batches = max(self.stretch_steps(), workers) + max(self._untimed_steps(), queue)
+        return 2 * batches * self.pace.total_ms / 1e3
+
+    def _untimed_steps(self) -> int:
+        """Return the number of untimed batches before a stretch. Effects of a change on long updates are negligible."""
+        return 0 if self.is_slow else self.job.spec.accumulate
 
     @property
     def fewest_seconds(self) -> float:
         """Seconds of the shortest trial that shows a gain of two, without its setup."""
         return FEWEST_TRIAL_UPDATES * self.job.spec.accumulate * self.pace.total_ms / 1e3
 
-    def _whole_updates(self, steps: int) -> int:
-        return self.job.spec.accumulate * math.ceil(steps / self.job.spec.accumulate)
+    @property
+    def fewest_loader_seconds(self) -> float:
+        """Seconds of the shortest trial of a loader that shows a large gain, without its setup.
+
+        A batch of the other loader is assumed to take as long, because its first one does.
+        """
+        stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_PAIRS)
+        return stretches * self.stretch_steps() * self.pace.total_ms / 1e3
 
     def trial(
         self,
@@ -381,34 +368,24 @@ class Bench:
     ) -> Iterator[tuple[Measure, Measure]]:
         """Yield two functions that measure a stretch of training, from the old and from the new loader.
 
-        Each loader first drains its queue, and continues until the other's workers have filled theirs. At least one
-        untimed update precedes each stretch, as in ``blocks``.
-
         Args:
             old: the baseline.
             new: the candidate.
             on_for_new: candidates that are on only while ``new`` runs.
             scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
-        try:
-            steps, fewest = self.stretch_steps(), int(not self.is_long)
-
-            def stretch_old(_: int) -> Block:
-                self.progress.refresh()
-                for candidate in reversed(on_for_new):
-                    candidate.disable()
-                return old.stretch(steps, max(fewest, old.queue), rest=new.refill_seconds).scaled(scale)
-
-            def stretch_new(_: int) -> Block:
-                self.progress.refresh()
-                for candidate in on_for_new:
-                    candidate.enable()
-                return new.stretch(steps, max(fewest, new.queue), rest=old.refill_seconds)
-
-            yield stretch_old, stretch_new
-        finally:
-            old.close()
-            new.close()
+        loops = LoaderLoops(
+            old,
+            new,
+            self.progress,
+            steps=self.stretch_steps(),
+            settle=self._untimed_steps(),
+            busy=self._busy,
+            on_for_new=on_for_new,
+            scale=scale,
+        )
+        with closing(loops):
+            yield loops.old, loops.new
 
 
 @contextmanager

@@ -37,6 +37,11 @@ class Budget:
         end = min(self.seconds - self._race_seconds, (1 - self._race_share) * self.seconds)
         return max(0.0, end - self.spent)
 
+    @property
+    def left_with_race(self) -> float:
+        """Remaining seconds for a trial that can replace the race; never negative."""
+        return max(0.0, self.seconds - self.spent)
+
     def reserve(self, seconds: float) -> None:
         """Leave at least so many seconds for the race, up to a share of the budget."""
         self._race_seconds = min(seconds, MOST_FOR_RACE * self.seconds)
@@ -49,11 +54,13 @@ class Budget:
         """Return True if a trial that takes about ``estimate`` seconds may start."""
         return self.left > 0 and estimate <= self.left
 
-    def deadlines(self, at_most: float) -> tuple[float, float]:
+    def deadlines(self, at_most: float, *, with_race: bool = False) -> tuple[float, float]:
         """Return the soft and the hard end of a trial, as ``time.perf_counter()`` values.
 
         Args:
             at_most: seconds until the soft end.
+            with_race: True for a trial that can replace the race.
         """
-        now, first = time.perf_counter(), min(at_most, self.left)
-        return now + first, now + max(first, self.left - self.later)
+        left = self.left_with_race if with_race else self.left
+        now, first = time.perf_counter(), min(at_most, left)
+        return now + first, now + max(first, left - self.later)

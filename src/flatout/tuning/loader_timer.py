@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
@@ -22,24 +23,46 @@ ALONE_SECONDS = 0.1
 
 
 class Stretch(NamedTuple):
-    """Measured stretch: seconds, the part of them spent on waiting, samples and batches."""
+    """Measured stretch.
+
+    Attributes:
+        seconds: wall time.
+        waited: the part of it spent on waiting for batches.
+        samples: number of samples.
+        steps: number of batches.
+        step_cpu: CPU seconds of this process between taking a batch and asking for the next one.
+        load_cpu: CPU seconds of this process while waiting for batches.
+    """
 
     seconds: float
     waited: float
     samples: int
     steps: int
+    step_cpu: float = 0.0
+    load_cpu: float = 0.0
 
 
 def pace_of(stretches: Iterable[Stretch]) -> Pace:
     """Return the means over the middle half of the stretches, by time, because outliers come from other processes."""
     ordered = sorted(stretches, key=lambda stretch: stretch.seconds / stretch.steps)
     outer = len(ordered) // 4
-    seconds, waited, samples, steps = map(sum, zip(*ordered[outer : len(ordered) - outer], strict=True))
+    seconds, waited, samples, steps, cpu, _ = map(sum, zip(*ordered[outer : len(ordered) - outer], strict=True))
     return Pace(
         step_ms=1e3 * (seconds - waited) / steps,
         load_ms=1e3 * waited / steps,
         samples_per_second=samples / seconds,
+        cpu_ms=1e3 * cpu / steps,
     )
+
+
+def workers_and_queue(job: Job, loader: Iterable[Any]) -> tuple[int, int]:
+    """Return the number of batches that a loader makes at once, at least 1, and the number that it makes in advance."""
+    base = base_of(loader)
+    workers = 0 if base is None else base.num_workers
+    queue = workers * (base.prefetch_factor or 0) if base is not None else 0
+    if isinstance(loader, InMemoryLoader) or job.spec.device.type == "cuda":
+        queue += PREFETCHED
+    return max(1, workers), queue
 
 
 class LoaderTimer:
@@ -53,54 +76,84 @@ class LoaderTimer:
 
     def __init__(self, job: Job, loader: Iterable[Any]) -> None:
         self._job = job
-        self.queue = 0
+        self._workers, self.queue = workers_and_queue(job, loader)
         """Number of batches that may be ready when a stretch begins, made during the other loader's turn."""
-        self._workers = 1
-        base = base_of(loader)
-        if base is not None:
+        if base_of(loader) is not None:
             loader = clone_loader(loader)
-            self._workers = max(1, base.num_workers)
-            self.queue = base.num_workers * (base.prefetch_factor or 0)
         if isinstance(loader, InMemoryLoader):
             loader = loader.clone()
-        if isinstance(loader, InMemoryLoader) or job.spec.device.type == "cuda":
-            self.queue += PREFETCHED
         self.refill_seconds = 0.0
         """Seconds in which this queue fills at the rate of the latest stretch."""
         self._batches = _endless(Prefetcher(loader, job.spec.device))
         self._stretches: list[Stretch] = []
+        self._round_seconds = math.inf
+        self._is_started = False
+        self._is_empty = True
 
-    def stretch(self, steps: int, settle: int, rest: float = 0.0) -> Block:
-        """Train for ``steps`` batches, after some untimed ones.
+    def empty_queue(self) -> None:
+        """Take the batches that were made during the other loader's turn, without training.
+
+        A full queue hides for many steps that a loader is slower than the step. From an empty queue, steps wait for
+        such a loader at once.
+        """
+        if self._is_started:  # a queue that was never filled is empty
+            for _ in range(self.queue):
+                next(self._batches)
+            self._is_empty = True
+
+    def settle(self, steps: int, rest: float = 0.0) -> None:
+        """Train without timing.
 
         Args:
-            steps: number of timed batches.
-            settle: minimum of untimed batches, in whole updates.
-            rest: minimum of untimed seconds, in which another loader's workers fill their queue and stop.
-
-        Returns:
-            A block whose only time is the mean of the timed batches. Waits for batches are rare and long, and a
-            quartile would hide them.
+            steps: minimum of batches, in whole updates. The wait for the first batch of an empty queue must be untimed.
+            rest: minimum of seconds, in which another loader's workers fill their queue and stop.
         """
         begin, settled = time.perf_counter(), 0
-        while settled < settle or time.perf_counter() < begin + rest:
+        while settled < steps or time.perf_counter() < begin + rest:
             for _ in range(self._job.spec.accumulate):
-                self._job.stepper.step(next(self._batches))
+                asked = time.perf_counter()
+                batch = next(self._batches)
+                if self._is_empty:
+                    self._round_seconds, self._is_empty = time.perf_counter() - asked, False
+                self._job.stepper.step(batch)
+                settled += 1
             synchronize(self._job.spec.device)
-            settled += self._job.spec.accumulate
-        synchronize(self._job.spec.device)
-        start, cpu, waited, samples = time.perf_counter(), time.process_time(), 0.0, 0
-        for _ in range(steps):
-            asked = time.perf_counter()
+        self._is_started = self._is_started or settled > 0
+
+    def stretch(self, steps: int) -> Block:
+        """Train for ``steps`` batches or more.
+
+        Workers that keep up send a batch at any time, and others send their batches in rounds. A stretch therefore
+        lasts for whole rounds, or for the time of rounds if there are fewer batches in it.
+
+        Returns:
+            A block whose only time is the mean of the batches. Waits for batches are rare and long, and a
+            quartile would hide them.
+        """
+        job = self._job
+        rounds = math.ceil(steps / self._workers)
+        synchronize(job.spec.device)
+        start, cpu, samples, done = time.perf_counter(), time.process_time(), 0, 0
+        waited = load_cpu = 0.0
+        while (
+            done < steps
+            or done % job.spec.accumulate
+            or (done < rounds * self._workers and time.perf_counter() < start + rounds * self._round_seconds)
+        ):
+            asked, asked_cpu = time.perf_counter(), time.process_time()
             batch = next(self._batches)
             waited += time.perf_counter() - asked
-            self._job.stepper.step(batch)
+            load_cpu += time.process_time() - asked_cpu
+            job.stepper.step(batch)
             samples += batch_size_of(batch)
-        synchronize(self._job.spec.device)
+            done += 1
+        synchronize(job.spec.device)
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
-        self._stretches.append(Stretch(took, waited, samples, steps))
-        self.refill_seconds = self.queue * took / steps
-        return Block((took / steps,), cpu / steps)
+        self._stretches.append(Stretch(took, waited, samples, done, cpu - load_cpu, load_cpu))
+        rounds = math.ceil(self.queue / self._workers)
+        self.refill_seconds = min(self.queue * took / done, rounds * self._round_seconds)
+        self._is_started, self._is_empty = True, False
+        return Block((took / done,), cpu / done)
 
     @property
     def fewest_alone(self) -> int:
@@ -122,6 +175,16 @@ class LoaderTimer:
             synchronize(self._job.spec.device)
             took = time.perf_counter() - start
         return samples / took
+
+    def discard(self) -> None:
+        """Forget the stretches so far, because they warmed up."""
+        self._stretches.clear()
+
+    @property
+    def busy(self) -> float:
+        """Share of a core that this process keeps busy while it waits for batches; 1 without stretches."""
+        waited = sum(stretch.waited for stretch in self._stretches)
+        return sum(stretch.load_cpu for stretch in self._stretches) / waited if waited else 1.0
 
     @property
     def pace(self) -> Pace:

@@ -17,6 +17,11 @@ Pair = tuple[Block, Block]
 """Neighboring blocks of the baseline and of the candidate."""
 
 
+def pairs_of(blocks: Sequence[Block]) -> list[Pair]:
+    """Return the pairs of blocks that follow each other. Each block is in one pair at most."""
+    return list(zip(blocks[::2], blocks[1::2], strict=False))
+
+
 def difference(pair: Pair, statistic: Statistic) -> float:
     """Return the log ratio of baseline time to candidate time."""
     baseline, candidate = pair

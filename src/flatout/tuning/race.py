@@ -15,6 +15,7 @@ from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechn
 from flatout.tuning.bench import Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.ledger import Decision
+from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from flatout.tuning.noise import difference
 from flatout.tuning.statistics import fixed_gain
@@ -23,6 +24,9 @@ from flatout.tuning.verification import scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The time of the first pair fixes the number."""
+
+LARGE_GAIN, FEWEST_FOR_LARGE = 1.5, 3
+"""Gain that is shown by trials before the race, and the fewest pairs of a race that repeats it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,19 @@ def race(bench: Bench) -> RaceResult:
     A trial measures one technique, with those kept before it in use. The race measures the gain of all techniques
     that won a trial. Kept techniques that won none, such as forced ones, are on in both loops. The techniques are
     reverted one at a time, the one with the least certain gain first.
+
+    A trial of the only technique that won, a loader's, has compared the same two loops. It replaces a race for which no
+    time is left.
     """
     budget = bench.budget
     if budget.seconds == 0:
         return RaceResult(None, None)
     budget.begin_race()
+    if (trial := _trial_of_both(bench)) is not None and budget.left < _fewest_pairs(bench) * trial.pair_seconds:
+        return RaceResult(trial.before, trial.after, trial.gain)
     result = RaceResult(bench.pace, bench.pace)
     while bench.ledger.won:
-        result = race_once(bench)
+        result = race_once(bench, _fewest_pairs(bench))
         assert result.gain is not None
         if result.gain.low > NO_SLOWER:
             return result
@@ -68,6 +77,21 @@ def race(bench: Bench) -> RaceResult:
 def shortest_race(bench: Bench) -> float:
     """Return the seconds of a race of the fewest pairs."""
     return FEWEST_PAIRS * bench.pair_seconds()
+
+
+def _fewest_pairs(bench: Bench) -> int:
+    """Return the fewest pairs of a race. Their number depends on earlier trials only, so its interval is valid."""
+    gains = [decision.row.gain for decision in bench.ledger.won]
+    shown = math.prod(gain.low for gain in gains if gain is not None)
+    return FEWEST_FOR_LARGE if shown > LARGE_GAIN else FEWEST_PAIRS
+
+
+def _trial_of_both(bench: Bench) -> LoaderComparison | None:
+    """Return the trial of a loader that compared the original loop with the tuned one; None if there is none."""
+    trial, data = bench.comparison, bench.job.data
+    if trial is None or len(bench.ledger.won) != 1 or trial.old is not data.loader or trial.new is not data.source:
+        return None
+    return trial
 
 
 def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
@@ -91,7 +115,7 @@ def _measure(bench: Bench, fewest: int) -> RaceResult:
     keeps_cpu_time = _keep_cpu_time(bench.ledger.won)
     statistic = bench.noise.statistic(keeps_cpu_time=True) if keeps_cpu_time else "wall"
     with _loops(bench, candidates) as loops:
-        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new)
+        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=bench.is_slow)
         first = next(measured)
         affordable = bench.budget.left / 2 / (time.perf_counter() - begun)
         count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))

@@ -17,6 +17,7 @@ from flatout.tuning.batch_size_stage import apply_batch_size
 from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.combination_stage import decide_factors
+from flatout.tuning.costs import costs_of
 from flatout.tuning.ledger import Decision
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session
@@ -107,7 +108,7 @@ def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
             session.progress.budget = bench.budget
             bench.budget.reserve(shortest_race(bench))
         peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
-        return Baseline(peak, bench.costs() if session.measures and not is_brief else {})
+        return Baseline(peak, costs_of(bench) if session.measures and not is_brief else {})
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
@@ -132,7 +133,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
     job, bench = session.job, session.bench
     peak, _ = peak_of(job.spec, measure=bench.budget.seconds > 0)
     before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
-    after = _completed(result.after, job, peak, bench.costs() if session.measures else {})
+    after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
     verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
     for technique in REGISTRY:
         if isinstance(technique, Advice):

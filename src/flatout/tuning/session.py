@@ -43,6 +43,9 @@ from flatout.tuning.tuner import Tuner
 DEFAULT_EPOCHS = 10
 """Epochs of a training without ``expected_steps``."""
 
+TRIAL_BATCH_SECONDS = 0.5
+"""Seconds of loading after which two batches are enough for trials."""
+
 LONGEST_EPOCH = 10**7
 """Number of batches above which a loader's length counts as unknown.
 
@@ -255,7 +258,7 @@ class Session:
             ValueError: the loader yields no batch, no tensor, or an empty batch.
         """
         if self.bench.rewindable:
-            taken = first_batches(self.loader, TRIAL_BATCHES)
+            taken = first_batches(self.loader, TRIAL_BATCHES, TRIAL_BATCH_SECONDS)
         else:
             self.job.data.source = source = ReplayBuffer(self.loader, TRIAL_BATCHES)
             taken = source.read

@@ -42,15 +42,21 @@ Measure = Callable[[int], Block]
 """Function that measures block ``i`` with one configuration."""
 
 
-def measure_pairs(baseline: Measure, candidate: Measure) -> Iterator[Pair]:
+def measure_pairs(baseline: Measure, candidate: Measure, *, alternates: bool = False) -> Iterator[Pair]:
     """Yield pairs without end, each in random order.
 
     Alternating orders would cancel linear drift, but resonate with periodic disturbances. The same random order in
     every trial would resonate, too.
+
+    Args:
+        baseline: measures block ``i`` of the baseline.
+        candidate: measures block ``i`` of the candidate.
+        alternates: True to begin with the baseline, and each other pair with the configuration that the last pair
+            ended with. This halves the number of changes, which may take longer than the blocks.
     """
     order = random.Random(next(_seeds))
     for i in itertools.count():
-        if order.random() < 0.5:
+        if i % 2 == 0 if alternates else order.random() < 0.5:
             old = baseline(i)
             yield old, candidate(i)
         else:
@@ -78,21 +84,33 @@ class PairedTrial:
         self.pairs.append(pair)
         self._sequence.add(difference(pair, self.statistic))
 
-    def run(self, baseline: Measure, candidate: Measure, soft: float, hard: float) -> None:
-        """Add pairs until the verdict is clear or the time is up. One pair is always added.
+    def run(
+        self,
+        baseline: Measure,
+        candidate: Measure,
+        soft: float,
+        hard: float,
+        *,
+        fewest: int = 1,
+        alternates: bool = False,
+    ) -> None:
+        """Add pairs until the verdict is clear or the time is up.
 
         Args:
             baseline: measures block ``i`` of the baseline.
             candidate: measures block ``i`` of the candidate, on the same batches.
             soft: ``time.perf_counter()`` after which a close call continues only if ``hard`` leaves enough time for it.
             hard: ``time.perf_counter()`` after which no pair starts.
+            fewest: number of pairs that the time does not limit.
+            alternates: as in ``measure_pairs``.
         """
         begun, earlier = time.perf_counter(), len(self.pairs)
-        for pair in itertools.islice(measure_pairs(baseline, candidate), MOST_PAIRS):
+        pairs = measure_pairs(baseline, candidate, alternates=alternates)
+        for pair in itertools.islice(pairs, MOST_PAIRS):
             self.add(pair)
             now = time.perf_counter()
             pair_seconds = (now - begun) / (len(self.pairs) - earlier)
-            if self.verdict != "undecided" or now > hard:
+            if self.verdict != "undecided" or (now > hard and len(self.pairs) >= fewest):
                 break
             if now > soft and len(self.pairs) >= FEWEST_UNDECIDED and now + self._pairs_missing * pair_seconds > hard:
                 break

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from flatout.core import formatting
 from flatout.core.batches import tensors_within
@@ -24,10 +23,11 @@ from flatout.techniques import (
 from flatout.tuning.acceptance import saves_bytes
 from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
 from flatout.tuning.block import Block
+from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.noise import Pair
 from flatout.tuning.timing import seconds
-from flatout.tuning.trial import PairedTrial
+from flatout.tuning.trial import FEWEST_PAIRS, PairedTrial
 from flatout.tuning.verification import is_verified, scale_of, verify
 
 HOPELESS = 3.0
@@ -160,21 +160,32 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
     return trial
 
 
-def loader_trial(bench: Bench, candidate: LoaderCandidate, made: list[Any], *, has_other_merits: bool = False) -> Trial:
+def loader_trial(
+    bench: Bench, candidate: LoaderCandidate, found: list[LoaderComparison], *, has_other_merits: bool = False
+) -> Trial:
     """Time training from a candidate against training from the present loader.
 
     Args:
         bench: the training.
         candidate: the loader to try.
-        made: receives the loader that ``candidate`` makes.
+        found: receives the comparison, with the loader that ``candidate`` makes.
         has_other_merits: True if the candidate needs only be no slower.
     """
     job = bench.job
     bench.rewind()
-    setup = seconds(lambda: made.append(candidate.make()), torch.device("cpu"))
-    with bench.loops(LoaderTimer(job, job.data.source), LoaderTimer(job, made[0])) as (old, new):
+    begun = time.perf_counter()
+    made = candidate.make()
+    setup = time.perf_counter() - begun
+    timers = LoaderTimer(job, job.data.source), LoaderTimer(job, made)
+    with bench.loops(*timers) as (old, new):
         paired = PairedTrial(bench.loader_noise(old), has_other_merits=has_other_merits)
-        paired.run(old, new, *bench.budget.deadlines(TRIAL_SECONDS))
+        begun = time.perf_counter()
+        # The trial of the only technique that wins can replace the race, and so may take its time.
+        deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
+        paired.run(old, new, *deadlines, fewest=FEWEST_PAIRS, alternates=bench.is_slow)
+        pair_seconds = (time.perf_counter() - begun) / len(paired.pairs)
+    before, after = (timer.pace for timer in timers)
+    found.append(LoaderComparison(job.data.source, made, before, after, paired.gain, pair_seconds))
     return replace(paired.record(candidate.label, 1), setup_seconds=setup)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.report.model import Row, Trial
+from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     Candidate,
     LoaderCandidate,
@@ -28,6 +28,7 @@ from flatout.tuning.bench import TRIAL_SECONDS, Bench
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.forced import warm_up_forced
 from flatout.tuning.ledger import Decision
+from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.size_trials import SizeTrials, parts_that_fit
 from flatout.tuning.trial import KEEP_ABOVE
 from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial
@@ -152,17 +153,19 @@ class Tuner:
             return "deterministic=True: it may change the last bits, so no timing decides about it"
         if isinstance(technique, LoaderTechnique) and not bench.rewindable:
             return "the loader cannot be rewound: trying another in its place would lose samples"
-        if budget.left == 0:
+        left = budget.left_with_race if self._may_replace_race(technique) else budget.left
+        if left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
         saving = technique.most_saved(job, pace)
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
-            return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
+            return _why_nothing_to_save(technique, pace)
         estimate = technique.setup_estimate(job, pace)
-        shortest = estimate + bench.fewest_seconds
-        if not budget.fits(shortest):
+        of_loaders = isinstance(technique, LoaderTechnique)
+        shortest = estimate + (bench.fewest_loader_seconds if of_loaders else bench.fewest_seconds)
+        if shortest > left:
             return (
-                f"a trial takes about {shortest:.0f} s, and {budget.left:.0f} s of the budget of "
+                f"a trial takes about {shortest:.0f} s, and {left:.0f} s of the budget of "
                 f"{budget.seconds:.0f} s are left"
             )
         could_save = job.data.expected_steps * saving / 1e3
@@ -172,6 +175,10 @@ class Tuner:
                 f"in the {job.data.expected_steps:,} steps expected (expected_steps= says otherwise)"
             )
         return ""
+
+    def _may_replace_race(self, technique: Measured) -> bool:
+        """Return True if a trial can replace the race: it compares whole loops, and the older one is the original."""
+        return isinstance(technique, LoaderTechnique) and not self._bench.ledger.won
 
     # Techniques of the step
 
@@ -260,25 +267,25 @@ class Tuner:
     def _decide_loader(self, technique: LoaderTechnique) -> Row:
         bench = self._bench
         trials: list[Trial] = []
-        best: tuple[Trial, LoaderCandidate, Iterable[Any]] | None = None
+        best: tuple[Trial, LoaderCandidate, LoaderComparison] | None = None
         candidates = self._loaders_to_try(technique)
         is_sparing = isinstance(technique, SparingTechnique) and technique.spares(bench.job)
         suffices = spares if is_sparing else earns
         for candidate in candidates:
-            if bench.budget.left == 0:
+            if bench.budget.left == 0 and (trials or not self._may_replace_race(technique)):
                 break
-            made: list[Iterable[Any]] = []
-            run = partial(loader_trial, bench, candidate, made, has_other_merits=is_sparing)
+            found: list[LoaderComparison] = []
+            run = partial(loader_trial, bench, candidate, found, has_other_merits=is_sparing)
             trial = attempt(bench, candidate.label, run)
             trials.append(trial)
             if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
-                best = trial, candidate, made[0]
+                best = trial, candidate, found[0]
         bench.rewind()
         row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best or (None, candidates[0]))
         if best is None:
             return bench.ledger.add(Decision(row, is_open=is_open(trials)))
-        bench.use(best[2])
+        bench.use(best[2].new, best[2])
         return bench.ledger.add(Decision(row, "trial", best[1].value))
 
     def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
@@ -291,6 +298,12 @@ class Tuner:
             raise NothingBetter(formatting.first_line(error)) from error
         finally:
             self._bench.rewind()
+
+
+def _why_nothing_to_save(technique: Measured, pace: Pace) -> str:
+    if isinstance(technique, StepTechnique) and pace.cpu_ms is not None:
+        return f"computation takes {pace.cpu_ms:.2f} ms of the {pace.total_ms:.1f} ms of a batch: too little to save"
+    return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"
 
 
 def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> Row:

@@ -1,0 +1,72 @@
+"""Costs of a loop beyond its pace: memory and phases of a step, and the loader's own rate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from typing import Any
+
+from flatout.mfu import MfuCounter
+from flatout.tuning.bench import Bench
+from flatout.tuning.loader_timer import ALONE_SECONDS, LoaderTimer, workers_and_queue
+from flatout.tuning.timing import synchronize
+
+PHASE_UPDATES = 8
+PHASE_SECONDS = 0.25
+"""Limits of the phase measurement: a number of updates, and seconds after which no further update starts."""
+
+FEWEST_UPDATES = 4
+"""Two updates for the memory of a step, and two for its phases."""
+
+SHARE = 0.05
+"""Largest share of the budget for each of these measurements."""
+
+
+def costs_of(bench: Bench) -> dict[str, Any]:
+    """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
+
+    The fields are ``step_bytes``, ``phases`` and, if the loader can be rewound, ``loader_per_second``.
+    """
+    job, pace = bench.job, bench.pace
+    told: dict[str, Any] = {}
+    if _affords(bench, FEWEST_UPDATES * job.spec.accumulate * pace.step_ms):
+        if bench.phases is None:
+            bench.phases = _phases(bench)
+        told |= {"step_bytes": bench.memory, "phases": bench.phases}
+    _, queue = workers_and_queue(job, job.data.source)
+    if bench.rewindable and not queue and pace.load_ms >= 1e3 * ALONE_SECONDS:
+        told["loader_per_second"] = pace.samples_per_second / pace.load_fraction
+    elif bench.rewindable:
+        bench.rewind()
+        # A loader that fails here fails in training too, or has failed in its trial. Here its rate is only unknown.
+        with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception):
+            if _affords(bench, track.fewest_alone * pace.total_ms):
+                told["loader_per_second"] = track.alone()
+        bench.rewind()
+    return told
+
+
+def _affords(bench: Bench, ms: float) -> bool:
+    return ms / 1e3 <= SHARE * bench.budget.seconds
+
+
+def _phases(bench: Bench) -> Mapping[str, float]:
+    """Return the share of each phase in an update's time, with the kept candidates."""
+    counter = MfuCounter(device=bench.job.spec.device, phases_every=1)
+    bench.rewind()
+    bench.update(0)  # warms up
+    begun = time.perf_counter()
+    for i in range(1, 1 + PHASE_UPDATES):
+        with counter.step() as step:
+            bench.update(i, step.phase)
+        if time.perf_counter() - begun > PHASE_SECONDS:
+            break
+    synchronize(bench.job.spec.device)
+    phases = counter.total.phases
+    bench.rewind()
+    if phases is None:  # no phases on a GPU that this build has no code for
+        return {}
+    named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
+    whole = phases.total
+    return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
