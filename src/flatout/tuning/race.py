@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from flatout.core.batches import batch_size_of
 from flatout.report.model import Gain, Pace, Row, Statistic
-from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique
+from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique, Technique
 from flatout.tuning.bench import Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.ledger import Decision
@@ -25,8 +25,8 @@ from flatout.tuning.verification import scale_of
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The time of the first pair fixes the number."""
 
-LARGE_GAIN, FEWEST_FOR_LARGE = 1.5, 3
-"""Gain that is shown by trials before the race, and the fewest pairs of a race that repeats it."""
+LARGE_GAIN, FEWEST_IF_LARGE = 1.5, 3
+"""Gain that is shown by trials before the race, and the fewest pairs of a race that repeats it or has long updates."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def race(bench: Bench) -> RaceResult:
 
 def shortest_race(bench: Bench) -> float:
     """Return the seconds of a race of the fewest pairs."""
-    return FEWEST_PAIRS * bench.pair_seconds()
+    return _fewest_pairs(bench) * bench.pair_seconds()
 
 
 def _fewest_pairs(bench: Bench) -> int:
     """Return the fewest pairs of a race. Their number depends on earlier trials only, so its interval is valid."""
     gains = [decision.row.gain for decision in bench.ledger.won]
     shown = math.prod(gain.low for gain in gains if gain is not None)
-    return FEWEST_FOR_LARGE if shown > LARGE_GAIN else FEWEST_PAIRS
+    return FEWEST_IF_LARGE if shown > LARGE_GAIN or bench.is_long else FEWEST_PAIRS
 
 
 def _trial_of_both(bench: Bench) -> LoaderComparison | None:
@@ -176,9 +176,18 @@ def _step_loops(bench: Bench, candidates: Sequence[Candidate]) -> _Loops:
 
 def _keep_cpu_time(won: Sequence[Decision]) -> bool:
     """Return True if the CPU time of a step with all candidates is comparable with that of a step without."""
-    names = {decision.technique for decision in won}
-    techniques = [technique for technique in REGISTRY if technique.name in names]
+    techniques = [_technique_of(decision) for decision in won]
     return all(isinstance(technique, StepTechnique) and technique.keeps_cpu_time for technique in techniques)
+
+
+def _has_setup(decision: Decision) -> bool:
+    """Return True if the candidate of a decision compiles or records code."""
+    technique = _technique_of(decision)
+    return isinstance(technique, StepTechnique) and not technique.is_combinable
+
+
+def _technique_of(decision: Decision) -> Technique:
+    return next(technique for technique in REGISTRY if technique.name == decision.technique)
 
 
 def _least_certain(won: Sequence[Decision]) -> Sequence[Decision]:
@@ -222,8 +231,9 @@ def _revert(bench: Bench, decisions: Sequence[Decision], gain: Gain) -> None:
     if any(decision.candidate is None for decision in decisions):
         bench.use(bench.job.data.loader)
     bench.forget()
-    for batch in bench.job.data.batches:  # code that was compiled for the reverted techniques compiles again
-        bench.job.stepper.step(batch)
+    if any(_has_setup(decision) for decision in bench.ledger.decisions if decision.candidate is not None):
+        for batch in bench.job.data.batches:  # code that was compiled for the reverted techniques compiles again
+            bench.job.stepper.step(batch)
     broken = [d for d in bench.ledger.won if d.candidate is not None and d.candidate.failure]
     if broken:
         _revert(bench, broken, gain)
