@@ -62,10 +62,12 @@ def test_the_trial_of_the_only_technique_replaces_a_race_that_has_no_time_left(
 
 
 @pytest.mark.parametrize(("lows", "fewest"), [([5.0], 3), ([1.4], 5), ([1.3, 1.3], 3), ([None, 1.02], 5), ([None], 5)])
-def test_a_race_of_a_large_gain_needs_fewer_pairs(lows: list[float | None], fewest: int) -> None:
+def test_a_race_of_a_large_gain_or_of_long_updates_needs_fewer_pairs(lows: list[float | None], fewest: int) -> None:
     won = [SimpleNamespace(row=SimpleNamespace(gain=None if low is None else Gain(low, low, low))) for low in lows]
-    bench: Any = SimpleNamespace(ledger=SimpleNamespace(won=won))
+    bench: Any = SimpleNamespace(ledger=SimpleNamespace(won=won), is_long=False)
     assert race._fewest_pairs(bench) == fewest
+    bench.is_long = True
+    assert race._fewest_pairs(bench) == 3
 
 
 @pytest.mark.parametrize(("works", "code"), [(True, None), (False, "computation-negligible")])
