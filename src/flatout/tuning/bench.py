@@ -27,7 +27,7 @@ from flatout.tuning.noise import Noise, Pair, pairs_of
 from flatout.tuning.progress import Progress
 from flatout.tuning.step_memory import step_memory
 from flatout.tuning.timing import seconds, timed_block
-from flatout.tuning.trial import FEWEST_PAIRS, Measure, PairedTrial
+from flatout.tuning.trial import FEWEST_UNDECIDED, Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0
 """Time limit for the pairs of one trial, in seconds, until all techniques were tried. Set-up is extra."""
@@ -335,7 +335,7 @@ class Bench:
 
         A batch of the other loader is assumed to take as long, because its first one does.
         """
-        stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_PAIRS)
+        stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_UNDECIDED)
         return stretches * self.stretch_steps() * self.pace.total_ms / 1e3
 
     def trial(

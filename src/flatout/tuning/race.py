@@ -112,8 +112,8 @@ def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
 
 def _measure(bench: Bench, fewest: int) -> RaceResult:
     candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
-    keeps_cpu_time = _keep_cpu_time(bench.ledger.won)
-    statistic = bench.noise.statistic(keeps_cpu_time=True) if keeps_cpu_time else "wall"
+    noise = bench.noise
+    statistic = noise.statistic(keeps_cpu_time=_keep_cpu_time(bench.ledger.won))
     with _loops(bench, candidates) as loops:
         begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=bench.is_slow)
         first = next(measured)
@@ -121,7 +121,8 @@ def _measure(bench: Bench, fewest: int) -> RaceResult:
         count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
         pairs = [first, *itertools.islice(measured, count - 1)]
         statistic = statistic if loops.computes_itself else "wall"
-        gain = fixed_gain([difference(pair, statistic) for pair in pairs])
+        floor = noise.mean if statistic == "wall" and bench.rewindable else noise.floors[statistic]
+        gain = fixed_gain([difference(pair, statistic) for pair in pairs], floor)
         return RaceResult(*loops.paces(), gain, statistic)
 
 

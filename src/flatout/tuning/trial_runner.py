@@ -27,7 +27,7 @@ from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.noise import Pair
 from flatout.tuning.timing import seconds
-from flatout.tuning.trial import FEWEST_PAIRS, PairedTrial
+from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
 from flatout.tuning.verification import is_verified, scale_of, verify
 
 HOPELESS = 3.0
@@ -182,7 +182,7 @@ def loader_trial(
         begun = time.perf_counter()
         # The trial of the only technique that wins can replace the race, and so may take its time.
         deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
-        paired.run(old, new, *deadlines, fewest=FEWEST_PAIRS, alternates=bench.is_slow)
+        paired.run(old, new, *deadlines, fewest=FEWEST_UNDECIDED, alternates=bench.is_slow)
         pair_seconds = (time.perf_counter() - begun) / len(paired.pairs)
     before, after = (timer.pace for timer in timers)
     found.append(LoaderComparison(job.data.source, made, before, after, paired.gain, pair_seconds))
