@@ -3,18 +3,24 @@
 A :class:`Machine` converts the work of training steps, in seconds on an idle core, to wall time and CPU time. The
 training has one thread on two cores. Other busy processes take time slices of about 3 ms and increase its CPU time.
 Further noise comes from stalls, a random walk and a trend of the clock, garbage collection, heavy tails and thermal
-throttling.
+throttling. The model is compiled from machine.cpp.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from dataclasses import dataclass
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
 
 from flatout.tuning.block import Block
 
-CORES = 2
 SLICE = 0.003
 """Mean time slice of the scheduler, in seconds."""
 
@@ -80,8 +86,36 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+"""Mark of tests that run a machine."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.so"
+        source = Path(__file__).with_name("machine.cpp")
+        subprocess.run(["g++", "-std=c++20", "-O2", "-shared", "-fPIC", source, "-o", file], check=True)
+        library = ctypes.CDLL(str(file))
+    library.machine_bytes.restype = ctypes.c_int64
+    library.machine_create.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    library.machine_block.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_double,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    return library
+
+
 class Machine:
     """Simulated machine whose clocks advance with the work of training steps.
+
+    Args:
+        scenario: noise of the machine.
+        seed: seed of all random numbers.
 
     Attributes:
         wall: wall time since the start, in seconds.
@@ -90,106 +124,21 @@ class Machine:
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.wall = self.cpu = 0.0
-        self._scenario = scenario
-        self._random = random.Random(seed)
-        self._busy = scenario.busy
-        self._share = 1.0
-        self._waits = 1.0
-        """Number of processes that share a core."""
-        self._speed = self._contention = 1.0
-        self._speed_until = self._share_until = self._changes_at = 0.0
-        self._busy_until = 0.0 if scenario.comes_and_goes else math.inf
-        self._slice_left = self._slices(SLICE)
-        self._next_stall = self._interval(scenario.stalls)
-        self._next_pause = scenario.pause_every * self._random.random() or math.inf
-        self._stalls_at = min(self._next_stall, self._next_pause)
-        self._phase = 6 * self._random.random()
-
-    def work(self, seconds: float) -> None:
-        """Advance both clocks by a step of ``seconds`` on an idle core."""
-        scenario, draw = self._scenario, self._random
-        if scenario.tail and draw.random() < scenario.tail:
-            seconds *= draw.paretovariate(1.5)
-        left = seconds * math.exp(draw.gauss(0.0, scenario.jitter))
-        if self._busy > 1:
-            left *= 1 + scenario.contention * draw.random()
-        while left > 0:
-            if self.wall >= self._changes_at:
-                self._change()
-            waits = self._waits
-            chunk = min(left, 0.05)
-            if waits > 1 and chunk > self._slice_left:
-                chunk = self._slice_left if left < 0.05 else chunk
-            took = chunk * self._speed * self._contention
-            if scenario.throttled != 1 and (self.wall + self._phase) % 6 < 3:
-                took *= scenario.throttled
-            self.cpu += took
-            self.wall += took
-            left -= chunk
-            if waits > 1:
-                self._slice_left -= chunk
-                if self._slice_left <= 1e-12:
-                    self._preempt(waits)
-            if self.wall >= self._stalls_at:
-                self._stall()
-
-    def _change(self) -> None:
-        """Update speed and load."""
-        scenario, draw = self._scenario, self._random
-        while self.wall >= self._speed_until:
-            drift = draw.gauss(0.0, scenario.walk * math.sqrt(0.1)) + scenario.trend * 0.1
-            self._speed = min(SLOWEST, self._speed * math.exp(drift))
-            self._contention = 1 + scenario.contention * draw.random() * (self._busy > 1)
-            self._speed_until += 0.1
-        while self.wall >= self._share_until:
-            self._share = math.exp(draw.gauss(0.0, 0.25))
-            self._share_until += SHARE_SECONDS
-        while self.wall >= self._busy_until:
-            self._busy = draw.choice((0, 0, 2, 4, 8))
-            self._busy_until += draw.expovariate(0.5)
-        self._waits = max(1.0, (self._busy + 1) / CORES * self._share) if self._busy > 1 else 1.0
-        self._changes_at = min(self._speed_until, self._share_until, self._busy_until)
-
-    def _preempt(self, waits: float) -> None:
-        """Wait for the slices of other processes, at the end of a slice or of several."""
-        slices = 1 - self._slice_left / SLICE
-        self.wall += self._slices(SLICE * (waits - 1), slices)
-        if self._scenario.refill:
-            refill = self._random.gammavariate(slices, self._scenario.refill)  # exponential for one slice
-            self.wall += refill
-            self.cpu += refill
-        self._slice_left = self._slices(SLICE)
-
-    def _stall(self) -> None:
-        """Wait for the stalls and garbage collections that are due."""
-        scenario = self._scenario
-        while self.wall >= self._next_stall:
-            self.wall += self._random.expovariate(1 / scenario.stall_seconds)
-            self._next_stall += self._interval(scenario.stalls)
-        while self.wall >= self._next_pause:
-            self.wall += scenario.pause_seconds
-            self.cpu += scenario.pause_seconds
-            self._next_pause += scenario.pause_every
-        self._stalls_at = min(self._next_stall, self._next_pause)
-
-    def _slices(self, mean: float, count: float = 1.0) -> float:
-        """Return the sum of ``count`` times with a gamma distribution of shape 4."""
-        if count != 1:
-            return self._random.gammavariate(4 * count, mean / 4)
-        draw = self._random.random  # the sum of four exponentials is faster than ``gammavariate``
-        return -mean / 4 * math.log((1 - draw()) * (1 - draw()) * (1 - draw()) * (1 - draw()))
-
-    def _interval(self, rate: float) -> float:
-        return self._random.expovariate(rate) if rate else math.inf
+        library = _library()
+        self._block = library.machine_block
+        self._memory = ctypes.create_string_buffer(library.machine_bytes())
+        self._totals = (ctypes.c_double * 3)()
+        fields = [float(field) for field in astuple(scenario)]
+        constants = (SLICE, SHARE_SECONDS, SLOWEST, LAYOUT)
+        library.machine_create(self._memory, _doubles(fields), _doubles(constants), seed)
 
     def block(self, step: float, updates: int, *, warm_up: bool = True) -> Block:
         """Return the times of ``updates`` updates of ``step`` seconds, after an untimed one if ``warm_up``."""
-        step *= math.exp(self._random.gauss(0.0, LAYOUT))
-        if warm_up:
-            self.work(step)
-        walls, before = [], self.cpu
-        for _ in range(updates):
-            start = self.wall
-            self.work(step)
-            walls.append(self.wall - start)
-        return Block(tuple(walls), (self.cpu - before) / updates, waits=0)
+        walls = (ctypes.c_double * updates)()
+        self._block(self._memory, step, updates, warm_up, walls, self._totals)
+        cpu, self.wall, self.cpu = self._totals
+        return Block(tuple(walls), cpu / updates, waits=0)
+
+
+def _doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(values))(*values)

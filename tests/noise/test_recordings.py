@@ -15,7 +15,7 @@ from flatout.tuning.block import Block, Statistic
 from flatout.tuning.noise import Noise, Pair, difference
 from flatout.tuning.trial import PairedTrial
 from tests.noise.record import BUSY, STEPS
-from tests.noise.simulator import SCENARIOS, Machine
+from tests.noise.simulator import SCENARIOS, Machine, needs_compiler
 from tests.noise.trials import Cell
 
 RECORDINGS = np.load(Path(__file__).with_name("recordings.npz"))
@@ -75,6 +75,7 @@ def test_recordings_cover_every_step_with_every_number_of_busy_processes() -> No
         assert (times[:, :2] > 0).all()
 
 
+@needs_compiler
 @pytest.mark.parametrize("busy", SCENARIO_OF)
 @pytest.mark.parametrize("step", STEPS)
 def test_simulated_wall_time_is_about_as_noisy_as_recorded(step: str, busy: int) -> None:
@@ -82,6 +83,7 @@ def test_simulated_wall_time_is_about_as_noisy_as_recorded(step: str, busy: int)
     assert 1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR
 
 
+@needs_compiler
 @pytest.mark.parametrize("busy", SCENARIO_OF)
 @pytest.mark.parametrize("step", list(STEPS)[1:])  # of the shortest step the tuner compares wall time
 def test_simulated_cpu_time_is_about_as_noisy_as_recorded(step: str, busy: int) -> None:
@@ -89,6 +91,7 @@ def test_simulated_cpu_time_is_about_as_noisy_as_recorded(step: str, busy: int) 
     assert 1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR
 
 
+@needs_compiler
 @pytest.mark.parametrize("busy", SCENARIO_OF)
 @pytest.mark.parametrize("step", STEPS)
 def test_simulated_updates_take_as_long_as_recorded(step: str, busy: int) -> None:

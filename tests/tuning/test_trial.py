@@ -12,7 +12,7 @@ from flatout.tuning.noise import Noise
 from flatout.tuning.sequence import NoiseFloor
 from flatout.tuning.trial import DROP_BELOW, FEWEST_UNDECIDED, KEEP_ABOVE, MOST_PAIRS, PairedTrial
 from tests.clock import Clock
-from tests.noise.simulator import SCENARIOS
+from tests.noise.simulator import SCENARIOS, needs_compiler
 from tests.noise.trials import Cell, Result, trial
 
 QUIET = Noise({"wall": NoiseFloor(0.01, 8), "cpu": NoiseFloor(0.001, 8)})
@@ -138,6 +138,7 @@ def share(results: list[Result], verdict: str = "faster") -> float:
     return sum(result.verdict == verdict for result in results) / len(results)
 
 
+@needs_compiler
 @pytest.mark.parametrize("step", [0.0005, 0.005, 0.1, 2.0])
 @pytest.mark.parametrize("scenario", ["quiet", "4 busy", "come and go"])
 def test_slower_candidates_are_not_kept_and_the_interval_holds_the_truth(scenario: str, step: float) -> None:
@@ -146,11 +147,13 @@ def test_slower_candidates_are_not_kept_and_the_interval_holds_the_truth(scenari
     assert sum(result.low <= 0.98 <= result.high for result in results) / REPEATS >= 0.96
 
 
+@needs_compiler
 @pytest.mark.parametrize("scenario", ["quiet", "shared host", "jitter", "4 busy", "heavy tails"])
 def test_five_percent_are_found_with_steps_of_five_milliseconds(scenario: str) -> None:
     assert share(repeated(scenario, 0.005, 1.05)) >= 0.95
 
 
+@needs_compiler
 @pytest.mark.parametrize("step", [0.0005, 0.005, 0.1, 2.0])
 def test_a_factor_of_two_takes_at_most_three_pairs_on_a_quiet_machine(step: float) -> None:
     for gain, verdict in ((2.0, "faster"), (0.5, "not faster")):
