@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.report.model import Gain
 from flatout.run import Run
-from flatout.tuning import race
+from flatout.tuning import race, statistics
+from flatout.tuning.bench import FEWEST_NOISE_PAIRS, Bench
+from flatout.tuning.sequence import NoiseFloor
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
 from tests.reasons import reasons
@@ -84,3 +87,17 @@ def test_a_step_that_waits_on_the_cpu_is_not_tried(clock: Clock, works: bool, co
     assert bool(row.trials) == works
     assert code is None or code in reasons(row)
     assert row.status == ("rejected" if works else "not tried")
+
+
+def test_a_race_of_another_loader_uses_the_noise_of_loaders(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    floors: list[NoiseFloor] = []
+
+    def fixed_gain(differences: Sequence[float], floor: NoiseFloor) -> Gain:
+        floors.append(floor)
+        return statistics.fixed_gain(differences, floor)
+
+    monkeypatch.setattr(race, "fixed_gain", fixed_gain)
+    monkeypatch.setattr(Bench, "noise", property(lambda _: pytest.fail("steps do not show it")))
+    assert tuned(clock, LONG).report.row("in_memory").status == "kept"
+    (floor,) = floors
+    assert floor.pairs == FEWEST_NOISE_PAIRS

@@ -12,6 +12,7 @@ from flatout.techniques import Candidate
 from flatout.tuning.block import Block
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.progress import Progress
+from flatout.tuning.sequence import NoiseFloor
 
 IDLE_BELOW = 0.1
 """Share of a core below which making batches counts as waiting, for a disk or a network."""
@@ -27,6 +28,7 @@ class LoaderComparison:
         before: pace of the baseline.
         after: pace of the candidate.
         gain: speed of the candidate relative to the baseline.
+        floor: noise of the baseline against itself.
         pair_seconds: seconds of a pair.
     """
 
@@ -35,6 +37,7 @@ class LoaderComparison:
     before: Pace
     after: Pace
     gain: Gain
+    floor: NoiseFloor
     pair_seconds: float
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
 from flatout.tuning.noise import difference
+from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 from flatout.tuning.statistics import fixed_gain
 from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
 from flatout.tuning.verification import scale_of
@@ -112,8 +113,7 @@ def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
 
 def _measure(bench: Bench, fewest: int) -> RaceResult:
     candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
-    noise = bench.noise
-    statistic = noise.statistic(keeps_cpu_time=_keep_cpu_time(bench.ledger.won))
+    statistic, floors = _statistic_and_floors(bench)
     with _loops(bench, candidates) as loops:
         begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=bench.is_slow)
         first = next(measured)
@@ -121,9 +121,17 @@ def _measure(bench: Bench, fewest: int) -> RaceResult:
         count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
         pairs = [first, *itertools.islice(measured, count - 1)]
         statistic = statistic if loops.computes_itself else "wall"
-        floor = noise.mean if statistic == "wall" and bench.rewindable else noise.floors[statistic]
-        gain = fixed_gain([difference(pair, statistic) for pair in pairs], floor)
+        gain = fixed_gain([difference(pair, statistic) for pair in pairs], floors[statistic])
         return RaceResult(*loops.paces(), gain, statistic)
+
+
+def _statistic_and_floors(bench: Bench) -> tuple[Statistic, Mapping[Statistic, NoiseFloor]]:
+    """Return the time to compare, and the noise floors of both loops. Steps do not show the noise of other loaders."""
+    if _has_other_loader(bench):
+        return "wall", {"wall": UNKNOWN_NOISE if bench.comparison is None else bench.comparison.floor}
+    noise = bench.noise
+    floors = {**noise.floors, "wall": noise.mean if bench.rewindable else noise.floors["wall"]}
+    return noise.statistic(keeps_cpu_time=_keep_cpu_time(bench.ledger.won)), floors
 
 
 @dataclass(frozen=True)
@@ -151,11 +159,15 @@ def _loops(bench: Bench, candidates: Sequence[Candidate]) -> Iterator[_Loops]:
         yield _step_loops(bench, candidates)
         return
     new = LoaderTimer(job, job.data.source)
-    replaced_loader = any(decision.candidate is None for decision in bench.ledger.won)
     with off(*candidates):
-        old = LoaderTimer(job, job.data.loader if replaced_loader else job.data.source)
+        old = LoaderTimer(job, job.data.loader if _has_other_loader(bench) else job.data.source)
     with bench.loops(old, new, candidates, scale) as (measure_old, measure_new):
         yield _Loops(measure_old, measure_new, lambda: (old.pace.scaled(scale), new.pace), old.queue == new.queue == 0)
+
+
+def _has_other_loader(bench: Bench) -> bool:
+    """Return True if a trial has replaced the loader."""
+    return any(decision.candidate is None for decision in bench.ledger.won)
 
 
 def _step_loops(bench: Bench, candidates: Sequence[Candidate]) -> _Loops:

@@ -178,14 +178,17 @@ def loader_trial(
     setup = time.perf_counter() - begun
     timers = LoaderTimer(job, job.data.source), LoaderTimer(job, made)
     with bench.loops(*timers) as (old, new):
-        paired = PairedTrial(bench.loader_noise(old), has_other_merits=has_other_merits)
+        noise = bench.loader_noise(old)
+        paired = PairedTrial(noise, has_other_merits=has_other_merits)
         begun = time.perf_counter()
         # The trial of the only technique that wins can replace the race, and so may take its time.
         deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
         paired.run(old, new, *deadlines, fewest=FEWEST_UNDECIDED, alternates=bench.is_slow)
         pair_seconds = (time.perf_counter() - begun) / len(paired.pairs)
     before, after = (timer.pace for timer in timers)
-    found.append(LoaderComparison(job.data.source, made, before, after, paired.gain, pair_seconds))
+    found.append(
+        LoaderComparison(job.data.source, made, before, after, paired.gain, noise.floors["wall"], pair_seconds)
+    )
     return replace(paired.record(candidate.label, 1), setup_seconds=setup)
 
 
