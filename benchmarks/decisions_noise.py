@@ -7,8 +7,9 @@ seconds, and how often its interval holds the truth. "Wall time" is the trial of
 comparable. The rule before is the bootstrap median of wall times within 4 s, looked at after 12 pairs and every 4 more.
 
 "Headline" is the interval of a race, whose number of pairs is fixed before the first: 12, 5 in a small budget, and 3
-for gains of 20 % and more. Each race is decided by mean wall time and by the statistic that the tuner would choose. The
-interval before was that of the pairs alone, without the noise floor.
+for gains of 20 % and more and for updates of seconds. Each race is decided by mean wall time and by the statistic that
+the tuner would choose. The interval of the pairs alone is that without the noise floor. Alternating pairs begin with
+the loop that ended the pair before.
 
 Ten factors at once: the speed that their decisions reach. Before, each factor had a trial of its own, one after the
 other.
@@ -34,12 +35,12 @@ import pytest
 
 from flatout.core.machine import usable_cores
 from flatout.tuning.block import Block
-from flatout.tuning.sequence import UNKNOWN_NOISE
+from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 from flatout.tuning.statistics import fixed_gain
 from flatout.tuning.trial import KEEP_ABOVE, measure_pairs
 from tests.noise.combinations import Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine
-from tests.noise.trials import Cell, Result, races, trial
+from tests.noise.trials import Cell, Race, Result, races, trial
 
 REPEATS = int(os.environ.get("FLATOUT_BENCH_REPEATS", "40"))
 GAINS = (0.90, 0.98, 1.0, 1.02, 1.05, 1.2, 2.0)
@@ -144,7 +145,7 @@ def _curve(task: tuple[str, str, float, float]) -> Curve:
 
 
 class Headline(NamedTuple):
-    """Rule of a race's interval: its pairs, its statistic, and whether it knows the noise floor."""
+    """Kind of a race: its pairs, its statistic, and its rule."""
 
     pairs: int
     statistic: str
@@ -156,16 +157,25 @@ def _headlines(task: tuple[str, float, float]) -> dict[Headline, tuple[float, fl
     scenario, step, gain = task
     cell = Cell(SCENARIOS[scenario], step, gain, LIMITS[step])
     covered, widths = defaultdict[Headline, list[bool]](list), defaultdict[Headline, list[float]](list)
+
+    def add(kind: Headline, race: Race, floor: NoiseFloor) -> None:
+        found = fixed_gain(race.differences[: kind.pairs], floor)
+        covered[kind].append(found.low <= gain <= found.high)
+        widths[kind].append(50 * math.log(found.high / found.low))
+
     for seed in range(REPEATS):
         by_statistic = races(cell, seed, max(HEADLINE_PAIRS))
-        chosen = by_statistic.get("cpu", by_statistic["wall"])
-        for statistic, race in (("wall", by_statistic["wall"]), ("chosen", chosen)):
-            for pairs in HEADLINE_PAIRS if gain >= LARGE_GAIN else HEADLINE_PAIRS[:-1]:
-                for rule, floor in (("now", race.floor), ("before", UNKNOWN_NOISE)):
-                    found, key = fixed_gain(race.differences[:pairs], floor), Headline(pairs, statistic, rule)
-                    covered[key].append(found.low <= gain <= found.high)
-                    widths[key].append(50 * math.log(found.high / found.low))
-    return {key: (100 * fmean(covered[key]), median(widths[key])) for key in covered}
+        compared = {"wall": by_statistic["wall"]}
+        if not cell.is_long:
+            compared["chosen"] = by_statistic.get("cpu", by_statistic["wall"])
+        in_turns = races(cell, seed, max(HEADLINE_PAIRS), alternates=True)["wall"] if cell.is_long else None
+        for pairs in HEADLINE_PAIRS if gain >= LARGE_GAIN or cell.is_long else HEADLINE_PAIRS[:-1]:
+            for statistic, race in compared.items():
+                add(Headline(pairs, statistic, "random order"), race, race.floor)
+                add(Headline(pairs, statistic, "pairs alone"), race, UNKNOWN_NOISE)
+            if in_turns:
+                add(Headline(pairs, "wall", "alternating order"), in_turns, in_turns.floor)
+    return {kind: (100 * fmean(covered[kind]), median(widths[kind])) for kind in covered}
 
 
 def _in_processes(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -231,17 +241,17 @@ def test_headline(step: float, benchmark) -> None:
     benchmark.pedantic(lambda: races(cell, 0, max(HEADLINE_PAIRS)), rounds=3)
     print(f"\nheadline, steps of {1e3 * step:g} ms, {REPEATS} repeats: interval true %, half width % when quiet")
     benchmark.extra_info["repeats"] = REPEATS
-    for key in found["quiet", step, 2.0]:
-        covered = {task: shares[key][0] for task, shares in found.items() if key in shares}
+    for kind in found["quiet", step, 2.0]:
+        covered = {task: shares[kind][0] for task, shares in found.items() if kind in shares}
         (scenario, _, gain), least = min(covered.items(), key=lambda item: item[1])
         figures = {
             "interval true, worst %": round(least, 2),
             "worst": f"{scenario}, {gain:g}",
             "interval true, mean %": round(fmean(covered.values()), 2),
-            "half width of a quiet 1.2x, %": round(found["quiet", step, 1.2][key][1], 2),
+            "half width of a quiet 1.2x, %": round(found["quiet", step, 1.2][kind][1], 2),
         }
-        name = f"{key.rule}, {key.pairs} pairs, {key.statistic}"
-        print(f"  {name:24} " + ", ".join(f"{what} {figure}" for what, figure in figures.items()))
+        name = f"{kind.rule}, {kind.pairs} pairs, {kind.statistic}"
+        print(f"  {name:36} " + ", ".join(f"{what} {figure}" for what, figure in figures.items()))
         cells = {f"{scenario}, {gain:g}": round(share, 1) for (scenario, _, gain), share in covered.items()}
         benchmark.extra_info[name] = figures | {"interval true, %": cells}
 

@@ -67,10 +67,10 @@ class Cell:
         old, new = (partial(self._block, machine, self.step / each) for each in (1.0, gain))
         return measure_pairs(old, new)
 
-    def stretches(self, machine: Machine) -> Iterator[Pair]:
+    def stretches(self, machine: Machine, *, alternates: bool) -> Iterator[Pair]:
         """Yield pairs of stretches without end. Only the mean time of a stretch is known."""
         old, new = (partial(self._stretch, machine, self.step / each) for each in (1.0, self.gain))
-        return measure_pairs(old, new)
+        return measure_pairs(old, new, alternates=alternates)
 
     def _block(self, machine: Machine, step: float, _: int) -> Block:
         return machine.block(step, self.updates, warm_up=not self.is_long)
@@ -150,11 +150,18 @@ def trial(cell: Cell, seed: int, *, keeps_cpu_time: bool = True) -> Result:
     return Result(paired.verdict, len(paired.pairs), took, gain.low, gain.high)
 
 
-def races(cell: Cell, seed: int, pairs: int) -> dict[Statistic, Race]:
-    """Return one race of so many pairs by wall time and, where the tuner would choose it, by CPU time."""
+def races(cell: Cell, seed: int, pairs: int, *, alternates: bool = False) -> dict[Statistic, Race]:
+    """Return one race by wall time and, where the tuner would choose it, by CPU time.
+
+    Args:
+        cell: setting of the race.
+        seed: seed of the machine.
+        pairs: number of pairs.
+        alternates: as in ``measure_pairs``.
+    """
     machine = Machine(cell.scenario, seed)
     noise = noise_of(cell, machine)
-    measured = list(islice(cell.stretches(machine), pairs))
+    measured = list(islice(cell.stretches(machine, alternates=alternates), pairs))
     floors: dict[Statistic, NoiseFloor] = {"wall": noise.mean}
     if noise.statistic(keeps_cpu_time=True) == "cpu":
         floors["cpu"] = noise.floors["cpu"]
