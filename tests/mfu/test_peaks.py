@@ -162,6 +162,7 @@ def test_a_mig_slice_has_a_share_of_the_peak(monkeypatch, name, sms, share):
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
+    monkeypatch.setattr(peaks, "_measured", {})
     return tmp_path / "flatout" / "peaks.json"
 
 
@@ -205,6 +206,13 @@ def test_measured_once_per_machine(cache, products):
     assert measured_peak_flops("cpu", torch.float64) == pytest.approx(1e12)
     assert len(json.loads(cache.read_text())) == 2
     assert [path.name for path in cache.parent.iterdir()] == ["peaks.json"]
+
+
+def test_measured_once_per_process_without_a_cache(products, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", "off")
+    products.flops_per_second = dict.fromkeys((512, 1024, 2048), 1e12)
+    assert measured_peak_flops("cpu") == measured_peak_flops("cpu") == pytest.approx(1e12)
+    assert products.sizes == [512, 1024, 2048]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "b"}', "null"])

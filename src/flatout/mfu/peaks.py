@@ -177,8 +177,8 @@ def measured_peak_flops(
     """Return the highest measured FLOP/s of a product of square matrices on this machine.
 
     The measurement takes one or two seconds per device, dtype, number of threads and release of torch. Later calls read
-    the result from ``peaks.json`` in the folder of ``flatout.core.cache_folder``. The measurement of float32 uses the
-    user's TF32 setting.
+    the result from ``peaks.json`` in the folder of ``flatout.core.cache_folder``, or from memory. The measurement of
+    float32 uses the user's TF32 setting.
 
     Args:
         device: default: the current CUDA device if there is one, else the CPU.
@@ -196,12 +196,13 @@ def measured_peak_flops(
     here = f"cpu of {platform.node()}, {torch.get_num_threads()} threads"  # a home may be shared by machines
     what = torch.cuda.get_device_name(place) if place.type == "cuda" else here
     key = " | ".join([what, "tf32" if tf32 else str(dtype).removeprefix("torch."), f"torch {torch.__version__}"])
-    known = _read_cache()
+    known = _measured | _read_cache()
     if refresh or (measure and key not in known):
         measured = _sweep(place, dtype)
         if measured is None:
             return None
-        known = _read_cache() | {key: measured}
+        _measured[key] = measured
+        known = _measured | _read_cache() | {key: measured}
         _write_cache(known)
     return known.get(key)
 
@@ -218,6 +219,10 @@ _SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 
 _SLOW_SECONDS = 1.0
 """A size that takes longer is the last: what multiplies 16 bits in software would take minutes for the next ones."""
+
+
+_measured: dict[str, float] = {}
+"""Results of this process, which may have no cache folder."""
 
 
 def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
