@@ -17,7 +17,7 @@ from flatout.plan import Plan
 from flatout.techniques import Candidate, NotApplicable
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.training.job import Job
-from flatout.tuning import cached_plan, session
+from flatout.tuning import cached_plan, session, tuner
 from flatout.tuning.bench import Bench
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
@@ -327,6 +327,18 @@ def test_undecided_techniques_are_tried_by_the_next_start(starts: Starts, plans:
     second = starts.start()
     assert tried(second) == {"cpu_threads"}
     assert second.plan.decisions.keys() == set(PAYS)
+    assert Plan.load(the_file(plans)).undecided == []
+    assert tried(starts.start()) == set()
+
+
+def test_an_undecided_technique_is_tried_again_once(
+    starts: Starts, plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts.factors["cpu_threads"] = 1.5
+    starts.start()
+    edit(plans, undecided=["cpu_threads"])
+    monkeypatch.setattr(tuner, "is_open", lambda _: True)
+    assert tried(starts.start()) == {"cpu_threads"}
     assert Plan.load(the_file(plans)).undecided == []
     assert tried(starts.start()) == set()
 

@@ -54,8 +54,8 @@ def decide(session: Session) -> Outcome:
 def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
     """Return the techniques that this start spends its budget on, although the plan holds.
 
-    These are the plan's undecided techniques. After a plan that was made under load, a quiet machine tries everything
-    that the plan does without.
+    These are the plan's undecided techniques, each of which is tried again once. After a plan that was made under load,
+    a quiet machine tries everything that the plan does without.
     """
     if session.job.spec.deterministic:
         return []
@@ -98,7 +98,7 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
     techniques = techniques_to_try(session, plan)
     if not techniques:
         return conclude(session, baseline, result)
-    session.repeated = None
+    session.repeated, session.retried = None, frozenset(plan.undecided)
     for technique in techniques:
         with session.stage(f"trying {technique.title}"):
             session.tuner.decide(technique)

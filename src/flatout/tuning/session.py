@@ -67,6 +67,7 @@ class Session:
         own_size: samples per batch of ``loader``.
         load_average: load average of the machine before the session.
         repeated: plan of the user or of the cache that the decisions repeat; None if trials decide.
+        retried: names of techniques that an earlier start left undecided, and this one tries again.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
         expected_steps: batches of ``loader`` that the training will take.
         notes: sentences for the report.
@@ -109,6 +110,7 @@ class Session:
         self.own_size = size_of(self.job)
         self.load_average = load_average()
         self.repeated = choices.plan
+        self.retried: frozenset[str] = frozenset()
         self._undo: list[Callable[[], object]] = []
         self._guard = contextlib.ExitStack()
 
@@ -189,7 +191,7 @@ class Session:
             noise=self.bench.known_noise,
             load_average=self.load_average,
             cores=usable_cores(),
-            undecided=self.ledger.undecided,
+            undecided=[name for name in self.ledger.undecided if name not in self.retried],
         )
 
     def end_tuning(self, gain: Gain | None) -> None:
