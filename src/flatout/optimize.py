@@ -104,7 +104,7 @@ def optimize(
             The default means rules only if the training is too short to compare anything. Then a note names the
             ``expected_steps`` to pass. Advice takes at most a twentieth of the budget on top.
         plan: ``"cached"`` repeats the decisions of an earlier start with the same model, data, arguments and machine.
-            Numerics are compared again, and the decisions must not lose a race of two seconds or six updates. With
+            Numerics are compared again, and the decisions must not lose a race of two seconds or three pairs. With
             ``deterministic`` there is no race. Setup, such as a compilation, is not limited by ``budget``. Without such
             decisions, or if they fail, trials decide, and the result is cached in the folder ``FLATOUT_CACHE``
             (``~/.cache/flatout`` by default, ``off`` for none). None always runs the trials, and replaces the cached

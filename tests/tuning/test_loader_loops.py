@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 
@@ -87,7 +88,7 @@ def test_a_stretch_has_the_rate_of_a_long_training(
 ) -> None:
     old = timer_of(clock, Alone(clock, seconds), step)
     new = timer_of(clock, ModelledWorkers(clock, seconds, workers, queue), step)
-    loops = LoaderLoops(old, new, Progress(), steps=4, settle=1, busy=busy)
+    loops = LoaderLoops(old, new, Progress(), steps=4, limit=math.inf, settle=1, busy=busy)
     for i, measure in enumerate([loops.old, loops.new, loops.new, loops.old, loops.new, loops.old, loops.old]):
         expected = seconds + step if measure == loops.old else max(step, seconds / workers)
         assert measure(i).mean == pytest.approx(expected, rel=0.03)
@@ -97,7 +98,7 @@ def test_a_stretch_has_the_rate_of_a_long_training(
 def test_a_loop_rests_until_the_others_queue_is_full_and_only_after_the_other(modelled: None, clock: Clock) -> None:
     old = timer_of(clock, Alone(clock, 1.0), 0.1)
     new = timer_of(clock, ModelledWorkers(clock, 1.0, 6, 12), 0.1)
-    loops = LoaderLoops(old, new, Progress(), steps=1, settle=0, busy=0.0)
+    loops = LoaderLoops(old, new, Progress(), steps=1, limit=math.inf, settle=0, busy=0.0)
 
     def seconds(measure: str) -> float:
         begun = clock.now

@@ -52,6 +52,14 @@ def test_the_time_of_a_stretch_matches_its_pace(clock):
     one.close()
 
 
+@pytest.mark.parametrize(("limit", "steps"), [(0.1, 1), (2.5, 4), (100.0, 10)])
+def test_a_stretch_ends_with_the_update_in_which_its_limit_is_over(clock, limit, steps):
+    one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
+    assert one.stretch(10, limit).wall == pytest.approx([0.8], rel=1e-2)
+    assert clock.now == pytest.approx(0.8 * steps, rel=1e-2)
+    one.close()
+
+
 def test_the_loaders_own_rate_is_of_batches_without_steps(clock):
     job = model, _, _ = make_job()
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8), job)

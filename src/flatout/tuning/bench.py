@@ -38,6 +38,15 @@ FEWEST_TRIAL_UPDATES = 7
 STRETCH_SECONDS = 0.05
 """Duration of a stretch of training from one loader, in trials that alternate two loaders."""
 
+STRETCH_STEPS, LONGEST_FOR_STEPS = 4, 0.5
+"""Fewest batches of a stretch, and the seconds of a stretch above which it may have fewer."""
+
+SLOWEST_STRETCH, FEWEST_LIMIT_SECONDS = 4.0, 1.0
+"""A stretch ends early when it takes so many times as long as expected, and at least these seconds.
+
+Two threads beside other programs may become forty times slower for seconds, when they share a core.
+"""
+
 BLOCK_SECONDS = 0.02
 """Duration of a block with one candidate, if updates are shorter."""
 
@@ -310,7 +319,7 @@ class Bench:
     def stretch_steps(self) -> int:
         """Return the number of batches per stretch: long enough to time, and whole updates."""
         step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
-        fewest = 4 if step_seconds <= LONG_UPDATE else 1
+        fewest = max(1, min(STRETCH_STEPS, int(LONGEST_FOR_STEPS / step_seconds)))
         steps = min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds)))
         return per_update * math.ceil(steps / per_update)
 
@@ -374,11 +383,14 @@ class Bench:
             on_for_new: candidates that are on only while ``new`` runs.
             scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
+        steps = self.stretch_steps()
+        expected = max(1.0, scale) * steps * self.pace.total_ms / 1e3
         loops = LoaderLoops(
             old,
             new,
             self.progress,
-            steps=self.stretch_steps(),
+            steps=steps,
+            limit=max(FEWEST_LIMIT_SECONDS, SLOWEST_STRETCH * expected),
             settle=self._untimed_steps(),
             busy=self._busy,
             on_for_new=on_for_new,

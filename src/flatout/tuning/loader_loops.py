@@ -53,6 +53,7 @@ class LoaderLoops:
         new: the candidate.
         progress: shown between stretches.
         steps: batches of a stretch.
+        limit: seconds after which a stretch ends early.
         settle: untimed batches before each stretch; 0 for batches that take so long that caches do not matter.
         busy: share of a core that one process keeps busy while it makes batches. Workers that compute slow down the
             step until they have filled their queue.
@@ -67,13 +68,14 @@ class LoaderLoops:
         progress: Progress,
         *,
         steps: int,
+        limit: float,
         settle: int,
         busy: float = 1.0,
         on_for_new: Sequence[Candidate] = (),
         scale: float = 1.0,
     ) -> None:
         self._old, self._new, self._progress = old, new, progress
-        self._steps, self._settle = steps, settle
+        self._steps, self._limit, self._settle = steps, limit, settle
         self._is_computing = busy >= IDLE_BELOW
         self._on_for_new = on_for_new
         self._scale = scale
@@ -111,4 +113,4 @@ class LoaderLoops:
             rest = 0.0
         timer.settle(settle, rest)
         self._latest = timer
-        return timer.stretch(self._steps)
+        return timer.stretch(self._steps, self._limit)

@@ -120,8 +120,8 @@ class LoaderTimer:
             synchronize(self._job.spec.device)
         self._is_started = self._is_started or settled > 0
 
-    def stretch(self, steps: int) -> Block:
-        """Train for ``steps`` batches or more.
+    def stretch(self, steps: int, limit: float = math.inf) -> Block:
+        """Train for ``steps`` batches or more, or to the end of the update in which ``limit`` seconds are over.
 
         Workers that keep up send a batch at any time, and others send their batches in rounds. A stretch therefore
         lasts for whole rounds, or for the time of rounds if there are fewer batches in it.
@@ -135,11 +135,15 @@ class LoaderTimer:
         synchronize(job.spec.device)
         start, cpu, samples, done = time.perf_counter(), time.process_time(), 0, 0
         waited = load_cpu = 0.0
-        while (
-            done < steps
-            or done % job.spec.accumulate
-            or (done < rounds * self._workers and time.perf_counter() < start + rounds * self._round_seconds)
-        ):
+
+        def is_missing() -> bool:
+            if done == 0 or done % job.spec.accumulate:
+                return True
+            took = time.perf_counter() - start
+            in_rounds = self._workers > 1 and done < rounds * self._workers and took < rounds * self._round_seconds
+            return in_rounds or (done < steps and took < limit)
+
+        while is_missing():
             asked, asked_cpu = time.perf_counter(), time.process_time()
             batch = next(self._batches)
             waited += time.perf_counter() - asked

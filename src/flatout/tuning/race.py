@@ -24,7 +24,7 @@ from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
 from flatout.tuning.verification import scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
-"""Limits of the number of pairs of a race. The time of the first pair fixes the number."""
+"""Limits of the number of pairs of a race. The time fixes the number, and never the gain."""
 
 LARGE_GAIN, FEWEST_IF_LARGE = 1.5, 3
 """Gain that is shown by trials before the race, and the fewest pairs of a race that repeats it or has long updates."""
@@ -115,11 +115,16 @@ def _measure(bench: Bench, fewest: int) -> RaceResult:
     candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
     statistic, floors = _statistic_and_floors(bench)
     with _loops(bench, candidates) as loops:
-        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=bench.is_slow)
+        alternates = bench.is_slow and not loops.computes_itself
+        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=alternates)
         first = next(measured)
         affordable = bench.budget.left / 2 / (time.perf_counter() - begun)
         count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
-        pairs = [first, *itertools.islice(measured, count - 1)]
+        pairs = [first]
+        for pair in itertools.islice(measured, count - 1):
+            pairs.append(pair)
+            if len(pairs) >= fewest and bench.budget.left == 0:  # later pairs took longer than the first
+                break
         statistic = statistic if loops.computes_itself else "wall"
         gain = fixed_gain([difference(pair, statistic) for pair in pairs], floors[statistic])
         return RaceResult(*loops.paces(), gain, statistic)
