@@ -19,10 +19,10 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique], None]:
-    """Function that makes a technique the only one of ``optimize``, because no argument adds a technique."""
+def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Function that makes techniques the only ones of ``optimize``, because no argument adds a technique."""
 
-    def register(technique: Technique) -> None:
+    def register(*techniques: Technique) -> None:
         for module in (
             "plan",
             "tuning.session",
@@ -31,6 +31,6 @@ def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[[Technique],
             "tuning.race",
             "tuning.cached_plan",
         ):
-            monkeypatch.setattr(sys.modules[f"flatout.{module}"], "REGISTRY", (technique,))
+            monkeypatch.setattr(sys.modules[f"flatout.{module}"], "REGISTRY", techniques)
 
     return register

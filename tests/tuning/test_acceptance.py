@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.report import Gain, Row, Trial
-from flatout.tuning.acceptance import NO_SLOWER, earns, rank, ratio, saves_memory, serves, spares, verdict
+from flatout.tuning.acceptance import NO_SLOWER, earns, is_open, rank, ratio, saves_memory, serves, spares, verdict
 from flatout.tuning.trial import KEEP_ABOVE
 from tests.reasons import reasons
 from tests.tuning.harness import trial
@@ -46,6 +46,15 @@ def test_the_row_of_rejected_candidates_is_of_the_closest(trials: list[Trial], c
     row = verdict(ROW, trials, None)
     assert (row.status, row.chosen, row.gain, row.trials) == ("rejected", "", gain, tuple(trials))
     assert code in reasons(row)
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [([], True), ([UNSURE], True), ([EVEN], False), ([EVEN, ONE_PAIR], True), ([Gain(0.2, 0.0, math.inf)], False)],
+)
+def test_a_technique_is_open_if_more_pairs_could_show_a_gain(gains: list[Gain], expected: bool) -> None:
+    assert is_open([trial(gain) for gain in gains]) == expected
+    assert is_open([*map(trial, gains), trial(None, failure="it failed")]) == (expected and bool(gains))
 
 
 def test_without_a_trial_nothing_was_tried() -> None:

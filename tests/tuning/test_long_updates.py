@@ -137,6 +137,20 @@ def test_a_hopeless_candidate_is_left_after_one_update(timed: TimedBench) -> Non
     assert updates == 7 + 2 + 1  # pace, the baseline's results, and one update of the candidate
 
 
+@pytest.mark.parametrize(("factor", "updates"), [(100.0, 1), (10.0, 1 + 4)])
+def test_a_warm_up_of_seconds_shows_that_a_candidate_of_short_updates_is_hopeless(
+    factor: float, updates: int, clock: Clock
+) -> None:
+    timed = TimedBench(clock, seconds=0.1)
+    bench, technique = timed.bench, Combinable(timed, factor)
+    assert bench.noise
+    screening, taken = timed.count(lambda: screen(bench, technique.candidates(bench.job)[0], [technique]))
+    assert screening.is_hopeless
+    assert screening.trial.gain is not None
+    assert screening.trial.gain.ratio == pytest.approx(1 / factor, rel=1e-2)
+    assert taken == updates
+
+
 def test_a_hopeless_forward_is_enough(clock: Clock) -> None:
     job = TimedBench(clock).bench.job
     clock.slow_down(job.spec.model, 30.0)

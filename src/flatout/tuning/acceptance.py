@@ -8,6 +8,9 @@ from dataclasses import replace
 from flatout.report.model import Row, Trial
 from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE, NO_SLOWER
 
+HOPELESS = 3.0
+"""Slowdown on the first pair above which a candidate is not tried further."""
+
 SAVES_BELOW = 0.95
 WORTH_SAVING = 16 * 2**20
 """Limits of a memory saving that pays.
@@ -54,7 +57,7 @@ def rank(trial: Trial) -> tuple[bool, float]:
 def is_open(trials: Sequence[Trial]) -> bool:
     """Return True if more pairs could show that one of the rejected candidates pays, or if there was no trial."""
     timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
-    return not trials or any(gain.high >= DROP_BELOW for gain in timed)
+    return not trials or any(gain.high >= DROP_BELOW and gain.ratio > 1 / HOPELESS for gain in timed)
 
 
 def verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:

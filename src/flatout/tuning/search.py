@@ -21,6 +21,7 @@ from flatout.tuning.costs import costs_of
 from flatout.tuning.ledger import Decision
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session
+from flatout.tuning.trial import KEEP_ABOVE
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take after all trials, because advice is cheap."""
@@ -87,7 +88,23 @@ def search(session: Session) -> Baseline:
         bench.budget.later = sum(seconds[later.name] for later in left[i + 1 :])
         with session.stage(f"trying {technique.title}"):
             tuner.decide(technique)
+    _look_again(session)
     return baseline
+
+
+def _look_again(session: Session) -> None:
+    """Try undecided techniques that look faster again with the time that is left, the most promising one first.
+
+    Each trial left time for all later techniques. They may have taken less.
+    """
+    bench, ledger = session.bench, session.ledger
+    undecided = [t for t in REGISTRY if isinstance(t, Measured) and t.name in ledger.undecided]
+    gains = {t: KEEP_ABOVE if (gain := ledger.row(t.name).gain) is None else gain.ratio for t in undecided}
+    bench.budget.later = 0.0
+    for technique in sorted(undecided, key=lambda technique: -gains[technique]):
+        if gains[technique] >= KEEP_ABOVE and session.tuner.seconds_for(technique):
+            with session.stage(f"trying {technique.title} again"):
+                session.tuner.decide(technique)
 
 
 def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:

@@ -20,7 +20,7 @@ from flatout.techniques import (
     RecordedCandidate,
     StepTechnique,
 )
-from flatout.tuning.acceptance import saves_bytes
+from flatout.tuning.acceptance import HOPELESS, saves_bytes
 from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.loader_loops import LoaderComparison
@@ -30,8 +30,11 @@ from flatout.tuning.timing import seconds
 from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
 from flatout.tuning.verification import is_verified, scale_of, verify
 
-HOPELESS = 3.0
-"""Slowdown on the first pair above which a candidate is not tried further."""
+HOPELESS_WARM_UP = 2.0
+"""Seconds of a warm-up above which its own steps tell that a candidate without setup is hopeless.
+
+A warm-up also loads libraries and starts threads. 16-bit arithmetic in software can take a hundred times a step.
+"""
 
 
 def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
@@ -81,23 +84,27 @@ class Screening:
 def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Screening:
     """Warm a candidate up, time one block, and compare its numerics with the baseline's unless it is hopeless.
 
-    Long updates are timed while their numerics are compared. They need no warm-up unless the candidate compiles or
-    records code.
+    A warm-up without setup that takes seconds too long is the block. Long updates are timed while their numerics are
+    compared. They need no warm-up unless the candidate compiles or records code.
 
     Args:
         bench: the training.
         candidate: a candidate of one technique, or of a pair.
         techniques: the techniques. All their checks of numerics apply.
     """
-    setup = 0.0
-    if not bench.is_long or not all(t.is_combinable for t in techniques):
-        took = warm_up(bench, candidate)
-        setup = max(0.0, took - len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3)
-    verification = None
+    setup, pair, verification = 0.0, None, None
+    has_setup = not all(technique.is_combinable for technique in techniques)
+    if has_setup or not bench.is_long:
+        took, expected = warm_up(bench, candidate), len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3
+        if has_setup or took < HOPELESS_WARM_UP + HOPELESS * expected:
+            setup = max(0.0, took - expected)
+        else:
+            update = bench.update_seconds
+            pair = Block((update,), update), Block((update * took / expected,), update * took / expected)
     if bench.is_long and is_verified(candidate, techniques) and not _steps_to_record(candidate):
         verification = verify(bench, candidate, techniques, limit=HOPELESS * bench.update_seconds)
     is_apart = verification is not None and verification.pair is not None
-    pair = (verification and verification.pair) or _first_pair(bench, candidate)
+    pair = pair or (verification and verification.pair) or _first_pair(bench, candidate)
     paired = PairedTrial(bench.noise, keeps_cpu_time=False)
     paired.add(pair)
     timed = replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
