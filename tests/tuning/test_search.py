@@ -45,7 +45,7 @@ class Expensive(Close):
 def test_a_close_call_gets_the_time_that_is_left(
     beside: list[Expensive], the_only_technique: Callable[..., None], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_seeds", itertools.count())  # the order of pairs depends on no other test
+    monkeypatch.setattr(trial, "_seeds", itertools.count(50))  # orders of pairs that leave it a close call
     close = Close()
     the_only_technique(close, *beside)
     model, loader, optimizer = make_job()
