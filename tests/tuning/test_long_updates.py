@@ -89,6 +89,14 @@ def test_the_pace_is_measured_in_the_updates_that_measure_the_noise(timed: Timed
     assert timed.count(lambda: timed.bench.pace)[1] == 1 + 2
 
 
+@pytest.mark.parametrize(("seconds", "updates"), [(0.01, 2 + 1 + 8), (0.3, 2 + 1 + 4), (0.49, 2 + 1 + 3)])
+def test_the_pace_of_updates_below_half_a_second_takes_a_second(clock: Clock, seconds: float, updates: int) -> None:
+    timed = TimedBench(clock, seconds=seconds)
+    pace, taken = timed.count(lambda: timed.bench.pace)
+    assert pace.step_ms == pytest.approx(1e3 * seconds, rel=0.05)
+    assert taken == updates
+
+
 def test_short_updates_have_a_noise_measurement_of_their_own(clock: Clock) -> None:
     timed = TimedBench(clock, seconds=0.1)
     assert not timed.bench.is_long

@@ -35,6 +35,9 @@ TRIAL_SECONDS = 4.0
 FEWEST_TRIAL_UPDATES = 7
 """Updates of the shortest trial: two to compare the numerics, and with outputs and the first block three pairs."""
 
+PACE_SECONDS = 1.0
+"""Duration of a stretch that measures the pace, unless steps are short. Each decision changes the pace."""
+
 STRETCH_SECONDS = 0.05
 """Duration of a stretch of training from one loader, in trials that alternate two loaders."""
 
@@ -243,7 +246,7 @@ class Bench:
             if took > LONG_UPDATE:
                 break
         is_long = job.spec.accumulate * took > LONG_UPDATE
-        steps, stretches = 2 * len(batches), 1
+        steps, stretches = max(2, min(2 * len(batches), math.ceil(PACE_SECONDS / took))), 1
         if is_long:
             steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_NOISE_PAIRS
         if self.rewindable:
