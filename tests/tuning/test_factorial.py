@@ -184,6 +184,18 @@ def test_factors_that_were_never_apart_stay_undecided(gain: float) -> None:
     assert open_factors(trial) == {"a", "b"}
 
 
+def test_the_scale_is_pooled_from_the_floor_and_from_the_residuals() -> None:
+    trial = Factorial([["a"]], QUIET)
+    for i in range(10):
+        trial.add(["a"], [], 0.2 * (i % 2))
+    estimate = trial.estimates()["a"]
+    freedom = QUIET.pairs + 10 - 1
+    scale = math.sqrt((QUIET.pairs * QUIET.scale**2 + 10 * 0.1**2) / freedom)
+    assert estimate.mean == pytest.approx(0.1, rel=1e-2)
+    assert estimate.freedom == pytest.approx(freedom, rel=1e-3)
+    assert estimate.deviation == pytest.approx(scale / math.sqrt(10), rel=1e-2)
+
+
 def test_a_close_call_stays_undecided() -> None:
     trial = run(Factorial([["a"], ["b"]], NOISY), {"a": 0.1, "b": -0.1}, 4)
     assert trial.kept == []

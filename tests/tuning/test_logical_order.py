@@ -56,6 +56,13 @@ def test_dropout_without_the_mode_draws_in_the_order_of_memory() -> None:
     assert not torch.equal(drawn(DRAWS["dropout"], x, None)[0], drawn(DRAWS["dropout"], last, None)[0])
 
 
+def test_operators_in_place_return_their_argument() -> None:
+    x = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    with LogicalOrder():
+        assert x.bernoulli_(0.5).data_ptr() == x.data_ptr()
+        assert torch.ops.aten.uniform_(x).data_ptr() == x.data_ptr()
+
+
 def test_operators_that_are_not_random_draw_nothing() -> None:
     with LogicalOrder() as order:
         torch.ones(2, 3).sum()

@@ -15,7 +15,7 @@ from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
 
 
-@pytest.mark.parametrize(("later", "pairs"), [(0.0, race.MOST_PAIRS), (60.0, race.FEWEST_IF_LARGE)])
+@pytest.mark.parametrize(("later", "pairs"), [(0.0, race.MOST_PAIRS), (110.0, race.FEWEST_IF_LARGE)])
 def test_a_race_whose_later_pairs_are_slow_ends_with_the_budget(
     later: float, pairs: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,5 @@ class LogicalOrder(TorchDispatchMode):
         result = func(*plain, **keywords)
         for given, copy, argument in zip(args, plain, func._schema.arguments, strict=False):
             if given is not copy and argument.is_write:
-                given.copy_(copy)
-                result = given if result is copy else result
+                given.copy_(copy)  # torch returns the argument, whatever the mode returns
         return result
