@@ -145,7 +145,7 @@ def _curve(task: tuple[str, str, float, float]) -> Curve:
 
 
 class Headline(NamedTuple):
-    """Kind of a race: its pairs, its statistic, and its rule."""
+    """Setting of a race: the number of pairs, the statistic that compares them, and the rule for the interval."""
 
     pairs: int
     statistic: str

@@ -1,4 +1,4 @@
-"""Programs that run in this process are what they are under ``python``: names, arguments, exit statuses, tracebacks."""
+"""A program run by ``MainProgram`` sees and prints what it does under ``python``."""
 
 from __future__ import annotations
 

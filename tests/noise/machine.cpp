@@ -17,7 +17,7 @@ constexpr double kSpeedSeconds = 0.1;   // between changes of the clock
 constexpr double kThrottleSeconds = 3;  // of a period with throttling, and of one without
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// The fields of the Python class, in its order.
+// The same fields as in class Scenario of simulator.py, in the same order.
 struct Scenario {
   double jitter, busy, comes_and_goes, stalls, stall_seconds, walk, trend, contention, refill, pause_every,
       pause_seconds, tail, throttled;

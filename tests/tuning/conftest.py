@@ -19,7 +19,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def the_only_technique(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def the_only_techniques(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Function that makes techniques the only ones of ``optimize``, because no argument adds a technique."""
 
     def register(*techniques: Technique) -> None:

@@ -113,6 +113,11 @@ def test_the_plan_holds_how_it_was_made(starts: Starts, plans: Path, monkeypatch
     assert starts.start().plan.load_average == 0.25  # not of the race
 
 
+def test_a_plan_without_measurements_does_not_hold_the_load(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "load_average", lambda: 0.25)
+    assert starts.start(budget=0).plan.load_average is None
+
+
 def test_without_a_gain_an_empty_plan_is_kept(starts: Starts) -> None:
     starts.factors = dict.fromkeys(PAYS, 1.5)
     assert tried(starts.start()) == set(PAYS)
@@ -227,10 +232,10 @@ class Scaled(OneCandidate):
 
 @pytest.mark.parametrize(("scale", "is_kept"), [(1.0, True), (1.5, False)])
 def test_numerics_are_compared_again(
-    scale: float, is_kept: bool, the_only_technique: Callable[..., None], clock: Clock, plans: Path
+    scale: float, is_kept: bool, the_only_techniques: Callable[..., None], clock: Clock, plans: Path
 ) -> None:
     technique = Scaled()
-    the_only_technique(technique)
+    the_only_techniques(technique)
 
     def start() -> flatout.Run:
         model, loader, optimizer = make_job()

@@ -169,8 +169,8 @@ class Wrong(OneCandidate):
 
 
 @pytest.mark.parametrize("how", ["outputs", "gradients", "losses"])
-def test_a_failing_candidates_row_shows_how_far_it_was_off(how: str, the_only_technique: Any, clock: Clock) -> None:
-    the_only_technique(Wrong(how))
+def test_a_failing_candidates_row_shows_how_far_it_was_off(how: str, the_only_techniques: Any, clock: Clock) -> None:
+    the_only_techniques(Wrong(how))
     model, loader, opt = make_job()
     before = snapshot(model, opt)
     run = flatout.optimize(model, loader, opt, TimedStep(clock), budget=1000)

@@ -1,4 +1,4 @@
-"""Race of the tuned loop against the original: its number of pairs follows the time that is left."""
+"""The race of the tuned loop against the original takes as many pairs as the remaining time allows."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class Expensive(Close):
 
 @pytest.mark.parametrize("beside", [[], [Expensive()]])
 def test_a_close_call_gets_the_time_that_is_left(
-    beside: list[Expensive], the_only_technique: Callable[..., None], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    beside: list[Expensive], the_only_techniques: Callable[..., None], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_seeds", itertools.count(50))  # orders of pairs that leave it a close call
     close = Close()
-    the_only_technique(close, *beside)
+    the_only_techniques(close, *beside)
     model, loader, optimizer = make_job()
     noise = random.Random(0)
 

@@ -88,10 +88,10 @@ class Eats(OneCandidate):
 
 
 def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
-    the_only_technique: Any, clock: Clock
+    the_only_techniques: Any, clock: Clock
 ) -> None:
     eats = Eats()
-    the_only_technique(eats)
+    the_only_techniques(eats)
     model, loader, opt = make_job()
     before = snapshot(model, opt)
     held_in_later_steps: list[bool] = []

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatout.core.batches import map_tensors, tensors_of, tensors_within
+from flatout.core.batches import cloned, map_tensors, tensors_of, tensors_within
 
 
 @dataclass(eq=False)
@@ -44,8 +44,7 @@ class RecordedCall:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
         """Return a call with copies of its arguments, to be made before the module may write to them."""
-        args, kwargs = map_tensors(_detached, (args, kwargs))
-        return cls(args, kwargs)
+        return cls(*cloned(map_tensors(_detached, (args, kwargs))))
 
     def watched(self, output: Any) -> Any:
         """Note the gradients that will come to an output.
@@ -68,24 +67,24 @@ class RecordedCall:
 
     def _note(self, position: int, output: Tensor, gradient: Tensor) -> None:
         """Add a gradient. It comes in several parts if the script runs several backwards."""
-        gradient = gradient.detach().float().clone()
+        gradient = gradient.detach().to(torch.float32, copy=True)
         product = (output.float() * gradient).sum()
         known = self.gradients.get(position)
         self.gradients[position] = gradient if known is None else known + gradient
         self.product = product if self.product is None else self.product + product
         self.is_reached = True
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in tensors_within([self.args, self.kwargs, list(self.gradients.values())]))
+        """Bytes of the arguments."""
+        return sum(t.nbytes for t in tensors_within([self.args, self.kwargs]))
 
 
 def batch_of(calls: Sequence[RecordedCall], loss: Tensor) -> dict[str, Any]:
-    """Return the calls before a backward as one batch, for :func:`linearized_loss`.
+    """Return recorded calls as a batch for :func:`linearized_loss`.
 
     Args:
-        calls: calls of one module, each with gradients.
+        calls: calls of one module that contribute to one loss, each with gradients.
         loss: the loss, 0-dim.
     """
     products = [call.product for call in calls if call.product is not None]
@@ -118,5 +117,5 @@ def linearized_loss(module: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Return a copy that is a leaf, and requires a gradient if the tensor does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """Return a leaf over the same memory that requires a gradient if the tensor does."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -25,11 +25,12 @@ from flatout.core.batches import tensors_of
 
 @dataclass(frozen=True, eq=False)
 class RecordedUpdate:
-    """Update of an optimizer, and the training calls before it.
+    """One step of an optimizer, with the training calls that led to it.
 
     Attributes:
         optimizer: the optimizer that has stepped.
-        batches: for each module with some of its parameters, a batch of calls for each backward.
+        batches: the recorded calls of each module that holds some of the optimizer's parameters, one batch for each
+            backward.
     """
 
     optimizer: Optimizer
@@ -38,14 +39,17 @@ class RecordedUpdate:
 
 @dataclass(eq=False)
 class _Backward:
-    """Calls that a backward was the first to reach, by module, and its loss."""
+    """One backward: its loss, and the calls whose outputs received their first gradients in it, by module."""
 
     calls: dict[nn.Module, list[RecordedCall]]
     loss: Tensor
 
 
 MOST_BYTES = 1 << 30
-"""Bytes of recorded calls that wait for a backward. Beyond it, the oldest are dropped, and so is their module."""
+"""Bytes of recorded calls that wait for a backward.
+
+If there are more, the oldest are dropped, and their module is not recorded.
+"""
 
 
 class Recorder:
@@ -58,7 +62,7 @@ class Recorder:
     def __init__(self, on_update: Callable[[RecordedUpdate], object]) -> None:
         self._on_update = on_update
         self._process = os.getpid()
-        self._inside = threading.local()
+        self._thread = threading.local()
         self._calls: list[tuple[nn.Module, RecordedCall]] = []
         self._dropped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backwards: list[_Backward] = []
@@ -82,20 +86,20 @@ class Recorder:
         return os.getpid() != self._process
 
     def _noting_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        inside = self._inside
+        thread = self._thread
 
         @wraps(call)
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or getattr(inside, "a_call", False):
+            if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
                 return call(module, *args, **kwargs)
             if not (torch.is_grad_enabled() and module.training and _has_trainable(module)) or self._is_elsewhere:
                 return call(module, *args, **kwargs)
             recorded = RecordedCall.of(args, kwargs)
-            inside.a_call = True
+            thread.is_called = True
             try:
                 output = call(module, *args, **kwargs)
             finally:
-                inside.a_call = False
+                thread.is_called = False
             if any(tensor.requires_grad for tensor in tensors_of(output)):
                 self._calls.append((module, recorded))
                 self._drop_oldest()
@@ -119,7 +123,10 @@ class Recorder:
         return noting
 
     def _note_backward(self, losses: Sequence[Tensor]) -> None:
-        """Note the calls that a backward has reached, or add its loss to the one that reached them first."""
+        """Record a backward with the calls that it reached.
+
+        A backward that reaches only calls of an earlier one adds its loss to that one's.
+        """
         if self._is_stepped:
             self._backwards, self._is_stepped = [], False
         loss = torch.stack([loss.detach().float().sum() for loss in losses]).sum()

@@ -141,7 +141,7 @@ def _is_source(path: str) -> bool:
 
 
 def _set_first_folder(folder: str, *, is_safe: bool = False) -> None:
-    """Make a folder the first that imports look into, in place of that of the running command.
+    """Replace the first entry of ``sys.path``, which is the folder of the running command.
 
     Args:
         folder: the folder.

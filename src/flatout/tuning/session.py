@@ -189,7 +189,7 @@ class Session:
             decisions=self.ledger.values,
             fingerprint=self.fingerprint,
             noise=self.bench.known_noise,
-            load_average=self.load_average,
+            load_average=self.load_average if self.measures else None,
             cores=usable_cores(),
             undecided=[name for name in self.ledger.undecided if name not in self.retried],
         )

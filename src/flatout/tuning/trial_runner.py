@@ -100,7 +100,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
             setup = max(0.0, took - expected)
         else:
             update = bench.update_seconds
-            pair = Block((update,), update), Block((update * took / expected,), update * took / expected)
+            pair = Block((update,), cpu=0.0), Block((update * took / expected,), cpu=0.0)  # no CPU time is compared
     if bench.is_long and is_verified(candidate, techniques) and not _steps_to_record(candidate):
         verification = verify(bench, candidate, techniques, limit=HOPELESS * bench.update_seconds)
     is_apart = verification is not None and verification.pair is not None
