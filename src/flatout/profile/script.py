@@ -7,18 +7,16 @@ timed steps some functions of torch record the times of their calls. Everything 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flatout.core.main_program import MainFile
 from flatout.profile.record import Course, ProfileRecording
 
 
@@ -105,16 +103,17 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
         if stop and done:
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
+    program = MainFile(path, args)
     error: BaseException | None = None
     failure: Exception | None = None
     hook = register_optimizer_step_post_hook(updated)
     try:
-        with _as_main(path, args):
-            runpy.run_path(path, run_name="__main__")
+        with _restored_interpreter():
+            program.run()
     except BaseException as raised:
         if os.getpid() != process:
             raise
-        error = raised.with_traceback(_from_script(raised.__traceback__, path))
+        error = raised.with_traceback(program.own(raised.__traceback__))
     finally:
         hook.remove()
         if os.getpid() == process:
@@ -130,22 +129,14 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
 
 
 @contextmanager
-def _as_main(path: str, args: Sequence[str]) -> Iterator[None]:
-    argv, folders = sys.argv, list(sys.path)
-    sys.argv = [path, *args]
-    sys.path[0] = str(Path(path).resolve().parent)
+def _restored_interpreter() -> Iterator[None]:
+    """Restore what a program changes in the modules ``sys`` and ``__main__``."""
+    arguments, folders, main, excepthook = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, folders
-
-
-def _from_script(traceback: TracebackType | None, path: str) -> TracebackType | None:
-    """The part of a traceback that Python would show, had it run the script itself."""
-    at = traceback
-    while at is not None and at.tb_frame.f_code.co_filename != path:
-        at = at.tb_next
-    return at
+        sys.argv[:], sys.path[:] = arguments, folders
+        sys.modules["__main__"], sys.excepthook = main, excepthook
 
 
 def _status(code: object) -> int:
