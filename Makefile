@@ -39,7 +39,7 @@ tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
-	$(VENV)/bin/python -m flatout.cli demo $(ARGS)
+	$(VENV)/bin/python -m flatout demo $(ARGS)
 
 test: $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)

@@ -127,7 +127,7 @@ sanitize() {
 }
 
 demo() {
-  cd "$work" && "$python" -m flatout.cli demo --json "$out/demo.json" --html "$out/demo.html"
+  cd "$work" && "$python" -m flatout demo --json "$out/demo.json" --html "$out/demo.html"
 }
 
 # `timeout` starts programs, so each phase is this script again with the phase's name. It outlives the SIGTERM that

@@ -10,6 +10,7 @@ from flatout import native  # noqa: F401  (first: it refuses a torch that is too
 from flatout import amp, data, mfu, optim
 from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
+from flatout.autotune.door import auto
 from flatout.plan import Plan
 from flatout.report import Report
 from flatout.core.deprecated import old_names
@@ -24,6 +25,7 @@ __all__ = [
     "Run",
     "__version__",
     "amp",
+    "auto",
     "data",
     "mfu",
     "optim",

@@ -164,26 +164,36 @@ def assemble(session: Session, outcome: Outcome) -> Run:
         seed_all(request.seed)
     toggles = [*ledger.rules.values(), *ledger.candidates]
     schedule = scaled_schedule(bench, request.scheduler, own_size=session.own_size, own_loader=session.loader)
-    summary = Summary(
+    return Run(
+        job,
+        scheduler=request.scheduler if schedule is None else schedule,
+        plan=session.plan(),
+        report=Report(summary_of(session, outcome, bench.budget.spent)),
+        toggles=toggles if schedule is None else [*toggles, schedule],
+        example=example_of(session.taken[0]),
+        peak_flops=outcome.peak_flops,
+    )
+
+
+def summary_of(session: Session, outcome: Outcome, seconds: float) -> Summary:
+    """Return everything that a report shows.
+
+    Args:
+        session: the session, with its decisions.
+        outcome: the result of the last race.
+        seconds: duration of the tuning.
+    """
+    return Summary(
         rows=_in_order(session.rows),
-        environment=environment_of(job.spec.device),
+        environment=environment_of(session.job.spec.device),
         before=outcome.before,
         after=outcome.after,
         gain=outcome.gain,
         gain_statistic=outcome.gain_statistic,
         verdict=outcome.verdict,
-        tuning_seconds=bench.budget.spent,
+        tuning_seconds=seconds,
         notes=_notes(session),
-        won=tuple(dict.fromkeys(decision.technique for decision in ledger.won)),
-    )
-    return Run(
-        job,
-        scheduler=request.scheduler if schedule is None else schedule,
-        plan=session.plan(),
-        report=Report(summary),
-        toggles=toggles if schedule is None else [*toggles, schedule],
-        example=example_of(session.taken[0]),
-        peak_flops=outcome.peak_flops,
+        won=tuple(dict.fromkeys(decision.technique for decision in session.ledger.won)),
     )
 
 
@@ -198,7 +208,7 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append(
             "the model came in eval mode and without an optimizer: what was tuned is its forward, for inference"
         )
-    elif spec.optimizer is None:
+    elif spec.optimizer is None and not spec.is_recorded:
         notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
     if spec.resizes and size != session.own_size:
         notes.append(f"batches have {size:,} samples instead of {session.own_size:,}: all times are those of {size:,}")

@@ -205,7 +205,7 @@ def test_the_exit_status_is_the_scripts_however_it_ends(name: str, tmp_path: Pat
 )
 def test_a_script_that_ends_the_process_ends_it_as_ever(end: str, status: int, tmp_path: Path) -> None:
     path = write(tmp_path, f"import os, signal, sys\n{end}\n")
-    done = subprocess.run([sys.executable, "-m", "flatout.cli", "profile", path], capture_output=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "flatout", "profile", path], capture_output=True, timeout=300)
     assert done.returncode == status
 
 
@@ -422,7 +422,7 @@ for _ in range(8):
 
 
 def alone(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flatout.cli", "profile", "--steps", "2", "--warmup", "1", script]
+    command = [sys.executable, "-m", "flatout", "profile", "--steps", "2", "--warmup", "1", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
     assert timed_steps(done.stdout) == 2  # the profile is shown once

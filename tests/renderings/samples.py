@@ -44,6 +44,7 @@ def reports() -> dict[str, str]:
     }
     report = Report(whole)
     rendered = everywhere(report) | {"repr": repr(report)}
+    rendered |= {f"all rows, {width} columns": in_terminal(report.full(), width) for width in (80, 140)}
     for name, summary in lacking.items():
         report = Report(summary)
         rendered[f"{name}: terminal, 80 columns"] = in_terminal(report, 80)

@@ -35,7 +35,7 @@ def headline_codes(report: Report) -> set[str]:
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None:
     report = Report(sample())
-    lines = in_terminal(report, width, ascii_only).splitlines()
+    lines = in_terminal(report.full(), width, ascii_only).splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     for row in report.rows:
@@ -48,14 +48,28 @@ def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None
         assert "?" not in text  # what stands for a character without an ASCII form
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_receipt_fits_one_screen_and_names_what_is_in_use(width: int, ascii_only: bool) -> None:
+    report = Report(sample())
+    lines = in_terminal(report, width, ascii_only).splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 40
+    names = {row.technique for row in report.rows if row.status in ("kept", "rejected", "advice")}
+    words = set(squeezed("\n".join(lines)).replace(",", " ").split())
+    assert names <= words
+    if ascii_only:
+        assert "\n".join(lines).isascii()
+
+
 def test_reasons_are_complete_in_narrow_terminals() -> None:
-    text = squeezed(in_terminal(Report(sample()), 80))
+    text = squeezed(in_terminal(Report(sample()).full(), 80))
     for row in sample().rows:
         assert squeezed(formatting.clean(row.why)) in text
 
 
 def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
-    report = Report(sample())
+    report = Report(sample()).full()
     assert "torch.compile" in str(report)
     assert "\x1b" not in str(report)
     sink = io.StringIO()
@@ -67,11 +81,11 @@ def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_text_equals_console_output(ascii_only: bool) -> None:
     text = report_text.to_text(sample(), 80, ascii_only)
-    assert squeezed(text) == squeezed(in_terminal(Report(sample()), 80, ascii_only))
+    assert squeezed(text) == squeezed(in_terminal(Report(sample()).full(), 80, ascii_only))
 
 
 def test_markup_in_text_is_shown_unchanged() -> None:
-    assert "[red]not markup[/red]" in squeezed(in_terminal(Report(sample()), 140))
+    assert "[red]not markup[/red]" in squeezed(in_terminal(Report(sample()).full(), 140))
 
 
 def test_ascii_is_chosen_if_standard_output_supports_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +317,7 @@ def test_a_gain_without_an_interval_is_shown_without_one(gain: Gain, pairs: int)
     drawn = chart(root_of(report), "speed")
     assert f"+40 % ({shown})" in {e.text for e in drawn.iter()}
     assert sum(e.attrib.get("class") == "whisker" for e in drawn.iter()) == 1  # of torch.compile
-    for text in (squeezed(in_terminal(report, 80)), squeezed("".join(root_of(report).itertext()))):
+    for text in (squeezed(in_terminal(report.full(), 80)), squeezed("".join(root_of(report).itertext()))):
         assert shown in text
     plain = report.to_dict()["rows"][0]
     assert plain["gain"] == plain["trials"][0]["gain"] == {"ratio": 1.4, "low": None, "high": None}
@@ -370,11 +384,11 @@ def test_every_status_has_a_look() -> None:
 
 def test_consecutive_rows_with_one_reason_show_it_once() -> None:
     rows = tuple(Row(f"t{i}", i, f"Technique {i}", "not built yet", "Comes later.") for i in range(5))
-    text = in_terminal(Report(Summary(rows, {})), 80)
+    text = in_terminal(Report(Summary(rows, {})).full(), 80)
     assert text.count("Comes later.") == 1
     assert all(row.title in text for row in rows)
     purposeful = tuple(Row(f"t{i}", i, f"T {i}", "not tried", "No time.", purpose=f"does {i}") for i in range(3))
-    text = squeezed(in_terminal(Report(Summary(purposeful, {})), 80))
+    text = squeezed(in_terminal(Report(Summary(purposeful, {})).full(), 80))
     assert all(f"Does {i}. No time." in text for i in range(3))
 
 
@@ -383,7 +397,7 @@ def test_each_finding_has_its_own_line_and_long_paths_are_complete(width: int) -
     place = f"/home/somebody/{'a_long_folder/' * 12}train.py:1234"
     findings = (f"{place}: Images.__getitem__ (float, div) takes 1.20 ms", "data.py:7: Normalize takes 0.30 ms")
     row = Row("transforms", 13, "transforms on the device", "advice", "\n".join(findings))
-    text = in_terminal(Report(Summary((row,), {})), width)
+    text = in_terminal(Report(Summary((row,), {})).full(), width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.strip().startswith("data.py:7: Normalize") or "  data.py:7: Normalize" in line for line in lines)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import demo, doctor, monitor, profile
+from flatout.cli import demo, doctor, monitor, profile, run
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import clean
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND)
+COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND, run.COMMAND)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(command=command)
     return parser
 
 
@@ -51,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        return args.command.run(args)
     except CommandError as error:
         print(f"flatout: {clean(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if args.command.runs_program:
+            raise
         print("flatout: interrupted", file=sys.stderr)
         return 130

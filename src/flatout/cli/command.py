@@ -22,6 +22,7 @@ class Command:
         epilog: what it ends with.
         add_arguments: declares the arguments.
         run: does the work and returns the exit status.
+        runs_program: True if exceptions of ``run`` are those of the user's program, and pass as they are.
     """
 
     name: str
@@ -30,3 +31,4 @@ class Command:
     epilog: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    runs_program: bool = False

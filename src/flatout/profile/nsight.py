@@ -65,7 +65,7 @@ def commands_of_main(steps: int, warmup: int) -> tuple[str, ...]:
 
 
 def _flatout() -> list[str]:
-    return ["flatout"] if shutil.which("flatout") else [sys.executable, "-m", "flatout.cli"]
+    return ["flatout"] if shutil.which("flatout") else [sys.executable, "-m", "flatout"]
 
 
 def _may_sample() -> bool:

@@ -10,18 +10,37 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from flatout.report import report_page, report_text, serialize, wording
+from flatout.report import receipt, report_page, report_text, serialize, wording
 from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
 from flatout.report.shown import Shown
 
-__all__ = ["SCHEMA_VERSION", "Gain", "Pace", "Report", "Row", "Status", "Summary", "Trial"]
+__all__ = ["SCHEMA_VERSION", "FullReport", "Gain", "Pace", "Report", "Row", "Status", "Summary", "Trial"]
+
+
+class FullReport:
+    """View of a ``Summary`` for terminals with every row and its reason.
+
+    Args:
+        summary: the data shown.
+    """
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from report_text.render(self._summary, options)
+
+    def __str__(self) -> str:
+        return report_text.to_text(self._summary)
+
+    __repr__ = __str__
 
 
 class Report(Shown):
     """View of a ``Summary`` for terminals, notebooks and files.
 
-    ``print(report)`` gives text, ``rich.print(report)`` color, a Jupyter cell a rendered table with charts;
-    ``to_json`` and ``to_html`` write files.
+    ``print(report)`` gives one screen, ``rich.print(report)`` the same in color, a Jupyter cell a rendered table with
+    charts; ``full()`` gives every row, ``to_json`` and ``to_html`` write files.
 
     Attributes:
         summary: the data shown.
@@ -69,11 +88,15 @@ class Report(Shown):
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
         return cls(serialize.from_json(text))
 
+    def full(self) -> FullReport:
+        """Return every row with its reason, for ``print(report.full())``."""
+        return FullReport(self.summary)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from report_text.render(self.summary, options)
+        yield from receipt.render(self.summary, options)
 
     def __str__(self) -> str:
-        return report_text.to_text(self.summary)
+        return receipt.to_text(self.summary)
 
     def __repr__(self) -> str:
         return f"<flatout.Report: {len(self.rows)} rows, {wording.headline(self.summary)}>"

@@ -15,10 +15,8 @@ def _applies(job: Job) -> str:
     return ""
 
 
-def _needs_optimizer(job: Job) -> str:
-    if job.spec.optimizer is not None:
-        return ""
-    return "no optimizer was given to optimize(): in a loop of one's own a step cannot be repeated"
+def _needs_run_step(job: Job) -> str:
+    return f"{job.spec.why_no_step}: flatout cannot repeat one" if job.spec.why_no_step else ""
 
 
 def _needs_gpu(why: str) -> Callable[[Job], str]:
@@ -58,8 +56,8 @@ class BuiltIn(Rule):
         return self._documentation
 
     def check(self, job: Job) -> None:
-        """Raise with the reason of ``why_not``."""
-        reason = self._why_not(job)
+        """Raise with the reason of ``why_not``. A script has no ``Run``."""
+        reason = "the script iterates its own loaders" if job.spec.is_recorded else self._why_not(job)
         if reason:
             raise NotApplicable(reason)
 
@@ -126,7 +124,7 @@ BUILT_IN = (
         come after the error and its frames are gone,
         https://docs.pytorch.org/docs/stable/notes/faq.html#my-out-of-memory-exception-handler-cant-allocate-memory.
         """,
-        why_not=_needs_optimizer,
+        why_not=_needs_run_step,
     ),
     BuiltIn(
         "pinned_memory",

@@ -131,7 +131,7 @@ class Evaluation(Rule):
     )
 
     def candidate(self, job: Job) -> Candidate | None:
-        """Return the observer for the user's own loop, which has no optimizer."""
-        if job.spec.optimizer is not None or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
+        """Return the observer for a loop that is not ``run.step``'s."""
+        if not job.spec.why_no_step or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
         return EvaluationWatch(job.spec.model)

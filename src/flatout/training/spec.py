@@ -25,6 +25,7 @@ class Spec:
         compute_loss: ``(model, batch) -> loss``, for batches that ``loss_fn`` does not fit.
         loss_weight: weight of the loss of a part of a batch; None: its number of samples.
         inference: True if a step is a forward alone.
+        is_recorded: True if the batches are recorded calls of a script, which keeps its own loop and its own loaders.
         accumulate: batches per update.
         resizes: True for ``batch_size="auto"``: the loader may be replaced by one with a faster batch size.
         lr_rule: rule of the learning rates for another batch size, one of ``LR_RULES``.
@@ -42,6 +43,7 @@ class Spec:
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
     loss_weight: LossWeight | None = None
     inference: bool = False
+    is_recorded: bool = False
     accumulate: int = 1
     resizes: bool = False
     lr_rule: str = "none"
@@ -49,6 +51,13 @@ class Spec:
     max_grad_norm: float | None = None
     deterministic: bool = False
     reproducible: bool = False
+
+    @property
+    def why_no_step(self) -> str:
+        """Reason why no technique can change a whole training step; empty if ``run.step`` makes the steps."""
+        if self.is_recorded:
+            return "the script makes its own steps"
+        return "no optimizer was given to optimize()" if self.optimizer is None else ""
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -196,7 +196,8 @@ class Stepper:
             self.scaler.step(optimizer, max_grad_norm=math.inf if max_norm is None else max_norm)
             self.scaler.update()
         else:
-            inv_scale = None if batches == 1 or self._averaged else 1.0 / batches
+            is_mean = batches == 1 or self._averaged or self.spec.is_recorded  # a script divides its losses
+            inv_scale = None if is_mean else 1.0 / batches
             update(optimizer, inv_scale=inv_scale, max_grad_norm=max_norm)
 
     def zero_grad(self) -> None:

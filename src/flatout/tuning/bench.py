@@ -117,6 +117,12 @@ class Bench:
         if to_train and self.job.spec.optimizer is not None and not self.job.spec.model.training:
             self.job.spec.model.train()
 
+    def begin(self, state: Snapshot, budget: Budget) -> None:
+        """Continue with trials that begin with another state."""
+        self.state, self.budget = state, budget
+        self._results.clear()
+        self.rewind()
+
     def keep(self, decision: Decision) -> Row:
         """Record a decision to keep a technique, and leave its candidate on."""
         row = self.ledger.add(decision)
@@ -290,7 +296,14 @@ class Bench:
         return not self.is_long or self.job.spec.device.type == "cuda"
 
     def memory_with(self, *candidates: Candidate) -> int | None:
-        """Return ``memory`` with more candidates on."""
+        """Return ``memory`` with more candidates on.
+
+        In a script on the CPU it stays unknown. A process that the script forks after a profile would hang at its exit,
+        in the destructor of ``libkineto::ConfigLoader`` (torch 2.14).
+        """
+        spec = self.job.spec
+        if spec.is_recorded and spec.device.type == "cpu":
+            return None
         if any(isinstance(candidate, RecordedCandidate) for candidate in (*self.ledger.candidates, *candidates)):
             return None  # replays allocate nothing
         self.rewind()

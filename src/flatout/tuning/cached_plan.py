@@ -24,7 +24,7 @@ from flatout.tuning.plan_key import key_of
 from flatout.tuning.plan_store import read_plan, write_plan
 from flatout.tuning.progress import log
 from flatout.tuning.race import RaceResult, race_once
-from flatout.tuning.search import Outcome, conclude, confirm, measured_baseline, search
+from flatout.tuning.search import Baseline, Outcome, conclude, confirm, measured_baseline, search
 from flatout.tuning.session import Session
 from flatout.tuning.trial_runner import warm_up
 from flatout.tuning.verification import verify
@@ -43,9 +43,11 @@ def decide(session: Session) -> Outcome:
         return confirm(session, search(session))
     key = key_of(session)
     plan = read_plan(key) if session.request.plan == CACHED else None
-    outcome = None if plan is None else _repeat(session, plan)
-    if outcome is None:
+    repeated = None if plan is None else repeat(session, plan)
+    if plan is None or repeated is None:
         outcome = confirm(session, search(session))
+    else:
+        outcome = _complete(session, plan, *repeated)
     if session.measures:
         write_plan(key, session.plan())
     return outcome
@@ -71,8 +73,12 @@ def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
     ]
 
 
-def _repeat(session: Session, plan: Plan) -> Outcome | None:
-    """Return the outcome of a plan; None if the plan fails or loses its race. Then the session is as before."""
+def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
+    """Apply a plan and race it against the original loop.
+
+    Returns:
+        The baseline and the result of the race. None if the plan fails or loses; then the session is as before.
+    """
     before, source = session.ledger.decisions, session.job.data.source
     try:
         baseline = measured_baseline(session, is_brief=True)
@@ -95,6 +101,11 @@ def _repeat(session: Session, plan: Plan) -> Outcome | None:
     session.notes.append(
         f"the decisions come from {SOURCE} of an earlier start. optimize(plan=None) measures all techniques again"
     )
+    return baseline, result
+
+
+def _complete(session: Session, plan: Plan, baseline: Baseline, result: RaceResult) -> Outcome:
+    """Try the techniques that the plan left undecided, and end the trials."""
     techniques = techniques_to_try(session, plan)
     if not techniques:
         return conclude(session, baseline, result)
@@ -126,12 +137,12 @@ def _apply(session: Session, plan: Plan) -> None:
             if value is False:
                 ledger.add(Decision(technique.row("not tried", f"{SOURCE} does without it")))
             else:
-                _keep(session, technique, value)
+                keep(session, technique, value)
         except NotApplicable as reason:
             ledger.add(Decision(technique.row("not applicable", str(reason))))
 
 
-def _keep(session: Session, technique: Measured, value: Any) -> None:
+def keep(session: Session, technique: Measured, value: Any) -> None:
     """Turn a technique on, with its numerics compared again.
 
     Raises:

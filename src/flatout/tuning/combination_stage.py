@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
 from flatout.core.errors import Unsuitable
 from flatout.report.model import Trial
 from flatout.techniques import (
-    REGISTRY,
     Candidate,
     CompanionTechnique,
+    Measured,
     NotApplicable,
     PairCandidate,
     StepTechnique,
@@ -32,13 +32,13 @@ FEWEST_COMBINATIONS = 2
 """Number of pairs of combinations for which screening leaves time."""
 
 
-def decide_factors(tuner: Tuner, bench: Bench) -> set[str]:
-    """Decide factors together, if there are several, and return the names of the decided techniques.
+def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> set[str]:
+    """Decide the factors among techniques together, if there are several, and return the names of the decided ones.
 
     A combination is tried only of candidates that passed their screening: they run, take at most a multiple of a
     step's time, and compute the same.
     """
-    combinable = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.is_combinable]
+    combinable = [t for t in measured if isinstance(t, StepTechnique) and t.is_combinable]
     techniques = [technique for technique in combinable if tuner.may_try(technique)]
     if len(techniques) < 2:
         return set()

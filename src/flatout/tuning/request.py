@@ -16,7 +16,7 @@ from flatout.training.spec import LossWeight
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Arguments of :func:`flatout.optimize`, which documents each."""
+    """Arguments of :func:`flatout.optimize`, which documents each, and ``Spec.is_recorded``."""
 
     model: nn.Module
     loader: Iterable[Any]
@@ -38,6 +38,7 @@ class Request:
     expected_steps: int | None
     budget: float | None
     plan: Plan | str | Path | None
+    is_recorded: bool = False
 
     @property
     def given_plan(self) -> Plan | str | Path | None:

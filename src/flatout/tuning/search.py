@@ -82,7 +82,7 @@ def search(session: Session) -> Baseline:
     others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
     bench.budget.later = sum(seconds[technique.name] for technique in others)
     with session.stage("trying combinations of techniques"):
-        decided = decide_factors(tuner, bench)
+        decided = decide_factors(tuner, bench, measured)
     left = [technique for technique in measured if technique.name not in decided]
     for i, technique in enumerate(left):
         bench.budget.later = sum(seconds[later.name] for later in left[i + 1 :])
@@ -139,8 +139,8 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
     return conclude(session, baseline, result)
 
 
-def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
-    """End all trials after the last race, and collect advice.
+def outcome_of(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
+    """Return the result of a race, with the costs and the utilization of both loops.
 
     Args:
         session: the session, with its decisions.
@@ -152,6 +152,12 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
     before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
     after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
     verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
+    return Outcome(before, after, result.gain, result.statistic, verdict, peak)
+
+
+def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
+    """End all trials after the last race, and collect advice. Arguments and result are those of ``outcome_of``."""
+    job, bench, outcome = session.job, session.bench, outcome_of(session, baseline, result)
     for technique in REGISTRY:
         if isinstance(technique, Advice):
             with session.stage(f"looking at {technique.title}"):
@@ -163,7 +169,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
             candidate.on_tuning_end()
     bench.rewind(to_train=False)
     session.end_tuning(result.gain)
-    return Outcome(before, after, result.gain, result.statistic, verdict, peak)
+    return outcome
 
 
 def noise_and_load(bench: Bench) -> str:

@@ -93,6 +93,7 @@ class Session:
             compute_loss=request.compute_loss,
             loss_weight=request.loss_weight,
             inference=request.optimizer is None and not request.model.training,
+            is_recorded=request.is_recorded,
             accumulate=request.accumulate,
             resizes=request.batch_size == "auto" and request.given_plan is None,
             lr_rule=_lr_rule(request, choices),
@@ -129,8 +130,9 @@ class Session:
         job, spec, plan = self.job, self.job.spec, self.choices.plan
         if self.apart:
             warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
-        self.progress = own_progress()
-        self._guard.callback(self.progress.close)
+        if not spec.is_recorded:  # whose output would break the live line
+            self.progress = own_progress()
+            self._guard.callback(self.progress.close)
         earlier = detach(spec.model)
         self._undo.append(lambda: attach(spec.model, earlier))
         if plan is not None:
@@ -138,10 +140,7 @@ class Session:
         self.choices.check(job)
         with self.stage("applying rules"):
             self._apply_rules()
-        snapshot = Snapshot.capture(
-            spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
-        )
-        self._guard.enter_context(snapshot.guarded())
+        snapshot = self._capture()
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
         self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
         self._undo.append(self._restore_training)
@@ -156,6 +155,27 @@ class Session:
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
+
+    def pause(self) -> None:
+        """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
+        self.bench.rewind()
+        self.close()
+        self.bench.state = Snapshot.capture([])  # frees the copies
+
+    def resume(self, budget: Budget) -> None:
+        """Continue trials after ``pause``, from the present state of the training."""
+        for candidate in reversed(self.ledger.candidates):
+            candidate.disable()
+        self.bench.begin(self._capture(), budget)
+
+    def _capture(self) -> Snapshot:
+        """Return the present state, and forbid steps of optimizers that it does not hold until ``close``."""
+        spec = self.job.spec
+        state = Snapshot.capture(
+            spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
+        )
+        self._guard.enter_context(state.guarded())
+        return state
 
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:

@@ -94,6 +94,12 @@ class Tuner:
         seconds = technique.setup_estimate(bench.job, bench.pace) + max(TRIAL_SECONDS, bench.fewest_seconds)
         return seconds if bench.budget.fits(seconds) else 0.0
 
+    def shortest_trial(self, technique: Measured) -> float:
+        """Return the estimated seconds of the shortest trial of a technique, with its setup."""
+        bench, of_loaders = self._bench, isinstance(technique, LoaderTechnique)
+        shortest = bench.fewest_loader_seconds if of_loaders else bench.fewest_seconds
+        return technique.setup_estimate(bench.job, bench.pace) + shortest
+
     def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
         """Keep a candidate without a trial, in the tuned loop and in the baseline."""
         row = technique.row("kept", why, candidate.label)
@@ -160,9 +166,7 @@ class Tuner:
         saving = technique.most_saved(job, pace)
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
-        estimate = technique.setup_estimate(job, pace)
-        of_loaders = isinstance(technique, LoaderTechnique)
-        shortest = estimate + (bench.fewest_loader_seconds if of_loaders else bench.fewest_seconds)
+        estimate, shortest = technique.setup_estimate(job, pace), self.shortest_trial(technique)
         if shortest > left:
             return (
                 f"a trial takes about {shortest:.0f} s, and {left:.0f} s of the budget of "

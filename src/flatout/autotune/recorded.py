@@ -13,6 +13,7 @@ plain training: batches, and a loss of each batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.core.batches import cloned, map_tensors, tensors_of, tensors_within
+from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
 
 
 @dataclass(eq=False)
@@ -30,21 +31,30 @@ class RecordedCall:
     Attributes:
         args: positional arguments; tensors are copies without a graph.
         kwargs: keyword arguments, the same.
+        autocast: device types and dtypes of the script's autocast around the call.
         gradients: gradient of the loss at each tensor of the output that requires one, by position, in fp32.
         product: sum of the products of these outputs with their gradients, 0-dim; None before a gradient came.
         is_reached: set to True by each gradient.
+        is_differentiated_twice: set to True by a gradient with a graph of its own, as for a gradient penalty.
+        seconds: duration of the call.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     product: Tensor | None = None
     is_reached: bool = False
+    is_differentiated_twice: bool = False
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
         """Return a call with copies of its arguments, to be made before the module may write to them."""
-        return cls(*cloned(map_tensors(_detached, (args, kwargs))))
+        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
+        args, kwargs = cloned(map_tensors(_detached, (args, kwargs)))
+        return cls(args, kwargs, autocast)
 
     def watched(self, output: Any) -> Any:
         """Note the gradients that will come to an output.
@@ -66,7 +76,18 @@ class RecordedCall:
         return output
 
     def _note(self, position: int, output: Tensor, gradient: Tensor) -> None:
-        """Add a gradient. It comes in several parts if the script runs several backwards."""
+        """Add a gradient. It comes in several parts if the script runs several backwards.
+
+        An error, such as for want of memory, would end the script's backward. The call is then left out.
+        """
+        try:
+            self._add(position, output, gradient)
+        except RuntimeError:
+            self.is_reached, self.product = False, None
+            self.gradients.clear()
+
+    def _add(self, position: int, output: Tensor, gradient: Tensor) -> None:
+        self.is_differentiated_twice |= torch.is_grad_enabled()  # by create_graph=True
         gradient = gradient.detach().to(torch.float32, copy=True)
         product = (output.float() * gradient).sum()
         known = self.gradients.get(position)
@@ -91,7 +112,9 @@ def batch_of(calls: Sequence[RecordedCall], loss: Tensor) -> dict[str, Any]:
     return {
         "args": [call.args for call in calls],
         "kwargs": [call.kwargs for call in calls],
+        "autocast": [call.autocast for call in calls],
         "gradients": [dict(call.gradients) for call in calls],
+        "loss": loss.detach().float(),
         "offset": loss.detach().float() - torch.stack(products).sum(),
     }
 
@@ -107,13 +130,44 @@ def linearized_loss(module: nn.Module, batch: dict[str, Any]) -> Tensor:
         ValueError: the outputs are not those that the gradients belong to.
     """
     products = []
-    for args, kwargs, gradients in zip(batch["args"], batch["kwargs"], batch["gradients"], strict=True):
-        outputs = tensors_of(module(*args, **kwargs))
+    calls = zip(*(batch[name] for name in ("args", "kwargs", "autocast", "gradients")), strict=True)
+    for args, kwargs, autocast, gradients in calls:
+        with ExitStack() as stack:
+            for device, dtype in autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            outputs = tensors_of(module(*args, **kwargs))
         for position, gradient in gradients.items():
             if position >= len(outputs) or outputs[position].shape != gradient.shape:
                 raise ValueError("the module's outputs have other shapes than in the recorded call")
             products.append((outputs[position].float() * gradient).sum())
     return torch.stack(products).sum() + batch["offset"]
+
+
+class RecordedStep:
+    """Loss of recorded calls for batches of the script's loader, which are not looked at: for trials of loaders.
+
+    Args:
+        steps: recorded batches that are computed with one batch of the loader, for each such batch.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[dict[str, Any]]]) -> None:
+        self._first = steps[0]
+        self._by_size = {batch_size_of(step[0]): step for step in reversed(steps)}
+
+    def __call__(self, module: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of recorded calls with as many samples as ``batch``, if there are such calls."""
+        step = self._by_size.get(batch_size_of(batch), self._first)
+        return torch.stack([linearized_loss(module, recorded) for recorded in step]).sum()
+
+
+def with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return a batch whose loss has the same value and ``factor`` times the gradients at the recorded parameters.
+
+    A loss scaler, clipping of gradients and a division by the number of backwards change gradients after a backward.
+    """
+    products = batch["loss"] - batch["offset"]
+    gradients = [{i: factor * gradient for i, gradient in each.items()} for each in batch["gradients"]]
+    return batch | {"gradients": gradients, "offset": batch["loss"] - factor * products}
 
 
 def _detached(tensor: Tensor) -> Tensor:

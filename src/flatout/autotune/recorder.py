@@ -1,25 +1,27 @@
 """Recorder of a script's training: the outermost calls of its modules, its losses, and its optimizers' steps.
 
 Nothing of the script changes. ``Module.__call__`` and ``torch.autograd.backward`` are replaced by functions that note
-the call and pass it on. torch's hook on optimizers tells when an update is complete.
+the call and pass it on. The owner of the recorder tells it when an optimizer has stepped.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.auto.recorded import RecordedCall, batch_of
+from flatout.autotune.recorded import RecordedCall, batch_of
 from flatout.core.batches import tensors_of
 
 
@@ -30,11 +32,13 @@ class RecordedUpdate:
     Attributes:
         optimizer: the optimizer that has stepped.
         batches: the recorded calls of each module that holds some of the optimizer's parameters, one batch for each
-            backward.
+            backward. Without modules that are differentiated twice, because compiled code cannot be.
+        seconds: time of these calls, by module.
     """
 
     optimizer: Optimizer
     batches: Mapping[nn.Module, Sequence[dict[str, Any]]]
+    seconds: Mapping[nn.Module, float]
 
 
 @dataclass(eq=False)
@@ -44,6 +48,8 @@ class _Backward:
     calls: dict[nn.Module, list[RecordedCall]]
     loss: Tensor
 
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 30
 """Bytes of recorded calls that wait for a backward.
@@ -57,33 +63,45 @@ class Recorder:
 
     Args:
         on_update: called with each update, when the optimizer has stepped and gradients are still there.
+        on_failure: called with an error of the recording, which has ended. The script goes on.
     """
 
-    def __init__(self, on_update: Callable[[RecordedUpdate], object]) -> None:
+    def __init__(
+        self, on_update: Callable[[RecordedUpdate], object], on_failure: Callable[[Exception], object]
+    ) -> None:
         self._on_update = on_update
+        self._on_failure = on_failure
         self._process = os.getpid()
+        self._is_suspended = False
         self._thread = threading.local()
         self._calls: list[tuple[nn.Module, RecordedCall]] = []
         self._dropped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backwards: list[_Backward] = []
-        self._is_stepped = False
+        self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._call, self._backward = nn.Module.__call__, torch.autograd.backward
         nn.Module.__call__ = self._noting_calls(self._call)  # type: ignore[method-assign]
         torch.autograd.backward = self._noting_losses(self._backward)
-        self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
         """Give torch its functions back."""
         nn.Module.__call__ = self._call  # type: ignore[method-assign]
         torch.autograd.backward = self._backward
-        self._hook.remove()
         self._calls.clear()
         self._backwards.clear()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
     @property
-    def _is_elsewhere(self) -> bool:
-        """True in a process that the script has forked."""
-        return os.getpid() != self._process
+    def _is_off(self) -> bool:
+        """True while suspended, and in a process that the script has forked."""
+        return self._is_suspended or os.getpid() != self._process
 
     def _noting_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
         thread = self._thread
@@ -92,20 +110,35 @@ class Recorder:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
                 return call(module, *args, **kwargs)
-            if not (torch.is_grad_enabled() and module.training and _has_trainable(module)) or self._is_elsewhere:
+            if not (torch.is_grad_enabled() and module.training and _has_trainable(module)) or self._is_off:
                 return call(module, *args, **kwargs)
-            recorded = RecordedCall.of(args, kwargs)
-            thread.is_called = True
+            recorded = self._safely(RecordedCall.of, args, kwargs)
+            if recorded is None:
+                return call(module, *args, **kwargs)
+            thread.is_called, begun = True, time.perf_counter()
             try:
                 output = call(module, *args, **kwargs)
             finally:
                 thread.is_called = False
-            if any(tensor.requires_grad for tensor in tensors_of(output)):
-                self._calls.append((module, recorded))
-                self._drop_oldest()
-            return recorded.watched(output)
+            recorded.seconds = time.perf_counter() - begun
+            watched = self._safely(recorded.watched, output)
+            if watched is None or not any(tensor.requires_grad for tensor in tensors_of(output)):
+                return output
+            self._calls.append((module, recorded))
+            self._drop_oldest()
+            return watched
 
         return noting
+
+    def _safely(self, function: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of a call, or end the recording if the call fails."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self.close()
+            self._is_suspended = True  # torch may still hold the functions of this recorder
+            self._on_failure(error)
+            return None
 
     def _drop_oldest(self) -> None:
         """Drop calls that no backward has reached, such as those of an evaluation with gradients."""
@@ -116,8 +149,8 @@ class Recorder:
         @wraps(backward)
         def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             result = backward(tensors, *args, **kwargs)
-            if not self._is_elsewhere:
-                self._note_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
+            if not self._is_off:
+                self._safely(self._note_backward, [tensors] if isinstance(tensors, Tensor) else list(tensors))
             return result
 
         return noting
@@ -127,11 +160,14 @@ class Recorder:
 
         A backward that reaches only calls of an earlier one adds its loss to that one's.
         """
-        if self._is_stepped:
-            self._backwards, self._is_stepped = [], False
+        if self._stepped_by:
+            self._backwards = []
+            self._stepped_by.clear()
         loss = torch.stack([loss.detach().float().sum() for loss in losses]).sum()
         calls: dict[nn.Module, list[RecordedCall]] = {}
         for module, call in self._calls:
+            if call.is_differentiated_twice:
+                self._dropped.add(module)
             if call.is_reached:
                 calls.setdefault(module, []).append(call)
         self._calls = [(module, call) for module, call in self._calls if not call.is_reached]
@@ -140,18 +176,27 @@ class Recorder:
         elif self._backwards:
             self._backwards[-1].loss = self._backwards[-1].loss + loss
 
-    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        """End an update. Optimizers that step without a backward between them share its calls."""
-        if self._is_elsewhere or not self._backwards:
-            return
-        self._is_stepped = True
+    def end_update(self, optimizer: Optimizer) -> None:
+        """End an update. To be called after each step of an optimizer, while gradients are still there.
+
+        Optimizers that step without a backward between them share its calls.
+
+        A subclass whose ``step`` calls that of its base steps twice.
+        """
+        if self._backwards and not self._is_off and optimizer not in self._stepped_by:
+            self._safely(self._pass_on, optimizer)
+
+    def _pass_on(self, optimizer: Optimizer) -> None:
+        self._stepped_by.add(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         batches: dict[nn.Module, list[dict[str, Any]]] = {}
+        seconds: defaultdict[nn.Module, float] = defaultdict(float)
         for backward in self._backwards:
             for module, calls in backward.calls.items():
                 if module not in self._dropped and any(id(p) in held for p in module.parameters()):
                     batches.setdefault(module, []).append(batch_of(calls, backward.loss))
-        self._on_update(RecordedUpdate(optimizer, batches))
+                    seconds[module] += sum(call.seconds for call in calls)
+        self._on_update(RecordedUpdate(optimizer, batches, seconds))
 
 
 def _has_trainable(module: nn.Module) -> bool:

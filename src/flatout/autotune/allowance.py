@@ -1,0 +1,42 @@
+"""Allowance: the time that tuning may take of a script whose end is not known."""
+
+from __future__ import annotations
+
+import math
+import time
+
+FIRST_SECONDS = 1.0
+"""Seconds that tuning may take at once."""
+
+SHARE = 0.1
+"""Share of the time that the script has trained so far, which tuning may take after that."""
+
+
+class Allowance:
+    """Time for tuning: ``FIRST_SECONDS``, and a share of the time that the script has trained so far.
+
+    A trial that has begun may overdraw the allowance. The script then trains longer before the next one.
+
+    Attributes:
+        spent: seconds of tuning so far.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self.spent = 0.0
+
+    @property
+    def trained(self) -> float:
+        """Seconds of the script since the beginning, without tuning."""
+        return time.perf_counter() - self._begun - self.spent
+
+    @property
+    def left(self) -> float:
+        """Seconds that tuning may take now; negative after an overdraft."""
+        return FIRST_SECONDS + SHARE * self.trained - self.spent
+
+    def due(self, seconds: float) -> float:
+        """Return the ``time.perf_counter()`` at which ``left`` will have grown to so many seconds."""
+        if seconds == math.inf:
+            return math.inf
+        return self._begun + self.spent + (seconds + self.spent - FIRST_SECONDS) / SHARE

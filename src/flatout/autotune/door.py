@@ -1,0 +1,79 @@
+"""``flatout.auto``: tunes the trainings of a script or a notebook that stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.autotune.engine import Engine
+from flatout.autotune.options import Options
+from flatout.autotune.script_report import ScriptReport
+from flatout.core.formatting import clean
+from flatout.plan import CACHED, Plan
+
+
+class Auto:
+    """Tuning that :func:`auto` has started. A context manager that undoes everything at its end."""
+
+    def __init__(self, options: Options) -> None:
+        self._engine = Engine(options, say)
+
+    @property
+    def report(self) -> ScriptReport:
+        """Report of everything that is tuned so far."""
+        return ScriptReport.of(self._engine)
+
+    def undo(self) -> None:
+        """Stop tuning, and turn off everything that is kept. Weights keep the values that training gave them."""
+        self._engine.undo()
+
+    def __enter__(self) -> Auto:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def say(text: str) -> None:
+    """Write a line on stderr, if it is open."""
+    try:
+        print(f"flatout: {clean(text)}", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        return
+
+
+_running: list[Auto] = []
+
+
+def auto(
+    *,
+    techniques: Mapping[str, Any] | None = None,
+    precision: str = "auto",
+    deterministic: bool = False,
+    plan: Plan | str | Path | None = CACHED,
+) -> Auto:
+    """Tune every training that follows, without a change to its code: ``flatout.auto()`` or ``with flatout.auto():``.
+
+    Two updates of each optimizer are recorded: the calls of its modules, and the gradients that came back to them. Then
+    the techniques of :func:`flatout.optimize` are measured on these calls, in turns with the training. Tuning takes a
+    second, and after that at most a tenth of the time that the script has trained. What pays is kept. Objects, their
+    ``state_dict`` and their pickles stay as they are. An error of flatout undoes what it changed, is said once on
+    stderr, and the training goes on.
+
+    A second call undoes the first.
+
+    Args:
+        techniques: ``{"compile": False}`` forbids a technique, ``{"precision": "bf16"}`` forces one.
+        precision: as in :func:`flatout.optimize`.
+        deterministic: as in :func:`flatout.optimize`.
+        plan: as in :func:`flatout.optimize`.
+
+    Returns:
+        A handle with ``report`` and ``undo``.
+    """
+    for earlier in _running:
+        earlier.undo()
+    _running[:] = [Auto(Options(dict(techniques or {}), precision, deterministic, plan))]
+    return _running[0]

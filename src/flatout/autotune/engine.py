@@ -1,0 +1,256 @@
+"""Engine: watches the updates of a script, and tunes its modules between them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from flatout.autotune.allowance import Allowance
+from flatout.autotune.loaders import Drawn, Loaders
+from flatout.autotune.module_tuning import ModuleTuning
+from flatout.autotune.options import Options
+from flatout.autotune.recorded import linearized_loss, with_gradients_scaled
+from flatout.autotune.recorder import RecordedUpdate, Recorder
+from flatout.core import formatting
+from flatout.core.snapshot import Snapshot
+from flatout.training.attachments import detach
+from flatout.tuning.ranks import world_size
+
+LEAST_SHARE = 0.05
+"""Share of an update that the calls of a module take at least, if the module is tuned."""
+
+MOST_MODULES = 4
+"""Number of modules of one optimizer that are tuned, those with the longest calls."""
+
+MOST_RECORDED = 10
+"""Number of updates in which each optimizer must have two alike. Otherwise it is left alone."""
+
+SCALED = 0.9
+"""Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
+
+_log = logging.getLogger("flatout.autotune")
+
+
+class Engine:
+    """Tunes the modules and optimizers of a script while it trains. The script is not changed.
+
+    Two updates of each optimizer are recorded. Tuning then takes turns with the script's updates (``Allowance``). An
+    error of flatout ends its tuning of that module, is said once, and leaves the script as it was.
+
+    Args:
+        options: what may be tuned, and how.
+        say: receives each sentence for the user.
+
+    Attributes:
+        tunings: one for each tuned module.
+        allowance: the time of tuning; None before the first update.
+        updates: number of updates of the optimizer that stepped first.
+    """
+
+    def __init__(self, options: Options, say: Callable[[str], object]) -> None:
+        self.tunings: list[ModuleTuning] = []
+        self.allowance: Allowance | None = None
+        self.updates = 0
+        self._options = options
+        self._say = say
+        self._process, self._thread = os.getpid(), 0
+        self._is_in_hook = self._is_closed = False
+        self._leader: weakref.ref[Optimizer] | None = None
+        self._last_update, self._update_seconds = 0.0, 0.0
+        self._recorded_since = 0
+        self._due = math.inf
+        self._recorded: weakref.WeakKeyDictionary[Optimizer, list[RecordedUpdate]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, list[ModuleTuning]] = weakref.WeakKeyDictionary()
+        self._drawn: Drawn | None = None
+        self._loaders = Loaders()
+        self._loaders.start_counting()
+        self._hook: Any = register_optimizer_step_post_hook(self._stepped)
+        self._recorder: Recorder | None = Recorder(self._note, self._give_up)
+
+    def close(self) -> None:
+        """Stop tuning. What is kept stays on, and loaders serve their present epoch to its end."""
+        self._is_closed = True
+        if not self._is_in_hook:  # torch iterates its hooks
+            self._hook.remove()
+        self._stop_recording()
+        self._loaders.close()
+
+    def undo(self) -> None:
+        """Stop tuning, and turn off everything that is kept."""
+        self.close()
+        for tuning in self.tunings:
+            if tuning.module is not None:
+                detach(tuning.module)
+
+    def _start_recording(self) -> None:
+        self._recorder, self._recorded_since = Recorder(self._note, self._give_up), self.updates
+        self._loaders.start_counting()
+
+    def _stop_recording(self) -> None:
+        """Stop recording. Optimizers without two updates that are alike are left alone."""
+        for optimizer in self._recorded:
+            self._known.setdefault(optimizer, [])
+        self._recorded.clear()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+            self._loaders.stop_counting()
+
+    # Updates of the script
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Count an update, and take a turn if it is time. An error ends all tuning, and not the script."""
+        if self._is_in_hook or self._is_closed or os.getpid() != self._process:
+            return
+        self._is_in_hook = True
+        try:
+            self._count(optimizer)
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._is_in_hook = False
+
+    def _count(self, optimizer: Optimizer) -> None:
+        now = time.perf_counter()
+        if self._leader is None:
+            self._begin(optimizer)
+        if self._leader is None:
+            return
+        if optimizer is self._leader():
+            self.updates += 1
+            self._update_seconds, self._last_update = now - self._last_update, now
+            if self._recorder is not None:
+                self._drawn = self._loaders.drawn()
+        if self._recorder is not None:
+            self._recorder.end_update(optimizer)
+            if self.updates - self._recorded_since > MOST_RECORDED:
+                self._stop_recording()
+        elif optimizer not in self._known:
+            self._start_recording()
+        elif now >= self._due and threading.get_ident() == self._thread:
+            self._take_turn(optimizer)
+
+    def _begin(self, leader: Optimizer) -> None:
+        """Note the optimizer that steps first."""
+        if world_size() > 1:
+            self._say("several ranks train together: nothing is tuned")
+            self.close()
+            return
+        self._leader, self._thread = weakref.ref(leader), threading.get_ident()
+        self.allowance = Allowance()
+        self._last_update = time.perf_counter()
+
+    def _note(self, update: RecordedUpdate) -> None:
+        """Note a recorded update. Tune the modules of an optimizer after two updates that are alike."""
+        if update.optimizer in self._known:
+            return
+        earlier = self._recorded.setdefault(update.optimizer, [])
+        earlier.append(update)
+        if len(earlier) > 1 and update.batches and _form(earlier[-2]) == _form(update):
+            assert self._recorder is not None
+            with self._recorder.suspended():
+                self._known[update.optimizer] = self._tunings_of(earlier[-2], update)
+            self._schedule()
+        if all(optimizer in self._known for optimizer in self._recorded):
+            self._stop_recording()
+
+    def _tunings_of(self, *updates: RecordedUpdate) -> list[ModuleTuning]:
+        """Return a tuning for each module of an optimizer whose calls take long enough."""
+        optimizer, seconds = updates[-1].optimizer, updates[-1].seconds
+        longest = sorted(seconds, key=lambda module: -seconds[module])[:MOST_MODULES]
+        modules = [m for i, m in enumerate(longest) if i == 0 or seconds[m] >= LEAST_SHARE * self._update_seconds]
+        tuned = {tuning.module for tuning in self.tunings}
+        made: list[ModuleTuning] = []
+        for module in modules:
+            if module in tuned:
+                continue
+            # An LBFGS steps by a closure. Modules of one optimizer are updated with the first of them.
+            stepped = optimizer if not made and not isinstance(optimizer, torch.optim.LBFGS) else None
+            try:
+                batches = [_as_in_update(module, update) for update in updates]
+                drawn = None if self.tunings or made else self._drawn
+                made.append(
+                    ModuleTuning(
+                        module, stepped, batches, self._options, self._update_seconds, drawn, self._loaders.serve
+                    )
+                )
+            except Exception as error:
+                self._fail(type(module).__name__, error)
+        self.tunings += made
+        return made
+
+    # Turns
+
+    def _schedule(self) -> None:
+        """Find out when the next turn is due."""
+        needs = min((tuning.needs for tuning in self.tunings), default=math.inf)
+        self._due = math.inf if self.allowance is None else self.allowance.due(needs)
+
+    def _take_turn(self, optimizer: Optimizer) -> None:
+        """Let the tuning of one of the optimizer's modules take a turn, if the allowance suffices."""
+        allowance = self.allowance
+        assert allowance is not None
+        ready = [tuning for tuning in self._known.get(optimizer, ()) if tuning.needs <= allowance.left]
+        if not ready:
+            return
+        tuning, begun = min(ready, key=lambda tuning: tuning.spent), time.perf_counter()
+        try:
+            tuning.turn(allowance.left)
+        except Exception as error:
+            self._fail(tuning.name, error)
+        finally:
+            allowance.spent += time.perf_counter() - begun
+            self._last_update = time.perf_counter()
+            self._schedule()
+
+    def _give_up(self, error: Exception) -> None:
+        """End all tuning, and undo it, after an error that belongs to no module."""
+        self.undo()
+        self._say(f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}")
+        _log.debug("an error ended the tuning", exc_info=error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self._say(f"tuning of {name} failed and is undone: {formatting.first_line(error)}")
+        _log.debug("tuning of %s failed", name, exc_info=error)
+
+
+def _form(update: RecordedUpdate) -> dict[int, int]:
+    """Return the number of backwards of each module."""
+    return {id(module): len(batches) for module, batches in update.batches.items()}
+
+
+def _as_in_update(module: nn.Module, update: RecordedUpdate) -> Sequence[dict[str, Any]]:
+    """Return the batches of a module, with gradients as the optimizer saw them.
+
+    Scaled losses, and gradients that are clipped or divided before the update, are told from the parameters' gradients.
+    """
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    seen = _norm(parameters)
+    snapshot = Snapshot.capture([module])
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for batch in update.batches[module]:
+            linearized_loss(module, batch).backward()
+        factor = seen / _norm(parameters)
+    finally:
+        snapshot.restore()
+    if not 0 < factor < SCALED:  # NaN included
+        return update.batches[module]
+    return [with_gradients_scaled(batch, factor) for batch in update.batches[module]]
+
+
+def _norm(parameters: Sequence[torch.Tensor]) -> float:
+    norms = [parameter.grad.float().norm() for parameter in parameters if parameter.grad is not None]
+    return float(torch.stack(norms).norm())

@@ -1,0 +1,93 @@
+"""Loaders of a script: which one its updates draw from, and faster ones that take its place at the next epoch.
+
+``DataLoader.__iter__`` is replaced by a function that passes the call on. Subclasses that call it are served, too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+
+class Drawn(NamedTuple):
+    """Loader of an update, and the number of batches that were drawn from it."""
+
+    loader: DataLoader[Any]
+    batches: int
+
+
+class Loaders:
+    """Watches and serves the ``DataLoader`` objects of a script until it is closed."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._loaders: weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]
+        self._loaders = weakref.WeakKeyDictionary()
+        self._faster: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.WeakKeyDictionary()
+        self._drawn: Counter[weakref.ref[DataLoader[Any]]] = Counter()
+        self._next: Callable[..., Any] | None = None
+        self._iter = DataLoader.__iter__
+        DataLoader.__iter__ = self._serving(self._iter)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Give torch its functions back. Loaders that have begun an epoch finish it."""
+        DataLoader.__iter__ = self._iter  # type: ignore[method-assign]
+        self.stop_counting()
+        self._faster.clear()
+
+    def serve(self, loader: DataLoader[Any], faster: Iterable[Any]) -> None:
+        """Let ``faster`` yield the batches of a loader, from its next epoch on."""
+        if faster is loader:
+            self._faster.pop(loader, None)
+        else:
+            self._faster[loader] = faster
+
+    def _serving(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(iterate)
+        def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
+            if os.getpid() == self._process and (faster := self._faster.get(loader)) is not None:
+                return iter(faster)
+            batches = iterate(loader)
+            if isinstance(batches, _BaseDataLoaderIter):
+                self._loaders[batches] = weakref.ref(loader)
+            return batches
+
+        return __iter__
+
+    # The loader of the updates
+
+    def start_counting(self) -> None:
+        """Count the batches that this thread draws from each loader."""
+        drawing = self._next = _BaseDataLoaderIter.__next__
+        thread = threading.get_ident()
+
+        @wraps(drawing)
+        def __next__(batches: _BaseDataLoaderIter) -> Any:
+            batch = drawing(batches)
+            if threading.get_ident() == thread and (loader := self._loaders.get(batches)) is not None:
+                self._drawn[loader] += 1
+            return batch
+
+        _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign,assignment]
+
+    def stop_counting(self) -> None:
+        """Count no more, and forget what was drawn."""
+        if self._next is not None:
+            _BaseDataLoaderIter.__next__, self._next = self._next, None  # type: ignore[method-assign]
+        self._drawn.clear()
+
+    def drawn(self) -> Drawn | None:
+        """Return what was drawn since the last call; None if it was nothing, or from several loaders."""
+        counted = list(self._drawn.items())
+        self._drawn.clear()
+        if len(counted) != 1 or (loader := counted[0][0]()) is None:
+            return None
+        return Drawn(loader, counted[0][1])

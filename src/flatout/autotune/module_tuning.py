@@ -1,0 +1,330 @@
+"""Tuning of one module of a script, in turns between the script's updates."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flatout.arguments import validate
+from flatout.autotune.allowance import FIRST_SECONDS
+from flatout.autotune.loaders import Drawn
+from flatout.autotune.options import Options
+from flatout.autotune.recorded import RecordedStep, linearized_loss
+from flatout.core import formatting
+from flatout.data import is_rewindable
+from flatout.optimize import summary_of
+from flatout.plan import CACHED, Plan
+from flatout.report import Report
+from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable, StepTechnique
+from flatout.training.attachments import attach
+from flatout.tuning.budget import RACE_SHARE, Budget
+from flatout.tuning.cached_plan import keep, repeat
+from flatout.tuning.combination_stage import FEWEST_COMBINATIONS, decide_factors
+from flatout.tuning.ledger import Decision
+from flatout.tuning.plan_key import key_of
+from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning.race import RaceResult, race, shortest_race
+from flatout.tuning.request import Request
+from flatout.tuning.search import Baseline, Outcome, conclude, measured_baseline, outcome_of
+from flatout.tuning.session import Session
+
+FIRST_UPDATES = 12
+"""Updates of a first turn: a first step, its FLOPs, the pace and the noise."""
+
+SCREENING_UPDATES, LONG_SCREENING_UPDATES = 16, 5
+"""Updates for the screening of one combinable candidate, with its numerics: of usual updates, and of long ones."""
+
+WARM_COMPILE_SECONDS = 8.0
+"""Seconds of a compilation whose code is in torch's cache, with the first step."""
+
+EXPECTED_STEPS = 10**9
+"""Length of the training for break-even decisions. The share of the time that tuning may take replaces these."""
+
+TIMES_LONGER = 4.0
+"""A technique that a turn leaves undecided is tried once more, in a turn that is so many times as long."""
+
+
+class ModuleTuning:
+    """Tuning of one module, on recorded calls. ``turn`` may be called after any update of the optimizer.
+
+    Between two turns the script trains with what is kept so far.
+
+    Args:
+        module: the module.
+        optimizer: updates the module; None if flatout cannot step it, or another tuning does.
+        updates: for each recorded update the batches of the module, as ``batch_of`` returns them.
+        options: what may be tuned.
+        update_seconds: time of an update of the script.
+        drawn: the loader of the updates; None if it is unknown, or is tuned elsewhere.
+        serve: called with this loader and the one that shall take its place.
+
+    Attributes:
+        name: the class of the module.
+        needs: seconds that the next turn needs; infinite if no turn is left.
+        spent: seconds of all turns so far.
+        outcome: result of the last race; None before there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        updates: Sequence[Sequence[dict[str, Any]]],
+        options: Options,
+        update_seconds: float,
+        drawn: Drawn | None,
+        serve: Callable[[DataLoader[Any], Iterable[Any]], object],
+    ) -> None:
+        self.name = type(module).__name__
+        self._module = weakref.ref(module)
+        self.needs = max(FIRST_SECONDS, FIRST_UPDATES * update_seconds)
+        self.spent = 0.0
+        self.outcome: Outcome | None = None
+        self._options = options
+        self._serve = serve
+        loader: Iterable[Any]
+        compute_loss: Callable[[nn.Module, Any], Tensor]
+        if drawn is not None and is_rewindable(drawn.loader) and len(updates[0]) % drawn.batches == 0:
+            per_batch, accumulate = len(updates[0]) // drawn.batches, drawn.batches
+            steps = [update[i : i + per_batch] for update in updates for i in range(0, len(update), per_batch)]
+            loader, compute_loss = drawn.loader, RecordedStep(steps)
+        else:
+            loader, compute_loss = [batch for update in updates for batch in update], linearized_loss
+            accumulate = len(updates[0])
+        request = Request(
+            model=module,
+            loader=loader,
+            optimizer=optimizer,
+            loss_fn=None,
+            compute_loss=compute_loss,
+            loss_weight=None,
+            scheduler=None,
+            device=next(module.parameters()).device,
+            precision=options.precision,
+            batch_size="keep",
+            lr_rule="none",
+            memory_limit=None,
+            accumulate=1 if optimizer is None else accumulate,
+            max_grad_norm=None,
+            deterministic=options.deterministic,
+            seed=None,
+            techniques=options.techniques,
+            expected_steps=EXPECTED_STEPS,
+            budget=self.needs,
+            plan=options.plan,
+            is_recorded=True,
+        )
+        self._held: Session | None = Session(request, validate(request))
+        self._report: Report | None = None
+        self._baseline: Baseline | None = None
+        self._result: RaceResult | None = None
+        self._key: dict[str, str] = {}
+        self._cached: dict[str, Any] = {}
+        """Decisions of a cached plan that are still to be repeated."""
+        self._open: dict[Measured, float] = {}
+        """Techniques without a decision, with the seconds of the turn that last tried each; 0 before the first."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None if the script has dropped it."""
+        return self._module()
+
+    @property
+    def is_done(self) -> bool:
+        """True if no turn is left."""
+        return self.needs == math.inf
+
+    def turn(self, seconds: float) -> None:
+        """Spend seconds on the techniques that are still open. The training is as before, with what is kept on.
+
+        Args:
+            seconds: limit for trials. One that has begun may take longer.
+
+        Raises:
+            BaseException: the error of a trial. Everything that tuning changed is undone.
+        """
+        session, budget = self._session, Budget(seconds)
+        try:
+            if self._baseline is None:
+                self._begin(budget)
+            else:
+                session.resume(budget)
+            self._go_on(seconds)
+            session.pause()
+            attach(session.job.spec.model, self._toggles)
+            if self._options.is_dry:
+                for toggle in reversed(self._toggles):
+                    toggle.disable()
+            elif isinstance(session.loader, DataLoader):
+                self._serve(session.loader, session.job.data.source)
+        except BaseException as error:
+            self.needs = math.inf
+            session.restore(error)
+            session.close()
+            if isinstance(session.loader, DataLoader):
+                self._serve(session.loader, session.loader)
+            self._held = None
+            raise
+        finally:
+            self.spent += budget.spent
+        if session.measures:
+            write_plan(self._key, self._plan())
+        if self.is_done:
+            self._report, self._held = self.report, None
+
+    @property
+    def _session(self) -> Session:
+        """The session, which keeps the module alive until the last turn."""
+        assert self._held is not None
+        return self._held
+
+    @property
+    def _toggles(self) -> list[Candidate]:
+        ledger = self._session.ledger
+        return [*ledger.rules.values(), *ledger.candidates]
+
+    @property
+    def report(self) -> Report:
+        """Report of the decisions so far."""
+        if self._report is not None:
+            return self._report
+        ledger = self._session.ledger
+        decided = {row.technique for row in ledger.rows}
+        for technique in self._open:
+            if technique.name not in decided:
+                ledger.add(Decision(technique.row("not tried", "the script ended before tuning came to it")))
+        outcome = self.outcome or Outcome(None, None, None, "wall", "", None)
+        return Report(summary_of(self._session, outcome, self.spent))
+
+    def _plan(self) -> Plan:
+        """Return the decisions so far. The next start goes on with the open techniques."""
+        plan = self._session.plan()
+        undecided = {*plan.undecided, *(technique.name for technique in self._open)}
+        decisions = {**self._cached, **plan.decisions}
+        return replace(plan, decisions=decisions, undecided=[t.name for t in REGISTRY if t.name in undecided])
+
+    def _begin(self, budget: Budget) -> None:
+        """Prepare the session, measure the original loop, and repeat what a plan decides without a setup."""
+        session, techniques = self._session, [t for t in REGISTRY if isinstance(t, Measured)]
+        session.prepare()
+        self._key = key_of(session)
+        session.bench.budget = budget
+        self._baseline = measured_baseline(session, is_brief=True)
+        for technique in techniques:
+            if session.choices.of(technique) is not None:
+                session.tuner.decide(technique)
+        self._open = {t: 0.0 for t in techniques if session.choices.of(t) is None}
+        plan = read_plan(self._key) if self._options.plan == CACHED else None
+        if plan is None:
+            return
+        later = {
+            technique.name: plan.decisions[technique.name]
+            for technique in techniques
+            if technique.name in plan.decisions and technique.setup_estimate(session.job, session.bench.pace)
+        }
+        at_once = {name: value for name, value in plan.decisions.items() if name not in later}
+        repeated = repeat(session, replace(plan, decisions=at_once))
+        session.repeated = None
+        if repeated is not None:
+            self._baseline, self._result = repeated
+            session.retried, self._cached = frozenset(plan.undecided), later
+            self._open = {t: 0.0 for t in self._open if t.name in plan.undecided or t.name in later}
+
+    def _go_on(self, seconds: float) -> None:
+        """Decide open techniques while there is time, race what is kept, and find out when to go on."""
+        session, bench, won = self._session, self._session.bench, self._session.ledger.won
+        assert self._baseline is not None
+        bench.budget.reserve(shortest_race(bench))
+        tried = self._try(self._worth())
+        for technique in tried:
+            if technique.name not in session.ledger.undecided or self._open[technique]:
+                del self._open[technique]
+            elif session.ledger.row(technique.name).trials or len(tried) == 1:
+                self._open[technique] = seconds
+        is_new = session.ledger.won != won
+        if is_new:
+            self._result = race(bench)
+        result = self._result or RaceResult(bench.pace, bench.pace)
+        self.needs = self._needed()
+        if self.is_done:
+            self.outcome = conclude(session, self._baseline, result)
+        elif is_new or self.outcome is None:
+            self.outcome = outcome_of(session, self._baseline, result)
+
+    def _worth(self) -> list[Measured]:
+        """Return the open techniques that a trial may decide, given enough time. The others get a row."""
+        bench, tuner = self._session.bench, self._session.tuner
+        own, bench.budget = bench.budget, Budget(math.inf)
+        try:
+            worth = [technique for technique in self._open if tuner.may_try(technique)]
+            for technique in self._open.keys() - set(worth):
+                tuner.decide(technique)
+            return worth
+        finally:
+            bench.budget = own
+
+    def _try(self, worth: Sequence[Measured]) -> list[Measured]:
+        """Try techniques while there is time, and return them: first the untried ones that can be combined."""
+        session, bench = self._session, self._session.bench
+        factors = self._factors(worth)
+        while len(factors) > 1 and not bench.budget.fits(self._screening_seconds(len(factors))):
+            factors.pop()
+        decided = decide_factors(session.tuner, bench, factors) if len(factors) > 1 else set()
+        tried: list[Measured] = [technique for technique in factors if technique.name in decided]
+        for technique in worth:
+            again = TIMES_LONGER * self._open[technique]
+            if technique in tried or not bench.budget.fits(max(self._shortest(technique), again)):
+                continue
+            tried.append(technique)
+            if technique.name in self._cached:
+                self._keep_cached(technique)
+            else:
+                with session.stage(f"trying {technique.title}"):
+                    session.tuner.decide(technique)
+        return tried
+
+    def _keep_cached(self, technique: Measured) -> None:
+        """Keep a technique as the cached plan decided, with its numerics compared again."""
+        session = self._session
+        try:
+            with session.stage(f"repeating {technique.title}"):
+                keep(session, technique, self._cached.pop(technique.name))
+        except NotApplicable as reason:
+            session.ledger.add(Decision(technique.row("not applicable", str(reason))))
+        except Exception as error:  # of a candidate that no longer works
+            session.ledger.add(Decision(technique.row("rejected", formatting.first_line(error))))
+        session.bench.rewind()
+
+    def _factors(self, worth: Sequence[Measured]) -> list[StepTechnique]:
+        """Return the untried techniques that can be combined, the most promising first."""
+        factors = [t for t in worth if isinstance(t, StepTechnique) and t.is_combinable and not self._open[t]]
+        return sorted(factors, key=lambda technique: -technique.optimistic_gain)
+
+    def _needed(self) -> float:
+        """Return the seconds of the shortest turn that can decide something; infinite if nothing is open."""
+        worth = self._worth()
+        estimates = [max(self._shortest(technique), TIMES_LONGER * self._open[technique]) for technique in worth]
+        if len(self._factors(worth)) > 1:
+            estimates.append(self._screening_seconds(2))
+        if not estimates:
+            return math.inf
+        return (min(estimates) + shortest_race(self._session.bench)) / (1 - RACE_SHARE)
+
+    def _shortest(self, technique: Measured) -> float:
+        """Return the seconds of the shortest trial of a technique, or of its repetition from a cached plan."""
+        if technique.name in self._cached:
+            return WARM_COMPILE_SECONDS
+        return self._session.tuner.shortest_trial(technique)
+
+    def _screening_seconds(self, factors: int) -> float:
+        """Return the estimated seconds to screen so many combinable techniques, and to try combinations."""
+        bench = self._session.bench
+        updates = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
+        return factors * updates * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds

@@ -1,0 +1,96 @@
+"""Report on a script: one report for each tuned module, and the time that tuning took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from flatout.autotune.engine import Engine
+from flatout.core import formatting
+from flatout.report import Report, report_page, wording
+from flatout.report.shown import Shown
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form, which increases when a field changes its meaning or is removed."""
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """Report on one module of a script.
+
+    Attributes:
+        module: name of its class.
+        report: the report.
+    """
+
+    module: str
+    report: Report
+
+
+class ScriptReport(Shown):
+    """View of what tuning a script brought, for terminals and files.
+
+    Args:
+        modules: the report of each tuned module.
+        updates: number of updates that the script made.
+        trained_seconds: time of the script from its first update on, without tuning.
+        tuning_seconds: time of tuning.
+    """
+
+    _TITLE = "flatout run"
+
+    def __init__(
+        self, modules: Sequence[ModuleReport], updates: int, trained_seconds: float, tuning_seconds: float
+    ) -> None:
+        self.modules = tuple(modules)
+        self.updates = updates
+        self.trained_seconds = trained_seconds
+        self.tuning_seconds = tuning_seconds
+
+    @classmethod
+    def of(cls, engine: Engine) -> ScriptReport:
+        """Return the report on everything that an engine has tuned so far."""
+        modules = [ModuleReport(tuning.name, tuning.report) for tuning in engine.tunings if tuning.spent]
+        allowance = engine.allowance
+        if allowance is None:
+            return cls(modules, 0, 0.0, 0.0)
+        return cls(modules, engine.updates, allowance.trained, allowance.spent)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything shown, as plain data."""
+        return {
+            "schema": "flatout.script",
+            "schema_version": SCHEMA_VERSION,
+            "updates": self.updates,
+            "trained_seconds": self.trained_seconds,
+            "tuning_seconds": self.tuning_seconds,
+            "modules": [{"module": each.module, "report": each.report.to_dict()} for each in self.modules],
+        }
+
+    def _fragment(self) -> Markup:
+        return Markup("").join(report_page.fragment(each.report.summary) for each in self.modules)
+
+    def __str__(self) -> str:
+        if not self.updates:
+            return "no optimizer has stepped: nothing was tuned"
+        took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(self.seconds)}"
+        if not self.modules:
+            return f"{self.updates:,} updates were too few, or too different, to tune anything"
+        lines = [_line(each) for each in self.modules]
+        return "\n".join([*lines, took])
+
+    @property
+    def seconds(self) -> float:
+        """Time of the script from its first update on."""
+        return self.trained_seconds + self.tuning_seconds
+
+
+def _line(each: ModuleReport) -> str:
+    """Return the headline of a module, with what is kept."""
+    summary = each.report.summary
+    kept = [row for row in summary.rows if row.technique in summary.won]
+    chosen = ", ".join(f"{row.title} ({row.chosen})" for row in kept)
+    return f"{each.module}: {wording.headline(summary)}{f', with {chosen}' if chosen else ''}"

@@ -1,0 +1,105 @@
+"""``flatout run``: any training script, unchanged and faster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from flatout.autotune.door import say
+from flatout.autotune.engine import Engine
+from flatout.autotune.options import Options, only, without
+from flatout.autotune.script_report import ScriptReport
+from flatout.cli.command import Command, CommandError
+from flatout.core.main_program import MainFile, MainModule
+from flatout.plan import CACHED
+
+DESCRIPTION = """\
+Runs a training script as `python train.py` does, and tunes it while it trains:
+records two updates, measures each technique on the script's own calls, and
+keeps what pays. Tuning takes a second, and after that at most a tenth of the
+time that the script has trained. The script, its output and its exit status
+stay the same; what flatout says goes to stderr and to two files."""
+
+EPILOG = """\
+examples:
+  flatout run train.py --epochs 3             options of flatout come before the script
+  flatout run -m package.train --lr 0.1       a module, as for python -m
+  flatout run --without compile train.py      all techniques but one
+  flatout run --only fused_optimizer train.py this technique alone
+  flatout run --dry-run train.py              measure only, and train as first written"""
+
+HTML, JSON = Path("flatout-report.html"), Path("flatout-report.json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``flatout run``."""
+    parser.add_argument("--only", type=_names, metavar="NAMES", help="techniques that may be used, with commas")
+    parser.add_argument("--without", type=_names, metavar="NAMES", help="techniques that may not be used, with commas")
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "tf32", "bf16"],
+        default="auto",
+        help="of the products of matrices (default: auto, the fastest whose losses match)",
+    )
+    parser.add_argument(
+        "--plan", default=CACHED, metavar="FILE", help="a saved plan; 'none' measures again (default: of earlier runs)"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="two runs are equal bit for bit")
+    parser.add_argument("--dry-run", action="store_true", help="measure, but train as first written")
+    parser.add_argument("--html", type=Path, default=HTML, metavar="FILE", help=f"the report (default: {HTML})")
+    parser.add_argument("--json", type=Path, default=JSON, metavar="FILE", help=f"its figures (default: {JSON})")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs ``flatout run``. The script's exceptions pass."""
+    if not args.is_module and not Path(args.script).exists():
+        raise CommandError(f"there is no script {args.script}")
+    try:
+        techniques = {**(only(args.only) if args.only else {}), **(without(args.without) if args.without else {})}
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    plan = None if args.plan == "none" else args.plan
+    options = Options(techniques, args.precision, args.deterministic, plan, args.dry_run)
+    html, json = args.html.absolute(), args.json.absolute()  # before the script changes the folder
+    program = (MainModule if args.is_module else MainFile)(args.script, args.args)
+    process, engine = os.getpid(), Engine(options, say)
+    try:
+        program.run()
+    finally:
+        if os.getpid() == process:  # a child that the script has forked says nothing
+            engine.close()
+            _show(ScriptReport.of(engine), html, json)
+    return 0
+
+
+def _show(report: ScriptReport, html: Path, json: Path) -> None:
+    """Say what tuning brought, and write the report if there is one."""
+    for line in str(report).splitlines():
+        say(line)
+    if not report.modules:
+        return
+    try:
+        report.to_html(html)
+        report.to_json(json)
+        say(f"wrote {html.name} and {json.name}")
+    except OSError as error:
+        say(f"cannot write {error.filename}: {error.strerror}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+COMMAND = Command(
+    name="run",
+    help="any training script, unchanged and faster",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    add_arguments=add_arguments,
+    run=run,
+    runs_program=True,
+)

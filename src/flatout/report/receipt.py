@@ -1,0 +1,168 @@
+"""Receipt: what a report says on one screen, in the names that ``optimize(techniques=...)`` takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import ConsoleOptions, OverflowMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flatout.core import formatting
+from flatout.report import wording
+from flatout.report.model import Row, Summary
+from flatout.report.terminal import facts, plain_text, say
+
+BAR = 24
+"""Columns of the bar of the slower loop."""
+
+SHADES = {"wait for data": "█", "step": "▓", "forward": "▓", "backward": "▒", "update": "░", "rest": "·"}
+"""Character of each part of a batch's time, by ``PartLook.short``."""
+
+ASCII_SHADES = {"█": "#", "▓": "=", "▒": "+", "░": "-", "·": "."}
+
+
+def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType]:
+    """Yield the parts of the receipt, top to bottom."""
+    plain = options.ascii_only
+    yield from _headline(summary, plain, options.max_width)
+    yield _rows(summary, plain)
+    rules = [row.technique for row in _kept(summary) if not _is_chosen(row, summary)]
+    if rules:
+        yield _labelled("rules", say(f"in use without a trial: {', '.join(rules)}", plain))
+    yield from _bars(summary, plain)
+    if summary.verdict:
+        yield _labelled("limit", say(formatting.clean(summary.verdict), plain))
+    if summary.notes:
+        yield _labelled("note", say("\n".join(map(formatting.clean, summary.notes)), plain))
+    cost = wording.cost(summary)
+    listed = f"report.full() lists all {len(summary.rows)} rows"
+    yield say(f"{cost} · {listed}" if cost else listed, plain, "dim")
+    if summary.environment:
+        yield facts(summary.environment, plain)
+
+
+def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None = None) -> str:
+    """Return the receipt as plain text; see ``plain_text``."""
+    return plain_text(lambda options: render(summary, options), width, ascii_only)
+
+
+def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
+    """Yield speed, rates and MFU before and after, and the number of rows in use: on one line, or on two."""
+    line = Text.assemble(("flatout", "bold magenta"), "  ", say(wording.headline(summary), plain, "bold"))
+    told: list[str] = []
+    before, after = summary.before, summary.after
+    if before is not None and after is not None:
+        rates = map(formatting.count, (before.samples_per_second, after.samples_per_second))
+        told.append(f"{' → '.join(rates)} samples/s")
+        if before.mfu is not None and after.mfu is not None:
+            told.append(f"MFU {formatting.share(before.mfu, 1)} → {formatting.share(after.mfu, 1)}")
+    told.append(f"{len(_kept(summary))} of {len(summary.rows)} in use")
+    rest = say("   ".join(told), plain)
+    if line.cell_len + 3 + rest.cell_len <= width:
+        yield line.append("   ").append_text(rest)
+    else:
+        yield line
+        yield Text(" " * 11).append_text(rest)
+
+
+def _kept(summary: Summary) -> list[Row]:
+    return _of(summary, "kept")
+
+
+def _is_chosen(row: Row, summary: Summary) -> bool:
+    """Return False for a rule, which nobody has chosen and no trial has timed."""
+    return row.gain is not None or bool(row.chosen) or row.technique in summary.won
+
+
+def _rows(summary: Summary, plain: bool) -> Table:
+    """Return the rows by status, the largest gains first."""
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, max_width=22)
+    overflow: OverflowMethod = "crop" if plain else "ellipsis"
+    table.add_column(no_wrap=True, overflow=overflow, max_width=24)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(ratio=1, no_wrap=True, overflow=overflow)
+    chosen = [row for row in _kept(summary) if _is_chosen(row, summary)]
+    _add(table, plain, "in use", "bold green", sorted(chosen, key=_ratio, reverse=True))
+    _add(table, plain, "tried", "yellow", sorted(_of(summary, "rejected"), key=_ratio, reverse=True))
+    _add(table, plain, "not tried", "blue", [row for row in _of(summary, "not tried") if not row.left_out])
+    _add(table, plain, "advice", "bold cyan", _of(summary, "advice"))
+    return table
+
+
+def _of(summary: Summary, status: str) -> list[Row]:
+    return [row for row in summary.rows if row.status == status]
+
+
+def _ratio(row: Row) -> float:
+    return 0.0 if row.gain is None else row.gain.ratio
+
+
+def _add(table: Table, plain: bool, label: str, style: str, rows: Iterable[Row]) -> None:
+    """Add rows, the first with a label."""
+    for i, row in enumerate(rows):
+        gain = "" if row.gain is None else formatting.percent(row.gain.ratio)
+        table.add_row(
+            Text(label if i == 0 else "", style=style),
+            say(row.technique, plain, "bold"),
+            say(formatting.clean(row.chosen or _best_trial(row)), plain),
+            say(gain, plain, style),
+            say(_reason(row), plain, "dim"),
+        )
+
+
+def _best_trial(row: Row) -> str:
+    return next((trial.candidate for trial in row.trials if trial.gain is not None and trial.gain == row.gain), "")
+
+
+def _reason(row: Row) -> str:
+    """Return the interval and the memory of a kept technique, or the reason against another."""
+    if row.status != "kept":
+        return formatting.clean(row.why.splitlines()[0] if row.why else "")
+    parts = [] if row.gain is None else [wording.interval(row.gain, row.gain_pairs)]
+    if wording.is_change(row.memory):
+        parts.append(f"memory {formatting.percent(row.memory)}")
+    return ", ".join(parts)
+
+
+def _bars(summary: Summary, plain: bool) -> Iterator[RenderableType]:
+    """Yield a bar for the time of a batch before and after, divided into its parts; nothing without times."""
+    paces = wording.paces(summary)
+    slowest = max((pace.total_ms for pace in paces.values()), default=0.0)
+    if not 0 < slowest < math.inf:
+        return
+    parts = wording.times(*paces.values())
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    legend = "  ".join(f"{_shade(part.short, plain)} {part.short}" for part, _ in parts)
+    for i, (label, pace) in enumerate(paces.items()):
+        bar = _bar([(part.short, ms[i] / slowest) for part, ms in parts], plain)
+        cells = (Text(bar), say(formatting.milliseconds(pace.total_ms), plain))
+        grid.add_row(say(f"{'batch' if i == 0 else '':11}{label}", plain), *cells)
+    yield grid
+    yield _labelled("", Text(legend, style="dim"))
+
+
+def _bar(parts: Sequence[tuple[str, float]], plain: bool) -> str:
+    """Return a bar of parts. Each end is rounded, so that the lengths add up."""
+    bar, end = "", 0.0
+    for name, part in parts:
+        end += BAR * part
+        bar += _shade(name, plain) * (round(end) - len(bar))
+    return bar
+
+
+def _shade(name: str, plain: bool) -> str:
+    return ASCII_SHADES[SHADES[name]] if plain else SHADES[name]
+
+
+def _labelled(label: str, text: Text) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(no_wrap=True, min_width=9)
+    grid.add_column(ratio=1)
+    grid.add_row(Text(label, style="bold"), text)
+    return grid

@@ -1,0 +1,182 @@
+"""Engine: scripts train as without it, faster where something pays, within the time that it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from flatout.autotune import module_tuning
+from flatout.autotune.allowance import FIRST_SECONDS, SHARE
+from flatout.autotune.engine import Engine
+from flatout.autotune.options import Options
+from flatout.optim.native_step import NativeStep
+from tests.autotune.scripts import SCRIPTS, Script, accumulating, batches, clipped, loader, net, penalized, plain
+from tests.clock import Clock
+from tests.jobs import NO_TECHNIQUES, only
+
+UPDATES = 40
+
+
+@contextmanager
+def engine(said: list[str] | None = None, **options: Any) -> Iterator[Engine]:
+    made = Engine(Options(**options), [].append if said is None else said.append)
+    try:
+        yield made
+    finally:
+        made.undo()
+
+
+def slowed(clock: Clock, seconds: float = 0.01) -> Callable[[nn.Module], object]:
+    """Return a function that lets each forward of a module take so long."""
+    return lambda module: clock.slow_down(module, seconds)
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_trials_leave_no_trace_in_the_training(script: Script, clock: Clock) -> None:
+    expected = script(UPDATES, slowed(clock)).tensors()
+    said: list[str] = []
+    quick = {"compile": False, "torchscript": False, "in_memory": False, "workers": False}
+    with engine(said, techniques=quick, is_dry=True) as running:
+        found = script(UPDATES, slowed(clock)).tensors()
+        tuned = [tuning.name for tuning in running.tunings if tuning.spent]
+    assert not said
+    assert bool(tuned) is (script is not penalized)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("script", [plain, clipped, accumulating])
+def test_what_is_kept_trains_the_same(script: Script, clock: Clock) -> None:
+    expected = script(UPDATES, slowed(clock)).tensors()
+    with engine(techniques=NO_TECHNIQUES | {"fused_optimizer": True}) as running:
+        trained = script(UPDATES, slowed(clock))
+        assert all(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
+        assert [row.status for row in running.tunings[0].report.rows if row.technique == "fused_optimizer"] == ["kept"]
+    assert not any(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
+    for one, other in zip(trained.tensors(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.01, atol=0.001)
+
+
+def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
+    """Overdrafts last one trial, and the script trains for the rest before the next."""
+    seconds = 0.1
+    with engine(techniques=only("fused_optimizer", "cpu_threads", "channels_last")) as running:
+        plain(2000, slowed(clock, seconds))
+        allowance = running.allowance
+        assert allowance is not None
+        assert all(tuning.is_done for tuning in running.tunings)
+        assert 0 < allowance.spent < FIRST_SECONDS + SHARE * allowance.trained
+
+
+def test_a_module_that_fails_is_said_once_and_left_as_it_was(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(UPDATES, slowed(clock)).tensors()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a defect of flatout")
+
+    monkeypatch.setattr(module_tuning, "measured_baseline", fails)
+    said: list[str] = []
+    with engine(said) as running:
+        found = plain(UPDATES, slowed(clock)).tensors()
+        assert all(tuning.is_done for tuning in running.tunings)
+    assert len(said) == 1
+    assert "a defect of flatout" in said[0]
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("part", ["of", "watched"])
+def test_a_recording_that_fails_is_said_once_and_ends_the_tuning(
+    part: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain(UPDATES, slowed(clock)).tensors()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a defect of flatout")
+
+    monkeypatch.setattr(f"flatout.autotune.recorded.RecordedCall.{part}", fails)
+    said: list[str] = []
+    with engine(said):
+        found = plain(UPDATES, slowed(clock)).tensors()
+    assert len(said) == 1
+    assert_same(found, expected)
+
+
+def test_an_interrupted_trial_is_undone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupts(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module_tuning, "outcome_of", interrupts)
+    monkeypatch.setattr(module_tuning, "conclude", interrupts)
+    model, before = net(), list[torch.Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slowed(clock)(model)
+
+    def train() -> None:
+        for x, y in batches(UPDATES):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            before[:] = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+
+    with engine(techniques=NO_TECHNIQUES | {"fused_optimizer": True}), pytest.raises(KeyboardInterrupt):
+        train()
+    assert type(optimizer) is torch.optim.SGD
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.detach(), old - 0.1 * p.grad)
+
+
+def test_a_loader_serves_the_same_batches_from_memory(clock: Clock) -> None:
+    def train() -> tuple[list[torch.Tensor], list[type]]:
+        model, source, seen, kinds = net(), loader(), list[torch.Tensor](), list[type]()
+        slowed(clock)(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(UPDATES // 3):
+            epoch = iter(source)
+            kinds.append(type(epoch))
+            for x, y in epoch:
+                seen += [x.clone(), y.clone()]
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return seen, kinds
+
+    expected, _ = train()
+    with engine(techniques=NO_TECHNIQUES | {"in_memory": True}):
+        found, kinds = train()
+    assert issubclass(kinds[0], _BaseDataLoaderIter)
+    assert not issubclass(kinds[-1], _BaseDataLoaderIter)
+    assert_same(found, expected)
+    again, kinds = train()
+    assert issubclass(kinds[-1], _BaseDataLoaderIter)
+    assert_same(again, expected)
+
+
+def test_a_model_of_a_later_fold_is_tuned_too(clock: Clock) -> None:
+    with engine(techniques=NO_TECHNIQUES | {"fused_optimizer": True}) as running:
+        folds = [plain(10 * UPDATES, slowed(clock, 0.1)) for _ in range(3)]
+        assert [tuning.name for tuning in running.tunings if tuning.spent] == 3 * ["Sequential"]
+    del folds
+
+
+def test_torch_has_its_functions_back() -> None:
+    before = nn.Module.__call__, torch.autograd.backward, DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    hooks = len(_global_optimizer_post_hooks)
+    with engine():
+        assert DataLoader.__iter__ is not before[2]
+    assert (nn.Module.__call__, torch.autograd.backward, DataLoader.__iter__, _BaseDataLoaderIter.__next__) == before
+    assert len(_global_optimizer_post_hooks) == hooks
