@@ -27,7 +27,6 @@ def the_only_techniques(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "plan",
             "tuning.session",
             "tuning.search",
-            "tuning.combination_stage",
             "tuning.race",
             "tuning.cached_plan",
         ):
