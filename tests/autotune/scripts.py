@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,9 +50,9 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
 
 def batches(updates: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield so many batches, epoch by epoch."""
-    source, made = loader(), 0
+    made = 0
     while True:
-        for x, y in source:
+        for x, y in loader():  # torch keeps the iterator alive, and not the loader
             if made == updates:
                 return
             made += 1
@@ -172,4 +173,163 @@ def penalized(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
     return Trained([model], [optimizer], torch.rand(3))
 
 
-SCRIPTS: list[Script] = [plain, clipped, accumulating, adversarial, in_16_bits, by_closure, penalized]
+class TwoHeads(nn.Module):
+    """Two networks behind one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acts, self.judges = (
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs)) for outputs in (3, 1)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.acts(x), self.judges(x)
+
+
+def in_two_backwards(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Step one optimizer between two backwards of one call."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    for_acts, for_judges = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model.acts, model.judges))
+    watch(model)
+    for x, y in batches(updates):
+        for_acts.zero_grad()
+        for_judges.zero_grad()
+        acts, judged = model(x)
+        functional.cross_entropy(acts, y).backward()
+        for_acts.step()
+        judged.square().mean().backward()
+        for_judges.step()
+    return Trained([model], [for_acts, for_judges], torch.rand(3))
+
+
+def averaged(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Keep an average of the weights, and a schedule, by hooks of the optimizer."""
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    optimizer.register_step_pre_hook(lambda *_: schedule.step())
+    watch(model)
+    for x, y in batches(updates):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return Trained([model, average], [optimizer], torch.tensor(schedule.last_epoch + torch.rand(1).item()))
+
+
+def frozen_later(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Train in eval mode after two updates."""
+    model = net(dropout=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch(model)
+    for i, (x, y) in enumerate(batches(updates)):
+        if i == 2:
+            model.eval()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return Trained([model], [optimizer], torch.rand(3))
+
+
+class Remembering(nn.Module):
+    """Network whose calls depend on earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.state, self.calls = nn.Linear(8, 3), torch.zeros(3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x) + self.state
+        self.state, self.calls = out.detach().mean(0), self.calls + 1
+        return out
+
+
+def remembering(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Train a model that keeps a state in Python."""
+    torch.manual_seed(0)
+    model = Remembering()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch(model)
+    for x, y in batches(updates):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return Trained([model], [optimizer], model.state)
+
+
+class Checkpointed(nn.Module):
+    """Network whose backward computes its body again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+        return self.head(hidden)
+
+
+def checkpointed(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Train with reentrant checkpoints."""
+    torch.manual_seed(0)
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch(model)
+    for x, y in batches(updates):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x.clone()), y).backward()
+        optimizer.step()
+    return Trained([model], [optimizer], torch.rand(3))
+
+
+class Output(dict):  # type: ignore[type-arg]
+    """Mapping that cannot be updated as a whole, as the outputs of Hugging Face's models."""
+
+    def update(self, *_: object, **__: object) -> None:
+        raise RuntimeError("not allowed")
+
+
+class WithLoss(nn.Module):
+    """Network that returns its loss beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        out = self.body(x)
+        return Output(loss=functional.cross_entropy(out, labels), logits=out)
+
+
+def with_loss_inside(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
+    """Train a model that returns a mapping with its loss."""
+    torch.manual_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch(model)
+    for x, y in batches(updates):
+        optimizer.zero_grad()
+        output = model(x, labels=y)
+        assert type(output) is Output
+        output["loss"].backward()
+        optimizer.step()
+    return Trained([model], [optimizer], torch.rand(3))
+
+
+SCRIPTS: list[Script] = [
+    plain,
+    clipped,
+    accumulating,
+    adversarial,
+    in_16_bits,
+    by_closure,
+    in_two_backwards,
+    averaged,
+    frozen_later,
+    checkpointed,
+    with_loss_inside,
+]
+LEFT_ALONE: list[Script] = [penalized, remembering]
+"""Trainings whose model must not be tuned."""

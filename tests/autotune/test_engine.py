@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +20,9 @@ from flatout.autotune import module_tuning
 from flatout.autotune.allowance import FIRST_SECONDS, SHARE
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
+from flatout.autotune.script_report import ScriptReport
 from flatout.optim.native_step import NativeStep
-from tests.autotune.scripts import SCRIPTS, Script, accumulating, batches, clipped, loader, net, penalized, plain
+from tests.autotune.scripts import LEFT_ALONE, SCRIPTS, Script, accumulating, batches, clipped, loader, net, plain
 from tests.clock import Clock
 from tests.jobs import NO_TECHNIQUES, only
 
@@ -46,7 +49,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *LEFT_ALONE])
 def test_trials_leave_no_trace_in_the_training(script: Script, clock: Clock) -> None:
     expected = script(UPDATES, slowed(clock)).tensors()
     said: list[str] = []
@@ -54,8 +57,8 @@ def test_trials_leave_no_trace_in_the_training(script: Script, clock: Clock) -> 
     with engine(said, techniques=quick, is_dry=True) as running:
         found = script(UPDATES, slowed(clock)).tensors()
         tuned = [tuning.name for tuning in running.tunings if tuning.spent]
-    assert not said
-    assert bool(tuned) is (script is not penalized)
+    assert bool(tuned) is (script in SCRIPTS)
+    assert not said or script in LEFT_ALONE
     assert_same(found, expected)
 
 
@@ -93,6 +96,7 @@ def test_a_module_that_fails_is_said_once_and_left_as_it_was(clock: Clock, monke
     with engine(said) as running:
         found = plain(UPDATES, slowed(clock)).tensors()
         assert all(tuning.is_done for tuning in running.tunings)
+        assert not ScriptReport.of(running).modules
     assert len(said) == 1
     assert "a defect of flatout" in said[0]
     assert_same(found, expected)
@@ -164,6 +168,56 @@ def test_a_loader_serves_the_same_batches_from_memory(clock: Clock) -> None:
     again, kinds = train()
     assert issubclass(kinds[-1], _BaseDataLoaderIter)
     assert_same(again, expected)
+
+
+class Shifted(DataLoader[Any]):
+    """Loader that changes the batches of its base."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield x + 1, y
+
+
+@pytest.mark.parametrize("change", ["by a class", "of the dataset"])
+def test_a_loader_that_changes_its_batches_goes_on_changing_them(change: str, clock: Clock) -> None:
+    class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+        shift = 0
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+            return torch.full((8,), float(i + self.shift)), i % 3
+
+    def train() -> list[torch.Tensor]:
+        model, seen, samples = net(), list[torch.Tensor](), Samples()
+        slowed(clock)(model)
+        source = (Shifted if change == "by a class" else DataLoader[Any])(samples, batch_size=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(UPDATES // 3):
+            if change == "of the dataset":
+                samples.shift = epoch // 4
+            for x, y in source:
+                seen.append(x.clone())
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return seen
+
+    expected = train()
+    with engine(techniques=NO_TECHNIQUES | ({"workers": 1} if change == "by a class" else {"in_memory": True})):
+        assert_same(train(), expected)
+
+
+def test_models_are_freed_when_tuning_ends(clock: Clock) -> None:
+    running = Engine(Options(techniques=only("fused_optimizer")), [].append)
+    trained = plain(UPDATES, slowed(clock))
+    running.undo()
+    model, optimizer = weakref.ref(trained.modules[0]), weakref.ref(trained.optimizers[0])
+    del trained
+    gc.collect()
+    assert model() is None
+    assert optimizer() is None
 
 
 def test_a_model_of_a_later_fold_is_tuned_too(clock: Clock) -> None:

@@ -179,9 +179,7 @@ def test_a_closed_pipe_ends_the_script_as_under_python(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        TRAINING + "import time\nend = time.time() + 6\nwhile time.time() < end: train()"
-    )
+    (tmp_path / "script.py").write_text(TRAINING + LONG)
     done = run([*UNDER_FLATOUT, "--only", "fused_optimizer", "script.py"], tmp_path)
     assert done.status == 0
     data = json.loads((tmp_path / "flatout-report.json").read_text())

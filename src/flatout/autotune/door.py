@@ -12,6 +12,7 @@ from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import clean
 from flatout.plan import CACHED, Plan
+from flatout.tuning.choices import choices_of
 
 
 class Auto:
@@ -70,9 +71,13 @@ def auto(
         deterministic: as in :func:`flatout.optimize`.
         plan: as in :func:`flatout.optimize`.
 
+    Raises:
+        ValueError: a technique or a precision is unknown.
+
     Returns:
         A handle with ``report`` and ``undo``.
     """
+    choices_of(techniques, precision)
     for earlier in _running:
         earlier.undo()
     _running[:] = [Auto(Options(dict(techniques or {}), precision, deterministic, plan))]

@@ -8,7 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from flatout.autotune.options import Options
 from flatout.autotune.recorded import linearized_loss, with_gradients_scaled
 from flatout.autotune.recorder import RecordedUpdate, Recorder
 from flatout.core import formatting
+from flatout.core.errors import Unsuitable
 from flatout.core.snapshot import Snapshot
+from flatout.core.step_hooks import without_users_hooks
+from flatout.core.versions import Versions, tensors_of_modules
 from flatout.training.attachments import detach
 from flatout.tuning.ranks import world_size
 
@@ -68,9 +72,9 @@ class Engine:
         self._is_in_hook = self._is_closed = False
         self._leader: weakref.ref[Optimizer] | None = None
         self._last_update, self._update_seconds = 0.0, 0.0
-        self._recorded_since = 0
+        self._recorded_steps = 0
         self._due = math.inf
-        self._recorded: weakref.WeakKeyDictionary[Optimizer, list[RecordedUpdate]] = weakref.WeakKeyDictionary()
+        self._recorded: weakref.WeakKeyDictionary[Optimizer, RecordedUpdate | None] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Optimizer, list[ModuleTuning]] = weakref.WeakKeyDictionary()
         self._drawn: Drawn | None = None
         self._loaders = Loaders()
@@ -85,16 +89,18 @@ class Engine:
             self._hook.remove()
         self._stop_recording()
         self._loaders.close()
+        for tuning in self.tunings:
+            tuning.end()
 
     def undo(self) -> None:
         """Stop tuning, and turn off everything that is kept."""
         self.close()
-        for tuning in self.tunings:
+        for tuning in reversed(self.tunings):
             if tuning.module is not None:
                 detach(tuning.module)
 
     def _start_recording(self) -> None:
-        self._recorder, self._recorded_since = Recorder(self._note, self._give_up), self.updates
+        self._recorder, self._recorded_steps = Recorder(self._note, self._give_up), 0
         self._loaders.start_counting()
 
     def _stop_recording(self) -> None:
@@ -111,7 +117,7 @@ class Engine:
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         """Count an update, and take a turn if it is time. An error ends all tuning, and not the script."""
-        if self._is_in_hook or self._is_closed or os.getpid() != self._process:
+        if self._is_in_hook or self._is_closed or os.getpid() != self._process or _must_not_be_disturbed():
             return
         self._is_in_hook = True
         try:
@@ -127,14 +133,18 @@ class Engine:
             self._begin(optimizer)
         if self._leader is None:
             return
+        if self._leader() is None:  # the script has dropped it
+            self._leader = weakref.ref(optimizer)
         if optimizer is self._leader():
             self.updates += 1
             self._update_seconds, self._last_update = now - self._last_update, now
             if self._recorder is not None:
                 self._drawn = self._loaders.drawn()
         if self._recorder is not None:
+            self._recorded.setdefault(optimizer, None)
             self._recorder.end_update(optimizer)
-            if self.updates - self._recorded_since > MOST_RECORDED:
+            self._recorded_steps += 1
+            if self._recorded_steps > MOST_RECORDED * len(self._recorded):
                 self._stop_recording()
         elif optimizer not in self._known:
             self._start_recording()
@@ -155,12 +165,11 @@ class Engine:
         """Note a recorded update. Tune the modules of an optimizer after two updates that are alike."""
         if update.optimizer in self._known:
             return
-        earlier = self._recorded.setdefault(update.optimizer, [])
-        earlier.append(update)
-        if len(earlier) > 1 and update.batches and _form(earlier[-2]) == _form(update):
+        earlier, self._recorded[update.optimizer] = self._recorded.get(update.optimizer), update
+        if earlier is not None and update.batches and _form(earlier) == _form(update):
             assert self._recorder is not None
-            with self._recorder.suspended():
-                self._known[update.optimizer] = self._tunings_of(earlier[-2], update)
+            with self._recorder.suspended(), _as_in_a_script():
+                self._known[update.optimizer] = self._tunings_of(earlier, update)
             self._schedule()
         if all(optimizer in self._known for optimizer in self._recorded):
             self._stop_recording()
@@ -173,9 +182,9 @@ class Engine:
         tuned = {tuning.module for tuning in self.tunings}
         made: list[ModuleTuning] = []
         for module in modules:
-            if module in tuned:
-                continue
-            # An LBFGS steps by a closure. Modules of one optimizer are updated with the first of them.
+            if module in tuned or any(p._post_accumulate_grad_hooks for p in module.parameters()):
+                continue  # such hooks may step optimizers within a backward
+            # Trials of the optimizer's first module step it, unless it steps by a closure.
             stepped = optimizer if not made and not isinstance(optimizer, torch.optim.LBFGS) else None
             try:
                 batches = [_as_in_update(module, update) for update in updates]
@@ -206,8 +215,10 @@ class Engine:
             return
         tuning, begun = min(ready, key=lambda tuning: tuning.spent), time.perf_counter()
         try:
-            tuning.turn(allowance.left)
+            with without_users_hooks(optimizer), _as_in_a_script():
+                tuning.turn(allowance.left)
         except Exception as error:
+            tuning.drop()
             self._fail(tuning.name, error)
         finally:
             allowance.spent += time.perf_counter() - begun
@@ -225,6 +236,27 @@ class Engine:
         _log.debug("tuning of %s failed", name, exc_info=error)
 
 
+def _must_not_be_disturbed() -> bool:
+    """Return True while code is compiled, captured or profiled, and inside a backward."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._current_graph_task_id() != -1
+        or torch.autograd.profiler._is_profiler_enabled
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+@contextmanager
+def _as_in_a_script() -> Iterator[None]:
+    """Leave the modes of the code that called ``optimizer.step``."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def _form(update: RecordedUpdate) -> dict[int, int]:
     """Return the number of backwards of each module."""
     return {id(module): len(batches) for module, batches in update.batches.items()}
@@ -237,7 +269,8 @@ def _as_in_update(module: nn.Module, update: RecordedUpdate) -> Sequence[dict[st
     """
     parameters = [p for p in module.parameters() if p.grad is not None]
     seen = _norm(parameters)
-    snapshot = Snapshot.capture([module])
+    snapshot, versions = Snapshot.capture([module], code=[module]), Versions(tensors_of_modules([module]))
+    attributes = [(part, dict(vars(part))) for part in module.modules()]
     try:
         for parameter in parameters:
             parameter.grad = None
@@ -246,9 +279,19 @@ def _as_in_update(module: nn.Module, update: RecordedUpdate) -> Sequence[dict[st
         factor = seen / _norm(parameters)
     finally:
         snapshot.restore()
+        versions.restore()
+    changed = [part for part, before in attributes if _is_changed(vars(part), before)]
+    for part, before in attributes:
+        vars(part).update(before)
+    if changed:
+        raise Unsuitable(f"the forward of {type(changed[0]).__name__} keeps something in Python from call to call")
     if not 0 < factor < SCALED:  # NaN included
         return update.batches[module]
     return [with_gradients_scaled(batch, factor) for batch in update.batches[module]]
+
+
+def _is_changed(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
 
 
 def _norm(parameters: Sequence[torch.Tensor]) -> float:

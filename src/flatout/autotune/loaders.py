@@ -16,12 +16,27 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from flatout.data import clone_loader
+
 
 class Drawn(NamedTuple):
     """Loader of an update, and the number of batches that were drawn from it."""
 
     loader: DataLoader[Any]
     batches: int
+
+
+class _Served(NamedTuple):
+    """Loader that serves another's epochs, and the state of the script's loader that it was made for."""
+
+    loader: Iterable[Any]
+    state: dict[str, int]
+
+
+def _state_of(loader: DataLoader[Any]) -> dict[str, int]:
+    """Return the identities of a dataset's attributes, and of what makes batches of its samples."""
+    made_by = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "sampler": loader.batch_sampler}
+    return {name: id(value) for name, value in (*getattr(loader.dataset, "__dict__", {}).items(), *made_by.items())}
 
 
 class Loaders:
@@ -31,7 +46,7 @@ class Loaders:
         self._process = os.getpid()
         self._loaders: weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]
         self._loaders = weakref.WeakKeyDictionary()
-        self._faster: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.WeakKeyDictionary()
+        self._faster: weakref.WeakKeyDictionary[DataLoader[Any], _Served] = weakref.WeakKeyDictionary()
         self._drawn: Counter[weakref.ref[DataLoader[Any]]] = Counter()
         self._next: Callable[..., Any] | None = None
         self._iter = DataLoader.__iter__
@@ -44,20 +59,26 @@ class Loaders:
         self._faster.clear()
 
     def serve(self, loader: DataLoader[Any], faster: Iterable[Any]) -> None:
-        """Let ``faster`` yield the batches of a loader, from its next epoch on."""
+        """Let ``faster`` yield the batches of a loader from its next epoch on, until the script changes the dataset."""
         if faster is loader:
             self._faster.pop(loader, None)
-        else:
-            self._faster[loader] = faster
+            return
+        if isinstance(faster, DataLoader) and faster.persistent_workers and not loader.persistent_workers:
+            # Persistent workers have one iterator, and the script may iterate the loader twice at once.
+            faster = clone_loader(faster, persistent_workers=False)
+        self._faster[loader] = _Served(faster, _state_of(loader))
 
     def _serving(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(iterate)
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
-            if os.getpid() == self._process and (faster := self._faster.get(loader)) is not None:
-                return iter(faster)
+            if os.getpid() == self._process and (served := self._faster.get(loader)) is not None:
+                if served.state == _state_of(loader):
+                    return iter(served.loader)
+                del self._faster[loader]  # the script has changed the dataset
             batches = iterate(loader)
             if isinstance(batches, _BaseDataLoaderIter):
-                self._loaders[batches] = weakref.ref(loader)
+                self._loaders[batches] = reference = weakref.ref(loader)
+                hash(reference)  # while the loader lives: iterators do not keep it alive
             return batches
 
         return __iter__

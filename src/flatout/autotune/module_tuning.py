@@ -19,6 +19,7 @@ from flatout.autotune.options import Options
 from flatout.autotune.recorded import RecordedStep, linearized_loss
 from flatout.core import formatting
 from flatout.data import is_rewindable
+from flatout.data.loader_class import is_plain
 from flatout.optimize import summary_of
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
@@ -91,7 +92,7 @@ class ModuleTuning:
         self._serve = serve
         loader: Iterable[Any]
         compute_loss: Callable[[nn.Module, Any], Tensor]
-        if drawn is not None and is_rewindable(drawn.loader) and len(updates[0]) % drawn.batches == 0:
+        if drawn is not None and _may_be_tried(drawn.loader) and len(updates[0]) % drawn.batches == 0:
             per_batch, accumulate = len(updates[0]) // drawn.batches, drawn.batches
             steps = [update[i : i + per_batch] for update in updates for i in range(0, len(update), per_batch)]
             loader, compute_loss = drawn.loader, RecordedStep(steps)
@@ -156,6 +157,8 @@ class ModuleTuning:
                 self._begin(budget)
             else:
                 session.resume(budget)
+                for rule in session.ledger.rules.values():  # a dry run has turned them off
+                    rule.enable()
             self._go_on(seconds)
             session.pause()
             attach(session.job.spec.model, self._toggles)
@@ -164,20 +167,28 @@ class ModuleTuning:
                     toggle.disable()
             elif isinstance(session.loader, DataLoader):
                 self._serve(session.loader, session.job.data.source)
+            if session.measures:
+                write_plan(self._key, self._plan())
         except BaseException as error:
-            self.needs = math.inf
             session.restore(error)
             session.close()
             if isinstance(session.loader, DataLoader):
                 self._serve(session.loader, session.loader)
-            self._held = None
+            self.drop()
             raise
         finally:
             self.spent += budget.spent
-        if session.measures:
-            write_plan(self._key, self._plan())
         if self.is_done:
-            self._report, self._held = self.report, None
+            self.end()
+
+    def drop(self) -> None:
+        """Take no more turns, and make no report."""
+        self.needs, self._held = math.inf, None
+
+    def end(self) -> None:
+        """Take no more turns, and let go of the module and its recorded calls. What is kept stays on."""
+        self._report = self.report
+        self.drop()
 
     @property
     def _session(self) -> Session:
@@ -191,9 +202,9 @@ class ModuleTuning:
         return [*ledger.rules.values(), *ledger.candidates]
 
     @property
-    def report(self) -> Report:
-        """Report of the decisions so far."""
-        if self._report is not None:
+    def report(self) -> Report | None:
+        """Report of the decisions so far; None before the first turn, and if tuning has failed."""
+        if self._report is not None or self._held is None or self._baseline is None:
             return self._report
         ledger = self._session.ledger
         decided = {row.technique for row in ledger.rows}
@@ -328,3 +339,12 @@ class ModuleTuning:
         bench = self._session.bench
         updates = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
         return factors * updates * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds
+
+
+def _may_be_tried(loader: DataLoader[Any]) -> bool:
+    """Return True if trials may iterate a script's loader.
+
+    A class of the script's own may change batches on the way. A dataset that only workers read may hold a file that is
+    opened by its first reader, and must not be read in this process.
+    """
+    return is_plain(loader) and is_rewindable(loader) and loader.num_workers == 0

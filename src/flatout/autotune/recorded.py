@@ -12,7 +12,7 @@ plain training: batches, and a loss of each batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -68,7 +68,7 @@ class RecordedCall:
         tensors = tensors_of(output)
         required = [tensor for tensor in tensors if tensor.requires_grad]
         if len(required) > 1 or any(tensor.is_leaf for tensor in required):
-            output = map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, output)
+            output = _with_views(output)
             tensors = tensors_of(output)
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad:
@@ -168,6 +168,22 @@ def with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, Any
     products = batch["loss"] - batch["offset"]
     gradients = [{i: factor * gradient for i, gradient in each.items()} for each in batch["gradients"]]
     return batch | {"gradients": gradients, "offset": batch["loss"] - factor * products}
+
+
+def _with_views(output: Any) -> Any:
+    """Return an output with views in the place of tensors that require gradients. Mappings stay the same object.
+
+    Raises:
+        TypeError: an output of this type cannot be made again.
+    """
+    if isinstance(output, MutableMapping):
+        for key, value in list(output.items()):
+            output[key] = _with_views(value)
+        return output
+    made = map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, output)
+    if type(made) is not type(output):
+        raise TypeError(f"an output of type {type(output).__name__} cannot be recorded")
+    return made
 
 
 def _detached(tensor: Tensor) -> Tensor:

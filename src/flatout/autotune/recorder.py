@@ -79,13 +79,17 @@ class Recorder:
         self._backwards: list[_Backward] = []
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._call, self._backward = nn.Module.__call__, torch.autograd.backward
-        nn.Module.__call__ = self._noting_calls(self._call)  # type: ignore[method-assign]
-        torch.autograd.backward = self._noting_losses(self._backward)
+        self._noted_call, self._noted_backward = self._noting_calls(self._call), self._noting_losses(self._backward)
+        nn.Module.__call__ = self._noted_call  # type: ignore[method-assign]
+        torch.autograd.backward = self._noted_backward
 
     def close(self) -> None:
         """Give torch its functions back."""
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        torch.autograd.backward = self._backward
+        self._is_suspended = True  # other code may have kept the functions of this recorder
+        if nn.Module.__call__ is self._noted_call:
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        if torch.autograd.backward is self._noted_backward:
+            torch.autograd.backward = self._backward
         self._calls.clear()
         self._backwards.clear()
 
@@ -100,8 +104,16 @@ class Recorder:
 
     @property
     def _is_off(self) -> bool:
-        """True while suspended, and in a process that the script has forked."""
-        return self._is_suspended or os.getpid() != self._process
+        """True while suspended, in a process that the script has forked, in a backward, and under ``torch.func``.
+
+        Checkpointing calls modules again in a backward, and may run a backward of its own there.
+        """
+        return (
+            self._is_suspended
+            or os.getpid() != self._process
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
 
     def _noting_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
         thread = self._thread
@@ -136,7 +148,6 @@ class Recorder:
             return function(*args)
         except Exception as error:
             self.close()
-            self._is_suspended = True  # torch may still hold the functions of this recorder
             self._on_failure(error)
             return None
 

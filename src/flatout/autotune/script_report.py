@@ -53,7 +53,8 @@ class ScriptReport(Shown):
     @classmethod
     def of(cls, engine: Engine) -> ScriptReport:
         """Return the report on everything that an engine has tuned so far."""
-        modules = [ModuleReport(tuning.name, tuning.report) for tuning in engine.tunings if tuning.spent]
+        reports = [(tuning.name, tuning.report) for tuning in engine.tunings if tuning.spent]
+        modules = [ModuleReport(name, report) for name, report in reports if report is not None]
         allowance = engine.allowance
         if allowance is None:
             return cls(modules, 0, 0.0, 0.0)

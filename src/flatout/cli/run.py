@@ -11,8 +11,9 @@ from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options, only, without
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError
+from flatout.core.formatting import first_line
 from flatout.core.main_program import MainFile, MainModule
-from flatout.plan import CACHED
+from flatout.plan import CACHED, Plan
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:
@@ -62,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         techniques = {**(only(args.only) if args.only else {}), **(without(args.without) if args.without else {})}
     except ValueError as error:
         raise CommandError(str(error)) from error
-    plan = None if args.plan == "none" else args.plan
+    try:  # before the script changes the folder
+        plan = {"none": None, CACHED: CACHED}[args.plan] if args.plan in ("none", CACHED) else Plan.load(args.plan)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--plan must be a plan that Plan.save wrote: {first_line(error)}") from error
     options = Options(techniques, args.precision, args.deterministic, plan, args.dry_run)
     html, json = args.html.absolute(), args.json.absolute()  # before the script changes the folder
     program = (MainModule if args.is_module else MainFile)(args.script, args.args)
@@ -71,9 +75,17 @@ def run(args: argparse.Namespace) -> int:
         program.run()
     finally:
         if os.getpid() == process:  # a child that the script has forked says nothing
-            engine.close()
-            _show(ScriptReport.of(engine), html, json)
+            _end(engine, html, json)
     return 0
+
+
+def _end(engine: Engine, html: Path, json: Path) -> None:
+    """Stop tuning and show the report. The script's exception, if there is one, must not be replaced."""
+    try:
+        engine.close()
+        _show(ScriptReport.of(engine), html, json)
+    except Exception as error:
+        say(f"no report can be shown: {first_line(error)}")
 
 
 def _show(report: ScriptReport, html: Path, json: Path) -> None:

@@ -14,7 +14,9 @@ from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, 
 from flatout.core.cleanup import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
 from flatout.core.reproducible import is_reproducible
+from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
+from flatout.core.versions import Versions, tensors_of_modules
 from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
@@ -158,9 +160,10 @@ class Session:
 
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
-        self.bench.rewind()
+        self.bench.rewind(to_train=False)
+        self._versions.restore()
         self.close()
-        self.bench.state = Snapshot.capture([])  # frees the copies
+        self.bench.state = Snapshot(Saved())  # frees the copies
 
     def resume(self, budget: Budget) -> None:
         """Continue trials after ``pause``, from the present state of the training."""
@@ -175,6 +178,8 @@ class Session:
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
         )
         self._guard.enter_context(state.guarded())
+        held = [] if spec.optimizer is None else [p for group in spec.optimizer.param_groups for p in group["params"]]
+        self._versions = Versions([*held, *tensors_of_modules(spec.modules)])
         return state
 
     @contextlib.contextmanager
