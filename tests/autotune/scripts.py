@@ -59,6 +59,14 @@ def batches(updates: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield x, y
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Train a classifier by the shortest loop."""
+    for x, y in batches(updates):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def plain(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
     """Train with dropout, momentum and an evaluation between."""
     model = net(dropout=0.3)
@@ -212,10 +220,7 @@ def averaged(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
     optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
     optimizer.register_step_pre_hook(lambda *_: schedule.step())
     watch(model)
-    for x, y in batches(updates):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, updates)
     return Trained([model, average], [optimizer], torch.tensor(schedule.last_epoch + torch.rand(1).item()))
 
 
@@ -252,10 +257,7 @@ def remembering(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
     model = Remembering()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     watch(model)
-    for x, y in batches(updates):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, updates)
     return Trained([model], [optimizer], model.state)
 
 
@@ -267,7 +269,7 @@ class Checkpointed(nn.Module):
         self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+        hidden = torch.utils.checkpoint.checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=True)
         return self.head(hidden)
 
 
@@ -277,10 +279,7 @@ def checkpointed(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
     model = Checkpointed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     watch(model)
-    for x, y in batches(updates):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x.clone()), y).backward()
-        optimizer.step()
+    train(model, optimizer, updates)
     return Trained([model], [optimizer], torch.rand(3))
 
 

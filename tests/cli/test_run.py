@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -136,6 +137,19 @@ def run(command: list[str], cwd: Path) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def statuses_after_a_line(folder: Path, act: Callable[[Any], object]) -> list[int]:
+    """Return the statuses of script.py, under python and under flatout, after something is done to its process."""
+    statuses = []
+    for command in (PLAIN, UNDER_FLATOUT):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([*command, "script.py"], cwd=folder, **pipes) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            act(process)
+            statuses.append(process.wait(timeout=120))
+    return statuses
+
+
 def without_flatouts(stderr: str) -> str:
     """Return the lines that are not flatout's."""
     return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("flatout: "))
@@ -166,16 +180,8 @@ def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
 
 def test_a_closed_pipe_ends_the_script_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("for i in range(100_000): print(i)")
-    statuses = []
-    for command in (PLAIN, UNDER_FLATOUT):
-        with subprocess.Popen(
-            [*command, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.stdout.close()
-            statuses.append(process.wait(timeout=120))
-    assert statuses[0] == statuses[1] != 0
+    expected, found = statuses_after_a_line(tmp_path, lambda process: process.stdout.close())
+    assert expected == found != 0
 
 
 def test_what_is_kept_is_reported(tmp_path: Path) -> None:
@@ -200,13 +206,5 @@ def test_unknown_techniques_are_refused(option: str, tmp_path: Path) -> None:
 
 def test_an_interrupted_script_dies_of_the_signal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
-    statuses = []
-    for command in (PLAIN, UNDER_FLATOUT):
-        with subprocess.Popen(
-            [*command, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-            statuses.append(process.wait(timeout=120))
+    statuses = statuses_after_a_line(tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert statuses == [-signal.SIGINT, -signal.SIGINT]
