@@ -9,7 +9,7 @@ FIRST_SECONDS = 1.0
 """Seconds that tuning may take at once."""
 
 SHARE = 0.1
-"""Share of the time that the script has trained so far, which tuning may take after that."""
+"""Tuning time after these seconds, relative to the time that the script has trained so far."""
 
 
 class Allowance:

@@ -12,7 +12,6 @@ from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import clean
 from flatout.plan import CACHED, Plan
-from flatout.tuning.choices import choices_of
 
 
 class Auto:
@@ -45,7 +44,7 @@ def say(text: str) -> None:
         return
 
 
-_running: list[Auto] = []
+_running: Auto | None = None
 
 
 def auto(
@@ -57,11 +56,11 @@ def auto(
 ) -> Auto:
     """Tune every training that follows, without a change to its code: ``flatout.auto()`` or ``with flatout.auto():``.
 
-    Two updates of each optimizer are recorded: the calls of its modules, and the gradients that came back to them. Then
-    the techniques of :func:`flatout.optimize` are measured on these calls, in turns with the training. Tuning takes a
-    second, and after that at most a tenth of the time that the script has trained. What pays is kept. Objects, their
-    ``state_dict`` and their pickles stay as they are. An error of flatout undoes what it changed, is said once on
-    stderr, and the training goes on.
+    Two updates of each optimizer are recorded: the calls of its modules, and the gradients of their outputs. The
+    techniques of :func:`flatout.optimize` are then measured on these calls, between updates of the training. Tuning
+    takes a second at first, and later at most a tenth of the time that the script has trained. Techniques that make the
+    training faster are kept. Objects, their ``state_dict`` and their pickles stay as they are. If flatout fails, its
+    changes are undone, one line on stderr says why, and the training continues.
 
     A second call undoes the first.
 
@@ -77,8 +76,9 @@ def auto(
     Returns:
         A handle with ``report`` and ``undo``.
     """
-    choices_of(techniques, precision)
-    for earlier in _running:
-        earlier.undo()
-    _running[:] = [Auto(Options(dict(techniques or {}), precision, deterministic, plan))]
-    return _running[0]
+    global _running
+    options = Options(dict(techniques or {}), precision, deterministic, plan)
+    if _running is not None:
+        _running.undo()
+    _running = Auto(options)
+    return _running

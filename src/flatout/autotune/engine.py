@@ -8,12 +8,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -21,13 +20,10 @@ from flatout.autotune.allowance import Allowance
 from flatout.autotune.loaders import Drawn, Loaders
 from flatout.autotune.module_tuning import ModuleTuning
 from flatout.autotune.options import Options
-from flatout.autotune.recorded import linearized_loss, with_gradients_scaled
+from flatout.autotune.recorded import with_gradients_of_update
 from flatout.autotune.recorder import RecordedUpdate, Recorder
 from flatout.core import formatting
-from flatout.core.errors import Unsuitable
-from flatout.core.snapshot import Snapshot
 from flatout.core.step_hooks import without_users_hooks
-from flatout.core.versions import Versions, tensors_of_modules
 from flatout.training.attachments import detach
 from flatout.tuning.ranks import world_size
 
@@ -39,9 +35,6 @@ MOST_MODULES = 4
 
 MOST_RECORDED = 10
 """Number of updates in which each optimizer must have two alike. Otherwise it is left alone."""
-
-SCALED = 0.9
-"""Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
 
 _log = logging.getLogger("flatout.autotune")
 
@@ -78,12 +71,12 @@ class Engine:
         self._known: weakref.WeakKeyDictionary[Optimizer, list[ModuleTuning]] = weakref.WeakKeyDictionary()
         self._drawn: Drawn | None = None
         self._loaders = Loaders()
-        self._loaders.start_counting()
         self._hook: Any = register_optimizer_step_post_hook(self._stepped)
-        self._recorder: Recorder | None = Recorder(self._note, self._give_up)
+        self._recorder: Recorder | None = None
+        self._start_recording()
 
     def close(self) -> None:
-        """Stop tuning. What is kept stays on, and loaders serve their present epoch to its end."""
+        """Stop tuning. Kept techniques stay on. Replaced loaders finish the epoch that has begun."""
         self._is_closed = True
         if not self._is_in_hook:  # torch iterates its hooks
             self._hook.remove()
@@ -117,7 +110,7 @@ class Engine:
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         """Count an update, and take a turn if it is time. An error ends all tuning, and not the script."""
-        if self._is_in_hook or self._is_closed or os.getpid() != self._process or _must_not_be_disturbed():
+        if self._is_in_hook or self._is_closed or torch.compiler.is_compiling() or os.getpid() != self._process:
             return
         self._is_in_hook = True
         try:
@@ -141,6 +134,8 @@ class Engine:
             if self._recorder is not None:
                 self._drawn = self._loaders.drawn()
         if self._recorder is not None:
+            if _is_busy():
+                return
             self._recorded.setdefault(optimizer, None)
             self._recorder.end_update(optimizer)
             self._recorded_steps += 1
@@ -148,7 +143,7 @@ class Engine:
                 self._stop_recording()
         elif optimizer not in self._known:
             self._start_recording()
-        elif now >= self._due and threading.get_ident() == self._thread:
+        elif now >= self._due and threading.get_ident() == self._thread and not _is_busy():
             self._take_turn(optimizer)
 
     def _begin(self, leader: Optimizer) -> None:
@@ -168,7 +163,7 @@ class Engine:
         earlier, self._recorded[update.optimizer] = self._recorded.get(update.optimizer), update
         if earlier is not None and update.batches and _form(earlier) == _form(update):
             assert self._recorder is not None
-            with self._recorder.suspended(), _as_in_a_script():
+            with self._recorder.suspended(), _in_default_modes():
                 self._known[update.optimizer] = self._tunings_of(earlier, update)
             self._schedule()
         if all(optimizer in self._known for optimizer in self._recorded):
@@ -184,10 +179,10 @@ class Engine:
         for module in modules:
             if module in tuned or any(p._post_accumulate_grad_hooks for p in module.parameters()):
                 continue  # such hooks may step optimizers within a backward
-            # Trials of the optimizer's first module step it, unless it steps by a closure.
+            # Trials of the optimizer's first module call its step. LBFGS cannot step without a closure.
             stepped = optimizer if not made and not isinstance(optimizer, torch.optim.LBFGS) else None
             try:
-                batches = [_as_in_update(module, update) for update in updates]
+                batches = [with_gradients_of_update(module, update.batches[module]) for update in updates]
                 drawn = None if self.tunings or made else self._drawn
                 made.append(
                     ModuleTuning(
@@ -215,7 +210,7 @@ class Engine:
             return
         tuning, begun = min(ready, key=lambda tuning: tuning.spent), time.perf_counter()
         try:
-            with without_users_hooks(optimizer), _as_in_a_script():
+            with without_users_hooks(optimizer), _in_default_modes():
                 tuning.turn(allowance.left)
         except Exception as error:
             tuning.drop()
@@ -236,19 +231,18 @@ class Engine:
         _log.debug("tuning of %s failed", name, exc_info=error)
 
 
-def _must_not_be_disturbed() -> bool:
-    """Return True while code is compiled, captured or profiled, and inside a backward."""
+def _is_busy() -> bool:
+    """Return True inside a backward, and while torch captures or profiles: a trial would disturb these."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._current_graph_task_id() != -1
+        torch._C._current_graph_task_id() != -1
         or torch.autograd.profiler._is_profiler_enabled
         or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )
 
 
 @contextmanager
-def _as_in_a_script() -> Iterator[None]:
-    """Leave the modes of the code that called ``optimizer.step``."""
+def _in_default_modes() -> Iterator[None]:
+    """Turn off autocast, ``no_grad`` and inference mode of the code that called ``optimizer.step``."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -260,40 +254,3 @@ def _as_in_a_script() -> Iterator[None]:
 def _form(update: RecordedUpdate) -> dict[int, int]:
     """Return the number of backwards of each module."""
     return {id(module): len(batches) for module, batches in update.batches.items()}
-
-
-def _as_in_update(module: nn.Module, update: RecordedUpdate) -> Sequence[dict[str, Any]]:
-    """Return the batches of a module, with gradients as the optimizer saw them.
-
-    Scaled losses, and gradients that are clipped or divided before the update, are told from the parameters' gradients.
-    """
-    parameters = [p for p in module.parameters() if p.grad is not None]
-    seen = _norm(parameters)
-    snapshot, versions = Snapshot.capture([module], code=[module]), Versions(tensors_of_modules([module]))
-    attributes = [(part, dict(vars(part))) for part in module.modules()]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        for batch in update.batches[module]:
-            linearized_loss(module, batch).backward()
-        factor = seen / _norm(parameters)
-    finally:
-        snapshot.restore()
-        versions.restore()
-    changed = [part for part, before in attributes if _is_changed(vars(part), before)]
-    for part, before in attributes:
-        vars(part).update(before)
-    if changed:
-        raise Unsuitable(f"the forward of {type(changed[0]).__name__} keeps something in Python from call to call")
-    if not 0 < factor < SCALED:  # NaN included
-        return update.batches[module]
-    return [with_gradients_scaled(batch, factor) for batch in update.batches[module]]
-
-
-def _is_changed(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
-
-
-def _norm(parameters: Sequence[torch.Tensor]) -> float:
-    norms = [parameter.grad.float().norm() for parameter in parameters if parameter.grad is not None]
-    return float(torch.stack(norms).norm())

@@ -1,6 +1,6 @@
-"""Loaders of a script: which one its updates draw from, and faster ones that take its place at the next epoch.
+"""Loaders of a script: finds the loader of its updates, and replaces loaders by faster ones from their next epoch.
 
-``DataLoader.__iter__`` is replaced by a function that passes the call on. Subclasses that call it are served, too.
+``DataLoader.__iter__`` is patched. Subclasses that call the base method are covered, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from flatout.core.reachable import has_same_objects
 from flatout.data import clone_loader
 
 
@@ -30,13 +31,13 @@ class _Served(NamedTuple):
     """Loader that serves another's epochs, and the state of the script's loader that it was made for."""
 
     loader: Iterable[Any]
-    state: dict[str, int]
+    state: dict[str, Any]
 
 
-def _state_of(loader: DataLoader[Any]) -> dict[str, int]:
-    """Return the identities of a dataset's attributes, and of what makes batches of its samples."""
-    made_by = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "sampler": loader.batch_sampler}
-    return {name: id(value) for name, value in (*getattr(loader.dataset, "__dict__", {}).items(), *made_by.items())}
+def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the objects that batches are made of: the dataset, its attributes, the batch sampler and the collation."""
+    made_by = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "batch_sampler": loader.batch_sampler}
+    return {f"dataset.{name}": value for name, value in getattr(loader.dataset, "__dict__", {}).items()} | made_by
 
 
 class Loaders:
@@ -72,7 +73,7 @@ class Loaders:
         @wraps(iterate)
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
             if os.getpid() == self._process and (served := self._faster.get(loader)) is not None:
-                if served.state == _state_of(loader):
+                if has_same_objects(served.state, _state_of(loader)):
                     return iter(served.loader)
                 del self._faster[loader]  # the script has changed the dataset
             batches = iterate(loader)

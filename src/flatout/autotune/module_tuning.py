@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ WARM_COMPILE_SECONDS = 8.0
 """Seconds of a compilation whose code is in torch's cache, with the first step."""
 
 EXPECTED_STEPS = 10**9
-"""Length of the training for break-even decisions. The share of the time that tuning may take replaces these."""
+"""Length of the training, for break-even decisions: unlimited, because ``Allowance`` limits the time of tuning."""
 
 TIMES_LONGER = 4.0
 """A technique that a turn leaves undecided is tried once more, in a turn that is so many times as long."""
@@ -90,32 +91,16 @@ class ModuleTuning:
         self.outcome: Outcome | None = None
         self._options = options
         self._serve = serve
-        loader: Iterable[Any]
-        compute_loss: Callable[[nn.Module, Any], Tensor]
-        if drawn is not None and _may_be_tried(drawn.loader) and len(updates[0]) % drawn.batches == 0:
-            per_batch, accumulate = len(updates[0]) // drawn.batches, drawn.batches
-            steps = [update[i : i + per_batch] for update in updates for i in range(0, len(update), per_batch)]
-            loader, compute_loss = drawn.loader, RecordedStep(steps)
-        else:
-            loader, compute_loss = [batch for update in updates for batch in update], linearized_loss
-            accumulate = len(updates[0])
+        loader, compute_loss, accumulate = _training_of(updates, drawn)
         request = Request(
             model=module,
             loader=loader,
             optimizer=optimizer,
-            loss_fn=None,
             compute_loss=compute_loss,
-            loss_weight=None,
-            scheduler=None,
             device=next(module.parameters()).device,
             precision=options.precision,
-            batch_size="keep",
-            lr_rule="none",
-            memory_limit=None,
             accumulate=1 if optimizer is None else accumulate,
-            max_grad_norm=None,
             deterministic=options.deterministic,
-            seed=None,
             techniques=options.techniques,
             expected_steps=EXPECTED_STEPS,
             budget=self.needs,
@@ -222,38 +207,44 @@ class ModuleTuning:
         return replace(plan, decisions=decisions, undecided=[t.name for t in REGISTRY if t.name in undecided])
 
     def _begin(self, budget: Budget) -> None:
-        """Prepare the session, measure the original loop, and repeat what a plan decides without a setup."""
+        """Prepare the session, and repeat a cached plan. Without one, measure the original loop."""
         session, techniques = self._session, [t for t in REGISTRY if isinstance(t, Measured)]
         session.prepare()
         self._key = key_of(session)
         session.bench.budget = budget
-        self._baseline = measured_baseline(session, is_brief=True)
-        for technique in techniques:
-            if session.choices.of(technique) is not None:
-                session.tuner.decide(technique)
         self._open = {t: 0.0 for t in techniques if session.choices.of(t) is None}
         plan = read_plan(self._key) if self._options.plan == CACHED else None
-        if plan is None:
+        if plan is not None and self._repeat(plan):
             return
+        self._baseline = measured_baseline(session, is_brief=True)
+        for technique in techniques:
+            if technique not in self._open:
+                session.tuner.decide(technique)
+
+    def _repeat(self, plan: Plan) -> bool:
+        """Repeat the decisions of a cached plan that need no setup. Return False if the plan does not hold here."""
+        session = self._session
         later = {
             technique.name: plan.decisions[technique.name]
-            for technique in techniques
+            for technique in self._open
             if technique.name in plan.decisions and technique.setup_estimate(session.job, session.bench.pace)
         }
         at_once = {name: value for name, value in plan.decisions.items() if name not in later}
         repeated = repeat(session, replace(plan, decisions=at_once))
         session.repeated = None
-        if repeated is not None:
-            self._baseline, self._result = repeated
-            session.retried, self._cached = frozenset(plan.undecided), later
-            self._open = {t: 0.0 for t in self._open if t.name in plan.undecided or t.name in later}
+        if repeated is None:
+            return False
+        self._baseline, self._result = repeated
+        session.retried, self._cached = frozenset(plan.undecided), later
+        self._open = {t: 0.0 for t in self._open if t.name in plan.undecided or t.name in later}
+        return True
 
     def _go_on(self, seconds: float) -> None:
         """Decide open techniques while there is time, race what is kept, and find out when to go on."""
         session, bench, won = self._session, self._session.bench, self._session.ledger.won
         assert self._baseline is not None
         bench.budget.reserve(shortest_race(bench))
-        tried = self._try(self._worth())
+        tried = self._try(self._worth_trying())
         for technique in tried:
             if technique.name not in session.ledger.undecided or self._open[technique]:
                 del self._open[technique]
@@ -263,21 +254,28 @@ class ModuleTuning:
         if is_new:
             self._result = race(bench)
         result = self._result or RaceResult(bench.pace, bench.pace)
-        self.needs = self._needed()
+        worth = self._worth_trying()
+        with self._unlimited():
+            for technique in self._open.keys() - set(worth):
+                session.tuner.decide(technique)  # its row tells why it is not tried
+        self.needs = self._needed(worth)
         if self.is_done:
             self.outcome = conclude(session, self._baseline, result)
         elif is_new or self.outcome is None:
             self.outcome = outcome_of(session, self._baseline, result)
 
-    def _worth(self) -> list[Measured]:
-        """Return the open techniques that a trial may decide, given enough time. The others get a row."""
-        bench, tuner = self._session.bench, self._session.tuner
+    def _worth_trying(self) -> list[Measured]:
+        """Return the open techniques that a trial may decide, given enough time."""
+        with self._unlimited():
+            return [technique for technique in self._open if self._session.tuner.may_try(technique)]
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        """Lift the budget inside the block: later turns have more time than this one."""
+        bench = self._session.bench
         own, bench.budget = bench.budget, Budget(math.inf)
         try:
-            worth = [technique for technique in self._open if tuner.may_try(technique)]
-            for technique in self._open.keys() - set(worth):
-                tuner.decide(technique)
-            return worth
+            yield
         finally:
             bench.budget = own
 
@@ -318,9 +316,8 @@ class ModuleTuning:
         factors = [t for t in worth if isinstance(t, StepTechnique) and t.is_combinable and not self._open[t]]
         return sorted(factors, key=lambda technique: -technique.optimistic_gain)
 
-    def _needed(self) -> float:
-        """Return the seconds of the shortest turn that can decide something; infinite if nothing is open."""
-        worth = self._worth()
+    def _needed(self, worth: Sequence[Measured]) -> float:
+        """Return the seconds of the shortest turn that can decide a technique; infinite if there is none."""
         estimates = [max(self._shortest(technique), TIMES_LONGER * self._open[technique]) for technique in worth]
         if len(self._factors(worth)) > 1:
             estimates.append(self._screening_seconds(2))
@@ -339,6 +336,20 @@ class ModuleTuning:
         bench = self._session.bench
         updates = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
         return factors * updates * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds
+
+
+def _training_of(
+    updates: Sequence[Sequence[dict[str, Any]]], drawn: Drawn | None
+) -> tuple[Iterable[Any], Callable[[nn.Module, Any], Tensor], int]:
+    """Return loader, ``compute_loss`` and batches per update of recorded updates.
+
+    Trials draw from the script's loader if they may. Otherwise the recorded batches are the loader.
+    """
+    if drawn is not None and _may_be_tried(drawn.loader) and len(updates[0]) % drawn.batches == 0:
+        per_batch = len(updates[0]) // drawn.batches
+        steps = [update[i : i + per_batch] for update in updates for i in range(0, len(update), per_batch)]
+        return drawn.loader, RecordedStep(steps), drawn.batches
+    return [batch for update in updates for batch in update], linearized_loss, len(updates[0])
 
 
 def _may_be_tried(loader: DataLoader[Any]) -> bool:

@@ -12,16 +12,24 @@ plain training: batches, and a loss of each batch.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
+from flatout.core.errors import Unsuitable
+from flatout.core.reachable import has_same_objects
+from flatout.core.snapshot import Snapshot
+from flatout.core.versions import Versions, tensors_of_modules
+
+SCALED = 0.9
+"""Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
 
 
 @dataclass(eq=False)
@@ -35,7 +43,7 @@ class RecordedCall:
         gradients: gradient of the loss at each tensor of the output that requires one, by position, in fp32.
         product: sum of the products of these outputs with their gradients, 0-dim; None before a gradient came.
         is_reached: set to True by each gradient.
-        is_differentiated_twice: set to True by a gradient with a graph of its own, as for a gradient penalty.
+        is_differentiated_twice: set to True by a gradient of ``create_graph=True``, as for a gradient penalty.
         seconds: duration of the call.
     """
 
@@ -160,11 +168,62 @@ class RecordedStep:
         return torch.stack([linearized_loss(module, recorded) for recorded in step]).sum()
 
 
-def with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Return a batch whose loss has the same value and ``factor`` times the gradients at the recorded parameters.
+def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the batches of an update with the gradients that its optimizer received.
 
     A loss scaler, clipping of gradients and a division by the number of backwards change gradients after a backward.
+    The factor is the norm of the present gradients, relative to the norm after the recorded backwards alone.
+
+    Args:
+        module: the module, while the gradients of the update are still there.
+        batches: its recorded calls, one batch for each backward.
+
+    Raises:
+        Unsuitable: the forward writes attributes of a module.
     """
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    if not parameters:
+        return batches
+    seen = _gradient_norm(parameters)
+    with _module_restored(module):
+        for parameter in parameters:
+            parameter.grad = None
+        for batch in batches:
+            linearized_loss(module, batch).backward()
+        recorded = _gradient_norm(parameters)
+    if not 0 < seen < SCALED * recorded:  # NaN included
+        return batches
+    return [_with_gradients_scaled(batch, seen / recorded) for batch in batches]
+
+
+def _gradient_norm(parameters: Sequence[Tensor]) -> float:
+    return float(get_total_norm([p.grad.float() for p in parameters if p.grad is not None]))
+
+
+@contextmanager
+def _module_restored(module: nn.Module) -> Iterator[None]:
+    """Restore a module after the block.
+
+    Raises:
+        Unsuitable: the block wrote attributes of a module. Trials could not undo such writes.
+    """
+    snapshot, versions = Snapshot.capture([module], code=[module]), Versions(tensors_of_modules([module]))
+    attributes = {part: dict(vars(part)) for part in module.modules()}
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        versions.restore()
+        changed = [part for part, before in attributes.items() if not has_same_objects(vars(part), before)]
+        for part in changed:
+            vars(part).clear()
+            vars(part).update(attributes[part])
+    if changed:
+        raise Unsuitable(f"the forward of {type(changed[0]).__name__} writes attributes of the module")
+
+
+def _with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return a batch whose loss has the same value and ``factor`` times the gradients at the recorded parameters."""
     products = batch["loss"] - batch["offset"]
     gradients = [{i: factor * gradient for i, gradient in each.items()} for each in batch["gradients"]]
     return batch | {"gradients": gradients, "offset": batch["loss"] - factor * products}

@@ -32,7 +32,7 @@ class RecordedUpdate:
     Attributes:
         optimizer: the optimizer that has stepped.
         batches: the recorded calls of each module that holds some of the optimizer's parameters, one batch for each
-            backward. Without modules that are differentiated twice, because compiled code cannot be.
+            backward. Modules that are differentiated twice are left out: compiled code cannot be.
         seconds: time of these calls, by module.
     """
 
@@ -104,9 +104,9 @@ class Recorder:
 
     @property
     def _is_off(self) -> bool:
-        """True while suspended, in a process that the script has forked, in a backward, and under ``torch.func``.
+        """True while suspended, in a forked process, inside a backward, and under ``torch.func``.
 
-        Checkpointing calls modules again in a backward, and may run a backward of its own there.
+        Activation checkpointing calls modules again inside a backward, and may run another backward there.
         """
         return (
             self._is_suspended
@@ -188,11 +188,10 @@ class Recorder:
             self._backwards[-1].loss = self._backwards[-1].loss + loss
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """End an update. To be called after each step of an optimizer, while gradients are still there.
+        """Record the end of an update, after each step of an optimizer and before its gradients are cleared.
 
-        Optimizers that step without a backward between them share its calls.
-
-        A subclass whose ``step`` calls that of its base steps twice.
+        Two optimizers that step after the same backward share its calls. A subclass whose ``step`` calls the base's
+        ``step`` fires torch's hook twice. The second time is ignored.
         """
         if self._backwards and not self._is_off and optimizer not in self._stepped_by:
             self._safely(self._pass_on, optimizer)

@@ -77,16 +77,12 @@ class ScriptReport(Shown):
     def __str__(self) -> str:
         if not self.updates:
             return "no optimizer has stepped: nothing was tuned"
-        took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(self.seconds)}"
+        seconds = self.trained_seconds + self.tuning_seconds
+        took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(seconds)}"
         if not self.modules:
             return f"{self.updates:,} updates were too few, or too different, to tune anything"
         lines = [_line(each) for each in self.modules]
         return "\n".join([*lines, took])
-
-    @property
-    def seconds(self) -> float:
-        """Time of the script from its first update on."""
-        return self.trained_seconds + self.tuning_seconds
 
 
 def _line(each: ModuleReport) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from flatout.autotune.door import say
 from flatout.autotune.engine import Engine
-from flatout.autotune.options import Options, only, without
+from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainFile, MainModule
 from flatout.plan import CACHED, Plan
+from flatout.tuning.choices import FORBIDDABLE
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:
@@ -35,8 +36,12 @@ HTML, JSON = Path("flatout-report.html"), Path("flatout-report.json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``flatout run``."""
-    parser.add_argument("--only", type=_names, metavar="NAMES", help="techniques that may be used, with commas")
-    parser.add_argument("--without", type=_names, metavar="NAMES", help="techniques that may not be used, with commas")
+    parser.add_argument(
+        "--only", type=_names, default=[], metavar="NAMES", help="techniques that may be used, with commas"
+    )
+    parser.add_argument(
+        "--without", type=_names, default=[], metavar="NAMES", help="techniques that may not be used, with commas"
+    )
     parser.add_argument(
         "--precision",
         choices=["auto", "fp32", "tf32", "bf16"],
@@ -59,15 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs ``flatout run``. The script's exceptions pass."""
     if not args.is_module and not Path(args.script).exists():
         raise CommandError(f"there is no script {args.script}")
-    try:
-        techniques = {**(only(args.only) if args.only else {}), **(without(args.without) if args.without else {})}
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    try:  # before the script changes the folder
-        plan = {"none": None, CACHED: CACHED}[args.plan] if args.plan in ("none", CACHED) else Plan.load(args.plan)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--plan must be a plan that Plan.save wrote: {first_line(error)}") from error
-    options = Options(techniques, args.precision, args.deterministic, plan, args.dry_run)
+    options = _options(args)
     html, json = args.html.absolute(), args.json.absolute()  # before the script changes the folder
     program = (MainModule if args.is_module else MainFile)(args.script, args.args)
     process, engine = os.getpid(), Engine(options, say)
@@ -77,6 +74,24 @@ def run(args: argparse.Namespace) -> int:
         if os.getpid() == process:  # a child that the script has forked says nothing
             _end(engine, html, json)
     return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    """Return the options of the command line, with its plan read.
+
+    Raises:
+        CommandError: a technique is unknown, or there is no such plan.
+    """
+    # An unknown name of --only is forbidden, too, and then rejected as unknown.
+    forbidden = {*args.without, *(set(FORBIDDABLE) ^ set(args.only) if args.only else ())}
+    try:
+        plan = {"none": None, CACHED: CACHED}[args.plan] if args.plan in ("none", CACHED) else Plan.load(args.plan)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--plan must be a plan that Plan.save wrote: {first_line(error)}") from error
+    try:
+        return Options(dict.fromkeys(forbidden, False), args.precision, args.deterministic, plan, args.dry_run)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _end(engine: Engine, html: Path, json: Path) -> None:

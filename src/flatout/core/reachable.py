@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -121,3 +121,8 @@ def _cell_contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return None
+
+
+def has_same_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return True if both have the same names, and each name has one object in both."""
+    return first.keys() == second.keys() and all(second[name] is value for name, value in first.items())

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class Versions:
-    """Version counters of tensors now. To be restored when later writes have been undone bit for bit.
+    """Version counters of tensors at construction, to restore after later writes have been undone bit for bit.
 
-    A script may run a backward after an optimizer's step, through weights that this step does not change.
+    Autograd then accepts a graph that saved these tensors before the writes.
 
     Args:
         tensors: any tensors. Inference tensors have no counter.

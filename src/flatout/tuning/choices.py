@@ -25,6 +25,9 @@ from flatout.training.job import Job
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
 """Technique that is decided first if possible, because all others depend on it."""
 
+FORBIDDABLE = tuple(t.name for t in REGISTRY if not isinstance(t, Rule) or t.is_forbiddable)
+"""Names of the techniques that ``techniques={name: False}`` forbids."""
+
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 
 
@@ -193,9 +196,8 @@ def _check_choice(name: str, value: Any) -> None:
     """
     technique = next((t for t in REGISTRY if t.name == name), None)
     if technique is None:
-        names = [t.name for t in REGISTRY if not isinstance(t, Rule) or t.is_forbiddable]
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(names)}"
+        close = difflib.get_close_matches(str(name), FORBIDDABLE, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from {', '.join(FORBIDDABLE)}"
         raise ValueError(f"techniques must name techniques that exist, got {name!r}. {hint}")
     if isinstance(technique, Rule) and not (technique.is_forbiddable and (value is False or value is None)):
         governed = f"Use optimize({technique.argument}=...)" if technique.argument else "Leave it out"

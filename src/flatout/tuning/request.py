@@ -21,23 +21,23 @@ class Request:
     model: nn.Module
     loader: Iterable[Any]
     optimizer: torch.optim.Optimizer | None
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    compute_loss: Callable[[nn.Module, Any], Tensor] | None
-    loss_weight: LossWeight | None
-    scheduler: Any
-    device: torch.device | str | None
-    precision: str
-    batch_size: str | int
-    lr_rule: str
-    memory_limit: int | None
-    accumulate: int
-    max_grad_norm: float | None
-    deterministic: bool
-    seed: int | None
-    techniques: Mapping[str, Any] | None
-    expected_steps: int | None
-    budget: float | None
-    plan: Plan | str | Path | None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    loss_weight: LossWeight | None = None
+    scheduler: Any = None
+    device: torch.device | str | None = None
+    precision: str = "auto"
+    batch_size: str | int = "keep"
+    lr_rule: str = "auto"
+    memory_limit: int | None = None
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    deterministic: bool = False
+    seed: int | None = None
+    techniques: Mapping[str, Any] | None = None
+    expected_steps: int | None = None
+    budget: float | None = None
+    plan: Plan | str | Path | None = CACHED
     is_recorded: bool = False
 
     @property
