@@ -194,6 +194,7 @@ def summary_of(session: Session, outcome: Outcome, seconds: float) -> Summary:
         tuning_seconds=seconds,
         notes=_notes(session),
         won=tuple(dict.fromkeys(decision.technique for decision in session.ledger.won)),
+        epoch_samples=session.epoch_samples,
     )
 
 

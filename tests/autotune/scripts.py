@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @dataclass
 class Trained:
-    """What is left of a script."""
+    """Objects of a training after its last update."""
 
     modules: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]

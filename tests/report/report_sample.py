@@ -125,4 +125,5 @@ def sample() -> Summary:
         44.6,
         (f"one note {HOSTILE}",),
         won=("fused_optimizer", "compile", "in_memory"),
+        epoch_samples=1_281_167,
     )

@@ -62,6 +62,27 @@ def test_a_receipt_fits_one_screen_and_names_what_is_in_use(width: int, ascii_on
         assert "\n".join(lines).isascii()
 
 
+def test_a_receipt_compares_mfu_only_at_one_precision() -> None:
+    assert "MFU" in in_terminal(Report(sample()), 120)
+    row = Row("precision", 10, "Mixed precision", "kept", "", "bf16", Gain(1.5))
+    assert "MFU" not in in_terminal(Report(dataclasses.replace(sample(), rows=(row,))), 120)
+
+
+def test_a_receipt_gives_each_reason_against_a_trial_once() -> None:
+    rows = [Row(name, None, name, "not tried", "no GPU") for name in ("pinned", "tf32", "cuda_graph")]
+    text = in_terminal(Report(dataclasses.replace(sample(), rows=tuple(rows))), 80)
+    assert text.count("no GPU") == 1
+    assert all(row.technique in text for row in rows)
+
+
+def test_an_epoch_takes_its_samples_at_the_pace() -> None:
+    summary = sample()
+    assert summary.before is not None
+    assert summary.epoch_samples is not None
+    assert summary.epoch_seconds(summary.before) == summary.epoch_samples / summary.before.samples_per_second
+    assert dataclasses.replace(summary, epoch_samples=None).epoch_seconds(summary.before) is None
+
+
 def test_reasons_are_complete_in_narrow_terminals() -> None:
     text = squeezed(in_terminal(Report(sample()).full(), 80))
     for row in sample().rows:
@@ -356,7 +377,9 @@ def test_milliseconds(value: float, said: str) -> None:
     assert formatting.milliseconds(value) == said
 
 
-@pytest.mark.parametrize(("value", "said"), [(8.44, "8.4 s"), (75.2, "75 s"), (250.0, "4 min 10 s")])
+@pytest.mark.parametrize(
+    ("value", "said"), [(8.44, "8.4 s"), (75.2, "75 s"), (250.0, "4 min 10 s"), (65_100.0, "18 h 5 min")]
+)
 def test_seconds(value: float, said: str) -> None:
     assert formatting.seconds(value) == said
 

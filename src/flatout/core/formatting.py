@@ -84,13 +84,16 @@ def milliseconds(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a duration: ``8.4 s``, ``75 s``, ``4 min 10 s``."""
+    """Format a duration: ``8.4 s``, ``75 s``, ``4 min 10 s``, ``18 h 5 min``."""
     if not math.isfinite(value):
         return "?"
     if value < 100:
         return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s"
+    if minutes < 100:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours} h {minutes} min"
 
 
 def count(value: float) -> str:

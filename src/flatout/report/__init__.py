@@ -18,7 +18,7 @@ __all__ = ["SCHEMA_VERSION", "FullReport", "Gain", "Pace", "Report", "Row", "Sta
 
 
 class FullReport:
-    """View of a ``Summary`` for terminals with every row and its reason.
+    """View of a ``Summary`` for terminals: every row, with its reason.
 
     Args:
         summary: the data shown.

@@ -201,6 +201,7 @@ class Summary:
         won: names of the techniques that a trial kept, in that order. Each was timed with the earlier ones in use.
         gain: speed of the tuned loop relative to the original, from the race; None without a race.
         gain_statistic: the time that ``gain`` compares: CPU time if it is much less noisy than wall time.
+        epoch_samples: samples of an epoch; None if the loader has no known length.
     """
 
     rows: tuple[Row, ...]
@@ -213,6 +214,13 @@ class Summary:
     won: tuple[str, ...] = ()
     gain: Gain | None = None
     gain_statistic: Statistic = "wall"
+    epoch_samples: int | None = None
+
+    def epoch_seconds(self, pace: Pace) -> float | None:
+        """Return the seconds of an epoch at a pace; None if unknown."""
+        if self.epoch_samples is None or not pace.samples_per_second > 0:
+            return None
+        return self.epoch_samples / pace.samples_per_second
 
     @property
     def pays_back_after(self) -> float | None:

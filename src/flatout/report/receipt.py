@@ -14,6 +14,9 @@ from flatout.report import wording
 from flatout.report.model import Row, Summary
 from flatout.report.terminal import facts, plain_text, say
 
+WIDE = 100
+"""Columns of a terminal in which the names of candidates are shown in full."""
+
 BAR = 24
 """Columns of the bar of the slower loop."""
 
@@ -27,8 +30,10 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
     """Yield the parts of the receipt, top to bottom."""
     plain = options.ascii_only
     yield from _headline(summary, plain, options.max_width)
-    yield _rows(summary, plain)
-    rules = [row.technique for row in _kept(summary) if not _is_chosen(row, summary)]
+    yield _rows(summary, plain, 24 if options.max_width >= WIDE else 14)
+    yield from _remarks("not tried", "bold blue", [row for row in _of(summary, "not tried") if not row.left_out], plain)
+    yield from _remarks("advice", "bold cyan", _of(summary, "advice"), plain)
+    rules = [row.technique for row in _of(summary, "kept") if not _is_timed(row, summary)]
     if rules:
         yield _labelled("rules", say(f"in use without a trial: {', '.join(rules)}", plain))
     yield from _bars(summary, plain)
@@ -56,9 +61,9 @@ def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
     if before is not None and after is not None:
         rates = map(formatting.count, (before.samples_per_second, after.samples_per_second))
         told.append(f"{' → '.join(rates)} samples/s")
-        if before.mfu is not None and after.mfu is not None:
+        if before.mfu is not None and after.mfu is not None and not _changes_peak(summary):
             told.append(f"MFU {formatting.share(before.mfu, 1)} → {formatting.share(after.mfu, 1)}")
-    told.append(f"{len(_kept(summary))} of {len(summary.rows)} in use")
+    told.append(f"{len(_of(summary, 'kept'))} of {len(summary.rows)} in use")
     rest = say("   ".join(told), plain)
     if line.cell_len + 3 + rest.cell_len <= width:
         yield line.append("   ").append_text(rest)
@@ -67,30 +72,45 @@ def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
         yield Text(" " * 11).append_text(rest)
 
 
-def _kept(summary: Summary) -> list[Row]:
-    return _of(summary, "kept")
+def _changes_peak(summary: Summary) -> bool:
+    """Return True if both MFUs are relative to different peaks, because products have another precision."""
+    return any(row.technique in ("precision", "tf32") for row in _of(summary, "kept"))
 
 
-def _is_chosen(row: Row, summary: Summary) -> bool:
-    """Return False for a rule, which nobody has chosen and no trial has timed."""
+def _is_timed(row: Row, summary: Summary) -> bool:
+    """Return True if a trial or the user chose the technique. Rules are applied without a trial."""
     return row.gain is not None or bool(row.chosen) or row.technique in summary.won
 
 
-def _rows(summary: Summary, plain: bool) -> Table:
-    """Return the rows by status, the largest gains first."""
+def _rows(summary: Summary, plain: bool, widest: int) -> Table:
+    """Return the techniques in use and those that lost, the largest gains first.
+
+    Args:
+        summary: the report.
+        plain: use ASCII alone.
+        widest: columns of a candidate's name.
+    """
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=9)
     table.add_column(no_wrap=True, max_width=22)
     overflow: OverflowMethod = "crop" if plain else "ellipsis"
-    table.add_column(no_wrap=True, overflow=overflow, max_width=24)
+    table.add_column(no_wrap=True, overflow=overflow, max_width=widest)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(ratio=1, no_wrap=True, overflow=overflow)
-    chosen = [row for row in _kept(summary) if _is_chosen(row, summary)]
-    _add(table, plain, "in use", "bold green", sorted(chosen, key=_ratio, reverse=True))
+    timed = [row for row in _of(summary, "kept") if _is_timed(row, summary)]
+    _add(table, plain, "in use", "bold green", sorted(timed, key=_ratio, reverse=True))
     _add(table, plain, "tried", "yellow", sorted(_of(summary, "rejected"), key=_ratio, reverse=True))
-    _add(table, plain, "not tried", "blue", [row for row in _of(summary, "not tried") if not row.left_out])
-    _add(table, plain, "advice", "bold cyan", _of(summary, "advice"))
     return table
+
+
+def _remarks(label: str, style: str, rows: Iterable[Row], plain: bool) -> Iterator[Table]:
+    """Yield the reasons of techniques that were not timed, each reason once."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(_reason(row), []).append(row.technique)
+    for i, (reason, techniques) in enumerate(names.items()):
+        text = say(f"{', '.join(techniques)}: ", plain, "bold").append_text(say(reason, plain, "not bold dim"))
+        yield _labelled(label if i == 0 else "", text, style)
 
 
 def _of(summary: Summary, status: str) -> list[Row]:
@@ -136,12 +156,14 @@ def _bars(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         return
     parts = wording.times(*paces.values())
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
+    for _ in range(4):
         grid.add_column(no_wrap=True)
     legend = "  ".join(f"{_shade(part.short, plain)} {part.short}" for part, _ in parts)
     for i, (label, pace) in enumerate(paces.items()):
         bar = _bar([(part.short, ms[i] / slowest) for part, ms in parts], plain)
-        cells = (Text(bar), say(formatting.milliseconds(pace.total_ms), plain))
+        epoch = summary.epoch_seconds(pace)
+        told = "" if epoch is None else f"an epoch {formatting.seconds(epoch)}"
+        cells = (Text(bar), say(formatting.milliseconds(pace.total_ms), plain), say(told, plain))
         grid.add_row(say(f"{'batch' if i == 0 else '':11}{label}", plain), *cells)
     yield grid
     yield _labelled("", Text(legend, style="dim"))
@@ -160,9 +182,9 @@ def _shade(name: str, plain: bool) -> str:
     return ASCII_SHADES[SHADES[name]] if plain else SHADES[name]
 
 
-def _labelled(label: str, text: Text) -> Table:
+def _labelled(label: str, text: Text, style: str = "bold") -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(no_wrap=True, min_width=9)
     grid.add_column(ratio=1)
-    grid.add_row(Text(label, style="bold"), text)
+    grid.add_row(Text(label, style=style), text)
     return grid

@@ -33,10 +33,9 @@ FEWEST_COMBINATIONS = 2
 
 
 def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> set[str]:
-    """Decide the factors among techniques together, if there are several, and return the names of the decided ones.
+    """Decide combinable techniques together, if there are at least two. Return the names of the decided ones.
 
-    A combination is tried only of candidates that passed their screening: they run, take at most a multiple of a
-    step's time, and compute the same.
+    Each candidate is screened first: it must run, compute the same, and take at most a multiple of a step's time.
     """
     combinable = [t for t in measured if isinstance(t, StepTechnique) and t.is_combinable]
     techniques = [technique for technique in combinable if tuner.may_try(technique)]

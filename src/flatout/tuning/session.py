@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from flatout import mfu
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
@@ -132,7 +134,7 @@ class Session:
         job, spec, plan = self.job, self.job.spec, self.choices.plan
         if self.apart:
             warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
-        if not spec.is_recorded:  # whose output would break the live line
+        if not spec.is_recorded:  # a script prints while it is tuned, which would break the live line
             self.progress = own_progress()
             self._guard.callback(self.progress.close)
         earlier = detach(spec.model)
@@ -231,6 +233,14 @@ class Session:
             run_all(reversed(self._undo))
         except BaseException as failure:
             add_note(error, f"Not everything could be restored: {formatting.first_line(failure)}")
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of an epoch; None without a known length. Recorded batches are no epoch."""
+        length = known_length(self.loader)
+        if length is None or (self.job.spec.is_recorded and not isinstance(self.loader, DataLoader)):
+            return None
+        return length * self.own_size
 
     def close(self) -> None:
         """Remove the live line, and allow optimizers that the snapshot does not hold to step again."""
