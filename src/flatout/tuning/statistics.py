@@ -6,31 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from flatout.core.student import t_quantile
 from flatout.report.model import Gain
 from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
-
-T_QUANTILES = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-)
-"""0.975 quantiles of Student's t distribution with 1 to 19 degrees of freedom. More degrees take the last one."""
 
 MUCH_NOISIER = 1.5
 """Ratio of the spread of pairs to the noise floor above which the floor no longer describes the machine."""
@@ -59,6 +37,6 @@ def fixed_gain(differences: Sequence[float], floor: NoiseFloor = UNKNOWN_NOISE) 
         squares = freedom * spread**2 + floor.pairs * floor.scale**2
         freedom += floor.pairs
         scale = max(spread, math.sqrt(squares / freedom))
-    half = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1] * scale / math.sqrt(pairs)
+    half = t_quantile(freedom) * scale / math.sqrt(pairs)
     mean = fmean(differences)
     return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
