@@ -22,6 +22,7 @@ from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.cached_plan import decide
+from flatout.tuning.plan_key import code_of, training_of
 from flatout.tuning.request import Request
 from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
@@ -195,6 +196,9 @@ def summary_of(session: Session, outcome: Outcome, seconds: float) -> Summary:
         notes=_notes(session),
         won=tuple(dict.fromkeys(decision.technique for decision in session.ledger.won)),
         epoch_samples=session.epoch_samples,
+        training=training_of(session),
+        code=code_of(session),
+        load_average=session.load_average,
     )
 
 

@@ -26,6 +26,27 @@ def hash_of_source(code: Iterable[Any]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
+def hashes_of_source(code: Iterable[Any]) -> dict[str, str]:
+    """Return ``hash_of_source`` of each function and class, by its qualified name, sorted.
+
+    Args:
+        code: as for ``hash_of_source``. Parts without code of the user are left out.
+    """
+    named: dict[str, list[Any]] = {}
+    for part in code:
+        if any(True for _ in _functions_of(part)):
+            named.setdefault(_name_of(part), []).append(part)
+    return {name: hash_of_source(parts) for name, parts in sorted(named.items())}
+
+
+def _name_of(part: Any) -> str:
+    if isinstance(part, functools.partial):
+        return _name_of(part.func)
+    if not isinstance(part, (type, types.FunctionType, types.MethodType)):
+        part = type(part)
+    return f"{part.__module__}.{part.__qualname__}".removeprefix("__main__.")
+
+
 def _functions_of(part: Any) -> Iterator[types.FunctionType]:
     if isinstance(part, functools.partial):
         yield from _functions_of(part.func)

@@ -6,15 +6,20 @@ import platform
 
 import torch
 
-from flatout.core.machine import usable_cores
+from flatout.core.machine import cpu_name, usable_cores
 from flatout.core.version import __version__
 
 
 def environment_of(device: torch.device) -> dict[str, str]:
     """What was measured on ``device`` must be read with this: name to fact."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    if device.type == "cuda":
+        cudnn = str(torch.backends.cudnn.version())
+        gpu = {"cpu": cpu_name(), "cuda": str(torch.version.cuda), "cudnn": cudnn}
+    else:
+        gpu = {}
     return {
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({torch.cuda.get_device_name(device) if gpu else cpu_name()})",
+        **gpu,
         "cores": str(usable_cores()),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,

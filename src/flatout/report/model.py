@@ -149,6 +149,8 @@ class Pace:
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
         cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
+        stretches: ``(load_ms, step_ms)`` of each stretch of training that the means are of; empty if unknown. The
+            spread of these shows how certain the means are.
     """
 
     step_ms: float
@@ -159,15 +161,18 @@ class Pace:
     phases: Mapping[str, float] = field(default_factory=dict)
     loader_per_second: float | None = None
     cpu_ms: float | None = None
+    stretches: tuple[tuple[float, float], ...] = ()
 
     def scaled(self, times: float) -> Pace:
         """Return the same pace with times for a multiple of the samples."""
         cpu_ms = None if self.cpu_ms is None else times * self.cpu_ms
-        return replace(self, step_ms=times * self.step_ms, load_ms=times * self.load_ms, cpu_ms=cpu_ms)
+        stretches = tuple((times * load_ms, times * step_ms) for load_ms, step_ms in self.stretches)
+        step_ms, load_ms = times * self.step_ms, times * self.load_ms
+        return replace(self, step_ms=step_ms, load_ms=load_ms, cpu_ms=cpu_ms, stretches=stretches)
 
     def with_faster_steps(self, gain: float) -> Pace:
         """Return the pace of a loop whose steps are ``gain`` times as fast. Waiting for batches takes as long."""
-        faster = replace(self, step_ms=self.step_ms / gain)
+        faster = replace(self, step_ms=self.step_ms / gain, stretches=())
         return replace(faster, samples_per_second=self.samples_per_second * self.total_ms / faster.total_ms)
 
     @property
@@ -202,6 +207,9 @@ class Summary:
         gain: speed of the tuned loop relative to the original, from the race; None without a race.
         gain_statistic: the time that ``gain`` compares: CPU time if it is much less noisy than wall time.
         epoch_samples: samples of an epoch; None if the loader has no known length.
+        training: model, data, batches, optimizer, update, precision: name to fact. Empty in older reports.
+        code: hash of the source of each function and class of the user, by name. Empty in older reports.
+        load_average: load average of the machine before the tuning; None if unknown.
     """
 
     rows: tuple[Row, ...]
@@ -215,6 +223,9 @@ class Summary:
     gain: Gain | None = None
     gain_statistic: Statistic = "wall"
     epoch_samples: int | None = None
+    training: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+    load_average: float | None = None
 
     def epoch_seconds(self, pace: Pace) -> float | None:
         """Return the seconds of an epoch at a pace; None if unknown."""

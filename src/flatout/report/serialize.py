@@ -17,7 +17,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
 
     A number that is not finite becomes None, as JSON has none. So do the ends of a gain without an interval.
     """
-    return {"schema": SCHEMA_VERSION, **_plain(summary)}
+    return {"schema": SCHEMA_VERSION, **plain(summary)}
 
 
 def from_json(text: str) -> Summary:
@@ -30,6 +30,15 @@ def from_json(text: str) -> Summary:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"a report must be JSON: {error}") from error
+    return from_dict(data)
+
+
+def from_dict(data: Any) -> Summary:
+    """Read a report from the plain data of ``to_dict``, also of ``READABLE_VERSIONS``. Unknown fields are ignored.
+
+    Raises:
+        ValueError: the data is not a report, or has an unreadable schema version.
+    """
     if not isinstance(data, dict) or "schema" not in data:
         raise ValueError("a report must be a JSON object with the key 'schema'")
     if data["schema"] not in READABLE_VERSIONS:
@@ -43,23 +52,24 @@ def from_json(text: str) -> Summary:
         raise ValueError(f"the report has a field of the wrong kind: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of a data model as plain dicts, lists, strings and numbers, as ``to_dict`` does."""
     if isinstance(value, Gain):
         low, high = value.interval or (None, None)
-        return {"ratio": _plain(value.ratio), "low": low, "high": high}
+        return {"ratio": plain(value.ratio), "low": low, "high": high}
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of type ``kind`` that ``_plain`` converted. A missing float becomes its default, or NaN."""
+    """Return the value of type ``kind`` that ``plain`` converted. A missing float becomes its default, or NaN."""
     arguments = get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)

@@ -262,8 +262,9 @@ class Bench:
         else:
             turns = [range(i * steps, (i + 1) * steps) for i in range(stretches)]
             blocks = [timed_block(self._step, turn, job.spec.device) for turn in turns]
-            step = median(wall for block in blocks for wall in block.wall)
-            pace = Pace(step_ms=1e3 * step, load_ms=0.0, samples_per_second=batch_size_of(batches[0]) / step)
+            walls = [wall for block in blocks for wall in block.wall]
+            step, spread = median(walls), tuple((0.0, 1e3 * wall) for wall in walls)
+            pace = Pace(1e3 * step, 0.0, batch_size_of(batches[0]) / step, stretches=spread)
         self.rewind()
         if is_long and len(blocks) > 1 and not self._noise:
             self._noise[torch.get_num_threads()] = Noise.of(pairs_of(blocks), one_thread=False)

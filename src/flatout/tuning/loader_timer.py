@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from flatout.core.batches import batch_size_of
@@ -32,6 +33,7 @@ class Stretch(NamedTuple):
         steps: number of batches.
         step_cpu: CPU seconds of this process between taking a batch and asking for the next one.
         load_cpu: CPU seconds of this process while waiting for batches.
+        updates: seconds of waiting and of steps per batch, for each update.
     """
 
     seconds: float
@@ -40,18 +42,28 @@ class Stretch(NamedTuple):
     steps: int
     step_cpu: float = 0.0
     load_cpu: float = 0.0
+    updates: tuple[tuple[float, float], ...] = ()
 
 
 def pace_of(stretches: Iterable[Stretch]) -> Pace:
-    """Return the means over the middle half of the stretches, by time, because outliers come from other processes."""
+    """Return the means over the middle half of the stretches, by time, because outliers come from other processes.
+
+    A single stretch has no spread. Its updates stand for stretches then.
+    """
+    stretches = tuple(stretches)
     ordered = sorted(stretches, key=lambda stretch: stretch.seconds / stretch.steps)
     outer = len(ordered) // 4
-    seconds, waited, samples, steps, cpu, _ = map(sum, zip(*ordered[outer : len(ordered) - outer], strict=True))
+    middle = [stretch[:5] for stretch in ordered[outer : len(ordered) - outer]]
+    seconds, waited, samples, steps, cpu = map(sum, zip(*middle, strict=True))
+    times = [(s.waited / s.steps, (s.seconds - s.waited) / s.steps) for s in stretches]
     return Pace(
         step_ms=1e3 * (seconds - waited) / steps,
         load_ms=1e3 * waited / steps,
         samples_per_second=samples / seconds,
         cpu_ms=1e3 * cpu / steps,
+        stretches=tuple(
+            (1e3 * load, 1e3 * step) for load, step in (stretches[0].updates if len(times) == 1 else times)
+        ),
     )
 
 
@@ -135,6 +147,7 @@ class LoaderTimer:
         synchronize(job.spec.device)
         start, cpu, samples, done = time.perf_counter(), time.process_time(), 0, 0
         waited = load_cpu = 0.0
+        ends = [(start, waited)]
 
         def is_missing() -> bool:
             if done == 0 or done % job.spec.accumulate:
@@ -145,6 +158,8 @@ class LoaderTimer:
 
         while is_missing():
             asked, asked_cpu = time.perf_counter(), time.process_time()
+            if done and done % job.spec.accumulate == 0:
+                ends.append((asked, waited))
             batch = next(self._batches)
             waited += time.perf_counter() - asked
             load_cpu += time.process_time() - asked_cpu
@@ -153,7 +168,8 @@ class LoaderTimer:
             done += 1
         synchronize(job.spec.device)
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
-        self._stretches.append(Stretch(took, waited, samples, done, cpu - load_cpu, load_cpu))
+        updates = _updates([*ends, (start + took, waited)], job.spec.accumulate)
+        self._stretches.append(Stretch(took, waited, samples, done, cpu - load_cpu, load_cpu, updates))
         rounds = math.ceil(self.queue / self._workers)
         self.refill_seconds = min(self.queue * took / done, rounds * self._round_seconds)
         self._is_started, self._is_empty = True, False
@@ -198,6 +214,19 @@ class LoaderTimer:
     def close(self) -> None:
         """Close the loader's iterator, and so its workers or threads."""
         self._batches.close()
+
+
+def _updates(ends: Sequence[tuple[float, float]], steps: int) -> tuple[tuple[float, float], ...]:
+    """Return the seconds of waiting and of steps per batch, for each update of ``steps`` batches.
+
+    Args:
+        ends: time and seconds waited so far, at the beginning and after each update.
+        steps: batches of an update.
+    """
+    return tuple(
+        ((waited - waited_before) / steps, (end - begin - (waited - waited_before)) / steps)
+        for (begin, waited_before), (end, waited) in itertools.pairwise(ends)
+    )
 
 
 def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:

@@ -1,4 +1,4 @@
-"""Key of a cached plan: everything known before a search that its decisions depend on."""
+"""Key of a cached plan: everything known before a search that its decisions depend on. Facts on it for the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from flatout.core.batches import objects_of, tensors_within
 from flatout.core.machine import cpu_name, text_of, usable_cores
 from flatout.core.process_group import group_size
-from flatout.core.source_code import hash_of_source
+from flatout.core.source_code import hash_of_source, hashes_of_source
 from flatout.core.version import __version__
 from flatout.data.loaders import original_of
 from flatout.plan import SCHEMA_VERSION
@@ -96,6 +96,33 @@ def key_of(session: Session) -> dict[str, str]:
         "choices": json.dumps({"techniques": session.choices.asked, **arguments}, sort_keys=True, default=repr),
         "expected steps": f"10^{math.floor(math.log10(max(1, session.job.data.expected_steps)))}",
     }
+
+
+def training_of(session: Session) -> dict[str, str]:
+    """Return facts on what was trained, by name. They are the same before and after the search.
+
+    Data counts by its class, length and shapes. Its content is not read.
+
+    Args:
+        session: a prepared session.
+    """
+    spec, loader = session.job.spec, original_of(session.loader)
+    autocast = torch.get_autocast_dtype(spec.device.type) if torch.is_autocast_enabled(spec.device.type) else "off"
+    dtypes = sorted({str(parameter.dtype) for parameter in spec.model.parameters()})
+    return {
+        "model": session.fingerprint["model"],
+        "loader": _loader(loader),
+        "batch": _shapes(session.taken),
+        "optimizer": f"{session.fingerprint['optimizer']}, {_settings(spec.optimizer)}",
+        "update": f"accumulate={spec.accumulate}, clips={spec.max_grad_norm is not None}",
+        "precision": f"{'/'.join(dtypes)}, autocast {autocast}".replace("torch.", ""),
+        "deterministic": str(spec.deterministic),
+    }
+
+
+def code_of(session: Session) -> dict[str, str]:
+    """Return the hash of each function and class of the user that belongs to the key, by name."""
+    return hashes_of_source(_code_of(session.job.spec, original_of(session.loader)))
 
 
 def _shapes(batches: Sequence[Any]) -> str:
