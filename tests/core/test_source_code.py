@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from torch.nn import functional
 
-from flatout.core.source_code import hash_of_source
+from flatout.core.source_code import hash_of_source, hashes_of_source
 
 
 def one(x: int) -> int:
@@ -106,3 +106,15 @@ def test_code_without_a_source_counts_by_its_name() -> None:
 
 def test_nothing_runs() -> None:
     hash_of_source([WithTrap, WithTrap()])
+
+
+def test_hashes_by_name_leave_out_code_of_libraries() -> None:
+    hashes = hashes_of_source([nn.Linear(1, 1), Model(), one, functools.partial(another), functional.mse_loss])
+    assert [name.removeprefix(f"{__name__}.") for name in hashes] == ["Model", "another", "one"]
+    assert hashes[f"{__name__}.one"] == hash_of_source([one])
+
+
+def test_a_change_changes_one_hash() -> None:
+    changed = with_method(forward=edited(lambda self, x: x * 2, "Model.forward"))
+    before, after = hashes_of_source([Model, one]), hashes_of_source([changed, one])
+    assert [name.rpartition(".")[2] for name in before if before[name] != after[name]] == ["Model"]

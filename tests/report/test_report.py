@@ -150,6 +150,12 @@ def test_numbers_that_json_lacks_come_back_as_nan() -> None:
     assert math.isnan(trial.candidate_ms)
 
 
+def test_stretches_are_scaled_with_their_pace_and_not_invented() -> None:
+    pace = Pace(2.0, 1.0, 10.0, stretches=((0.5, 2.0), (1.5, 2.0)))
+    assert pace.scaled(2.0).stretches == ((1.0, 4.0), (3.0, 4.0))
+    assert pace.with_faster_steps(2.0).stretches == ()
+
+
 @pytest.mark.parametrize(
     ("text", "fact"),
     [

@@ -40,6 +40,28 @@ def test_a_pace_is_of_the_middle_half():
     assert pace_of([lucky, disturbed]).total_ms == pytest.approx(450.5)
 
 
+def test_a_pace_holds_its_stretches_or_the_updates_of_a_single_one():
+    first = Stretch(seconds=0.2, waited=0.1, samples=40, steps=10, updates=((0.01, 0.01), (0.02, 0.03)))
+    second = first._replace(seconds=0.4)
+    assert pace_of([first, second]).stretches == (pytest.approx((10, 10)), pytest.approx((10, 30)))
+    assert pace_of([first]).stretches == (pytest.approx((10, 10)), pytest.approx((20, 30)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_of_a_stretch_have_its_times(clock, accumulate):
+    model, loader, opt = make_job()
+    loader = DataLoader(TimedSamples(clock, 0.1), batch_size=8)
+    job = job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy, accumulate=accumulate)
+    one = LoaderTimer(job, loader)
+    one.settle(1)
+    one.stretch(4)
+    pace = one.pace
+    assert len(pace.stretches) == 4 // accumulate
+    assert [load for load, _ in pace.stretches] == pytest.approx([800] * (4 // accumulate), rel=1e-2)
+    assert sum(map(sum, pace.stretches)) / len(pace.stretches) == pytest.approx(pace.total_ms, rel=1e-3)
+    one.close()
+
+
 def test_the_time_of_a_stretch_matches_its_pace(clock):
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
     one.settle(1)

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 import flatout
 from flatout.arguments import validate
 from flatout.tuning import plan_key
-from flatout.tuning.plan_key import key_of
+from flatout.tuning.plan_key import code_of, key_of, training_of
 from flatout.tuning.request import Request
 from flatout.tuning.session import Session
-from tests.jobs import Net, make_data, make_job
+from tests.jobs import FORCED, NO_TECHNIQUES, Net, make_data, make_job
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(flatout.optimize).parameters.items()}
 
@@ -298,3 +298,36 @@ class Unsized:
 
 def test_a_loader_without_a_length_has_a_key() -> None:
     assert "unknown" in key_for(loader=Unsized())["loader"]
+
+
+def facts_of(**changes: Any) -> dict[str, str]:
+    """Return the facts on a small training with some arguments of ``optimize`` changed."""
+    model, loader, optimizer = make_job()
+    arguments: dict[str, Any] = {"optimizer": optimizer, "loss_fn": functional.cross_entropy, "budget": 0, **changes}
+    run = flatout.optimize(arguments.pop("model", model), arguments.pop("loader", loader), **arguments)
+    try:
+        return {**run.report.summary.training, **run.report.summary.code}
+    finally:
+        run.undo()
+
+
+def test_techniques_do_not_change_the_facts_on_a_training() -> None:
+    assert facts_of(techniques=FORCED | {"torchscript": True}) == facts_of(techniques=NO_TECHNIQUES)
+
+
+def test_the_facts_are_those_of_the_prepared_session() -> None:
+    model, loader, optimizer = make_job()
+    arguments = {"model": model, "loader": loader, "optimizer": optimizer, "loss_fn": functional.cross_entropy}
+    request = Request(**(DEFAULTS | arguments))
+    session = Session(request, validate(request))
+    try:
+        session.prepare()
+        facts, code = training_of(session), code_of(session)
+        assert facts["batch"] == key_of(session)["batch"]
+        assert [name.rpartition(".")[2] for name in code] == ["Net"]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert training_of(session)["precision"] == "float32, autocast bfloat16"
+        assert facts["precision"] == "float32, autocast off"
+    finally:
+        session.restore(RuntimeError())
+        session.close()

@@ -9,11 +9,18 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import demo, doctor, monitor, profile, run
+from flatout.cli import compare, demo, doctor, monitor, profile, run
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import clean
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, doctor.COMMAND, monitor.COMMAND, profile.COMMAND, run.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    compare.COMMAND,
+    demo.COMMAND,
+    doctor.COMMAND,
+    monitor.COMMAND,
+    profile.COMMAND,
+    run.COMMAND,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit status: 0 done, 1 could not be done (one line on standard error says why), 130 interrupted.
+        The exit status: 0 done, 1 could not be done (one line on standard error says why; ``flatout compare``: 2), 130
+        interrupted.
         argparse itself exits with 2 on arguments that it cannot read.
     """
     args = build_parser().parse_args(argv)
@@ -54,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.command.run(args)
     except CommandError as error:
         print(f"flatout: {clean(str(error))}", file=sys.stderr)
-        return 1
+        return error.status
     except KeyboardInterrupt:
         if args.command.runs_program:
             raise

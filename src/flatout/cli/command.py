@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 
 class CommandError(Exception):
-    """Something a user can put right; shown as one line, without a traceback."""
+    """Something a user can put right; shown as one line, without a traceback.
+
+    Args:
+        message: the line.
+        status: exit status of the command.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,23 @@ from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from flatout.report import receipt, report_page, report_text, serialize, wording
+from flatout.report.comparison import Comparison, compare
 from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
 from flatout.report.shown import Shown
 
-__all__ = ["SCHEMA_VERSION", "FullReport", "Gain", "Pace", "Report", "Row", "Status", "Summary", "Trial"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Comparison",
+    "FullReport",
+    "Gain",
+    "Pace",
+    "Report",
+    "Row",
+    "Status",
+    "Summary",
+    "Trial",
+    "compare",
+]
 
 
 class FullReport:

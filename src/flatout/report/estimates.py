@@ -1,0 +1,133 @@
+"""Estimates of times that two processes measured, and statistics on their ratio and difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import variance
+from typing import Literal
+
+from flatout.core.student import t_quantile
+from flatout.report.model import Gain
+
+Verdict = Literal["faster", "slower", "same", "unknown"]
+"""Second loop relative to the first. ``same``: surely within ``MARGIN``. ``unknown``: measured too roughly to tell."""
+
+START_SPREAD = 0.01
+"""Standard deviation of the log time of one loop between starts on one machine, beyond the spread in each start.
+
+Memory layout, clocks and temperature differ from start to start. A report has one start and cannot show this spread
+(Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013).
+"""
+
+MARGIN = 0.05
+"""Largest difference of two loops that count as equally fast, relative to the time of a batch."""
+
+NEGLIGIBLE = 0.01
+"""Difference of a part, relative to the time of a batch, that does not count even if it is shown (as in criterion)."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean time of a batch, or of a part of it.
+
+    Attributes:
+        ms: milliseconds.
+        error_ms: standard error of ``ms``; None if a single measurement is known.
+        freedom: degrees of freedom of ``error_ms``.
+    """
+
+    ms: float
+    error_ms: float | None = None
+    freedom: int = 0
+
+    @classmethod
+    def of(cls, ms: float, measured: Sequence[float], *, trimmed: bool) -> Estimate:
+        """Return an estimate with the standard error that its measurements show.
+
+        The standard error of a trimmed mean comes from the winsorized variance (Tukey and McLaughlin 1963).
+
+        Args:
+            ms: mean of ``measured``.
+            measured: independent measurements, milliseconds.
+            trimmed: True if ``ms`` is the mean of the middle half, without a quarter at either end.
+        """
+        ordered, count = sorted(measured), len(measured)
+        outer = count // 4 if trimmed else 0
+        inner = count - 2 * outer
+        if inner < 2:
+            return cls(ms)
+        low, high = ordered[outer], ordered[count - outer - 1]
+        squares = (count - 1) * variance(min(max(each, low), high) for each in ordered)
+        return cls(ms, math.sqrt(squares / (inner * (inner - 1))), inner - 1)
+
+    def scaled(self, times: float) -> Estimate:
+        """Return the estimate for a multiple of the samples."""
+        return Estimate(times * self.ms, None if self.error_ms is None else times * self.error_ms, self.freedom)
+
+    def relative_to(self, other: Estimate) -> Estimate:
+        """Return the estimate as a multiple of another one, with errors that count as independent."""
+        ratio = self.ms / other.ms
+        if self.error_ms is None or other.error_ms is None:
+            return Estimate(ratio)
+        error = ratio * math.hypot(self.error_ms / self.ms, other.error_ms / other.ms)
+        return Estimate(ratio, error, min(self.freedom, other.freedom))
+
+
+def speed_ratio(a: Estimate, b: Estimate) -> Gain:
+    """Return the speed of ``b`` relative to ``a``, with its 95 % interval.
+
+    The log ratio of independent means has the sum of their squared relative errors as its variance (delta method).
+    Its degrees of freedom are those of Welch and Satterthwaite; for trimmed means this is the test of Yuen, "The
+    two-sample trimmed t for unequal population variances", Biometrika 61, 1974. ``START_SPREAD`` of both is added.
+    """
+    ratio = a.ms / b.ms
+    if a.error_ms is None or b.error_ms is None:
+        return Gain(ratio)
+    half = _half_width((a.error_ms / a.ms, a.freedom), (b.error_ms / b.ms, b.freedom), 2 * START_SPREAD**2)
+    return Gain(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def speed_verdict(speed: Gain) -> Verdict:
+    """Return the verdict on a speed ratio."""
+    if speed.interval is None:
+        return "unknown"
+    if speed.low > 1 or speed.high < 1:
+        return "faster" if speed.low > 1 else "slower"
+    return "same" if speed.low > 1 - MARGIN and speed.high < 1 + MARGIN else "unknown"
+
+
+def part_verdict(a: Estimate, b: Estimate, batch_ms: float) -> Verdict | None:
+    """Return the verdict on a part of a batch, by the interval of its difference in milliseconds.
+
+    A part may take no time at all, so its ratio has no use.
+
+    Args:
+        a: time of the part in the first loop.
+        b: time of the part in the second loop.
+        batch_ms: time of a whole batch, to which ``MARGIN`` and ``NEGLIGIBLE`` refer.
+
+    Returns:
+        None if the part was measured once.
+    """
+    if a.error_ms is None or b.error_ms is None:
+        return None
+    half = _half_width((a.error_ms, a.freedom), (b.error_ms, b.freedom), START_SPREAD**2 * (a.ms**2 + b.ms**2))
+    change = b.ms - a.ms
+    if abs(change) > max(half, NEGLIGIBLE * batch_ms):
+        return "slower" if change > 0 else "faster"
+    return "same" if abs(change) + half < MARGIN * batch_ms else "unknown"
+
+
+def _half_width(a: tuple[float, int], b: tuple[float, int], known_variance: float) -> float:
+    """Return half of the 95 % interval of a difference of independent means.
+
+    Args:
+        a: standard error of the first mean, and its degrees of freedom.
+        b: the same of the second mean.
+        known_variance: a further variance, which was not estimated here.
+    """
+    total = a[0] ** 2 + b[0] ** 2 + known_variance
+    estimated = sum(error**4 / freedom for error, freedom in (a, b))
+    return t_quantile(total**2 / estimated if estimated else math.inf) * math.sqrt(total)
