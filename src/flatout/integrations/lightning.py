@@ -1,0 +1,66 @@
+"""Callback for the Trainer of Lightning, from ``lightning`` or ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flatout.autotune.script_report import ScriptReport
+from flatout.integrations.framework_tuning import AutoOptions, FrameworkTuning
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer
+    except ImportError as error:
+        raise ImportError(
+            "flatout.integrations.lightning needs the package lightning: pip install 'flatout[lightning]'"
+        ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+FULL_PRECISION = "32-true"
+"""Precision of a Trainer that is given none."""
+
+
+class FlatoutCallback(Callback):
+    """Tunes each ``trainer.fit`` while it trains: ``Trainer(callbacks=[FlatoutCallback()])``.
+
+    The precision of the Trainer stays, unless it is the default, ``"32-true"``. When the fit ends, by an error too, model
+    and optimizers are as they were, and the first rank shows the report.
+
+    Args:
+        options: ``techniques``, ``precision``, ``deterministic`` and ``plan``, as in :func:`flatout.auto`.
+
+    Raises:
+        ValueError: a technique or a precision is unknown.
+    """
+
+    def __init__(self, **options: Unpack[AutoOptions]) -> None:
+        self._tuning = FrameworkTuning(**options)
+
+    @property
+    def report(self) -> ScriptReport | None:
+        """Report of the present fit, or of the last one; None before the first."""
+        return self._tuning.report
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin before the Trainer makes the iterator of its first epoch, so that the loader is seen."""
+        self._tuning.begin(
+            sets_precision=trainer.precision != FULL_PRECISION,
+            scales_losses=getattr(trainer.precision_plugin, "scaler", None) is not None,
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End a fit that has trained nothing."""
+        self._end(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        self._tuning.end(shows_report=trainer.is_global_zero)
