@@ -9,19 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.frameworks import imported
 from tests.helpers import bits
 from tests.own_loops.harness import BF16, EXACT, assert_alike
 
 
 @pytest.fixture
 def transformers() -> Any:
-    try:
-        import torchvision  # noqa: F401  (transformers imports it too, and breaks with one for another torch)
-    except ImportError:
-        pass
-    except RuntimeError as error:
-        pytest.skip(f"torchvision is for another torch: {error}")
-    return pytest.importorskip("transformers")
+    return imported("transformers")
 
 
 def tokens(n: int = 32, length: int = 12) -> dict[str, torch.Tensor]:

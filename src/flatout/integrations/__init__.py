@@ -1,5 +1,5 @@
 """Thin adapters over :func:`flatout.auto` for frameworks that own the training loop.
 
-``flatout.integrations.lightning``, ``.transformers`` and ``.accelerate`` each import their framework, which flatout does
-not depend on.
+``flatout.integrations.lightning``, ``.transformers`` and ``.accelerate`` each import their framework. flatout does not
+depend on these frameworks.
 """

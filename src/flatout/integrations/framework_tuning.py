@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from flatout.autotune.door import Auto, auto, say
 from flatout.autotune.script_report import ScriptReport
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import choices_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class AutoOptions(TypedDict, total=False):
@@ -28,16 +25,26 @@ class FrameworkTuning:
     """Tuning of one training after another, with the same options.
 
     Args:
-        options: as in :func:`flatout.auto`.
+        techniques: as in :func:`flatout.auto`.
+        precision: as in :func:`flatout.auto`.
+        deterministic: as in :func:`flatout.auto`.
+        plan: as in :func:`flatout.auto`.
 
     Raises:
         ValueError: a technique or a precision is unknown.
     """
 
-    def __init__(self, **options: Unpack[AutoOptions]) -> None:
-        self._options: AutoOptions = {"techniques": None, "precision": "auto", "deterministic": False, "plan": CACHED}
-        self._options.update(options)
-        choices_of(self._options["techniques"], self._options["precision"])
+    def __init__(
+        self,
+        *,
+        techniques: Mapping[str, Any] | None = None,
+        precision: str = "auto",
+        deterministic: bool = False,
+        plan: Plan | str | Path | None = CACHED,
+    ) -> None:
+        choices_of(techniques, precision)
+        self._techniques, self._precision = dict(techniques or {}), precision
+        self._deterministic, self._plan = deterministic, plan
         self._auto: Auto | None = None
         self._report: ScriptReport | None = None
 
@@ -54,10 +61,17 @@ class FrameworkTuning:
             scales_losses: the framework steps optimizers with a loss scaler. A native step unscales gradients itself,
                 so Lightning would refuse to clip them. accelerate would restore the ``step`` of the original class.
         """
-        own = dict.fromkeys(["precision"] * sets_precision + ["fused_optimizer"] * scales_losses, False)
-        if self._options["precision"] != "auto":
-            own.pop("precision", None)
-        self._auto = auto(**{**self._options, "techniques": {**own, **(self._options["techniques"] or {})}})
+        techniques = dict(self._techniques)
+        if sets_precision and self._precision == "auto":
+            techniques.setdefault("precision", False)
+        if scales_losses:
+            techniques.setdefault("fused_optimizer", False)
+        self._auto = auto(
+            techniques=techniques,
+            precision=self._precision,
+            deterministic=self._deterministic,
+            plan=self._plan,
+        )
 
     def end(self, *, shows_report: bool) -> None:
         """Undo everything that is kept, and show the report. Does nothing if no training has begun."""

@@ -27,8 +27,8 @@ FULL_PRECISION = "32-true"
 class FlatoutCallback(Callback):
     """Tunes each ``trainer.fit`` while it trains: ``Trainer(callbacks=[FlatoutCallback()])``.
 
-    The precision of the Trainer stays, unless it is the default, ``"32-true"``. When the fit ends, by an error too, model
-    and optimizers are as they were, and the first rank shows the report.
+    The precision of the Trainer stays, unless it is the default, ``"32-true"``. When the fit ends, by an error too,
+    model and optimizers are as they were, and the first rank shows the report.
 
     Args:
         options: ``techniques``, ``precision``, ``deterministic`` and ``plan``, as in :func:`flatout.auto`.

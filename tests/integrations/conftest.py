@@ -1,0 +1,31 @@
+"""Fixtures of all adapters: functions of torch that must be restored, and trainings that are measured alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flatout.autotune.door import Auto
+from flatout.autotune.options import Options
+from flatout.integrations import framework_tuning
+from tests.integrations.harness import replaced_functions
+
+
+@pytest.fixture(autouse=True)
+def restored_functions() -> Iterator[None]:
+    """Check that a test leaves no function of torch replaced."""
+    before = replaced_functions()
+    yield
+    assert replaced_functions() == before
+
+
+@pytest.fixture
+def dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let adapters tune as ``flatout run --dry-run`` does: trials run, and the training stays as first written."""
+
+    def auto(**options: Any) -> Auto:
+        return Auto(Options(**options, is_dry=True))
+
+    monkeypatch.setattr(framework_tuning, "auto", auto)
