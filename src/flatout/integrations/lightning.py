@@ -1,4 +1,4 @@
-"""Callback for the Trainer of Lightning, from ``lightning`` or ``pytorch_lightning``."""
+"""Callback for the Trainer of ``lightning``, which the Trainer of ``pytorch_lightning`` accepts, too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from flatout.integrations.framework_tuning import AutoOptions, FrameworkTuning
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:
-    try:
-        from pytorch_lightning import Callback, LightningModule, Trainer
-    except ImportError as error:
-        raise ImportError(
-            "flatout.integrations.lightning needs the package lightning: pip install 'flatout[lightning]'"
-        ) from error
+except ImportError as error:
+    raise ImportError(
+        "flatout.integrations.lightning needs the package lightning: pip install 'flatout[lightning]'"
+    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
