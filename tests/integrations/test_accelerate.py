@@ -164,7 +164,7 @@ def test_the_loader_behind_accelerates_is_served_from_memory(clock: Clock) -> No
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_loss_scaler_of_the_accelerator_excludes_the_native_step(scaled: bool, clock: Clock) -> None:
-    """accelerate would restore the ``step`` of the original class after each update."""
+    """accelerate replaces the ``step`` of the instance around each update. A native step would be lost."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     techniques = dict.fromkeys(["compile", "workers", "in_memory", "precision"], False)
     _, report = Loop(clock, scaler).train(epochs=20, techniques=techniques)

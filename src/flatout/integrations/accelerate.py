@@ -37,10 +37,7 @@ def tuned(accelerator: Accelerator, **options: Unpack[AutoOptions]) -> Iterator[
         ValueError: a technique or a precision is unknown.
     """
     tuning = FrameworkTuning(**options)
-    tuning.begin(
-        sets_precision=accelerator.mixed_precision != "no",
-        scales_losses=accelerator.scaler is not None,
-    )
+    tuning.begin(sets_precision=accelerator.mixed_precision != "no")
     try:
         yield tuning
     finally:

@@ -53,13 +53,13 @@ class FrameworkTuning:
         """Report of the present training, or of the last one; None before the first."""
         return self._report if self._auto is None else self._auto.report
 
-    def begin(self, *, sets_precision: bool, scales_losses: bool) -> None:
+    def begin(self, *, sets_precision: bool, scales_losses: bool = False) -> None:
         """Tune the training that follows.
 
         Args:
             sets_precision: the framework trains in a precision that its user has chosen, which stays.
-            scales_losses: the framework steps optimizers with a loss scaler. A native step unscales gradients itself,
-                so Lightning would refuse to clip them. accelerate would restore the ``step`` of the original class.
+            scales_losses: the framework has a loss scaler, and refuses to clip gradients of optimizers that unscale
+                gradients themselves, as native ones do.
         """
         techniques = dict(self._techniques)
         if sets_precision and self._precision == "auto":

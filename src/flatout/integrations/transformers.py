@@ -57,7 +57,7 @@ class FlatoutCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tuning.begin(sets_precision=args.bf16 or args.fp16, scales_losses=args.fp16)
+        self._tuning.begin(sets_precision=args.bf16 or args.fp16)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
