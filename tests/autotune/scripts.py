@@ -303,7 +303,7 @@ class WithLoss(nn.Module):
 
 
 def with_loss_inside(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
-    """Train a model that returns a mapping with its loss."""
+    """Train a model that returns a mapping with its loss, which is scaled in place."""
     torch.manual_seed(0)
     model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -312,7 +312,10 @@ def with_loss_inside(updates: int, watch: Callable[[nn.Module], object]) -> Trai
         optimizer.zero_grad()
         output = model(x, labels=y)
         assert type(output) is Output
-        output["loss"].backward()
+        loss = output["loss"]
+        loss *= 0.5
+        assert output["loss"] is loss
+        loss.backward()
         optimizer.step()
     return Trained([model], [optimizer], torch.rand(3))
 

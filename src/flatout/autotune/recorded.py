@@ -26,7 +26,7 @@ from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of,
 from flatout.core.errors import Unsuitable
 from flatout.core.reachable import has_same_objects
 from flatout.core.snapshot import Snapshot
-from flatout.core.versions import Versions, tensors_of_modules
+from flatout.core.versions import Versions
 
 SCALED = 0.9
 """Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
@@ -76,7 +76,7 @@ class RecordedCall:
         tensors = tensors_of(output)
         required = [tensor for tensor in tensors if tensor.requires_grad]
         if len(required) > 1 or any(tensor.is_leaf for tensor in required):
-            output = _with_views(output)
+            output = _with_views(output, {})
             tensors = tensors_of(output)
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad:
@@ -207,7 +207,8 @@ def _module_restored(module: nn.Module) -> Iterator[None]:
     Raises:
         Unsuitable: the block wrote attributes of a module. Trials could not undo such writes.
     """
-    snapshot, versions = Snapshot.capture([module], code=[module]), Versions(tensors_of_modules([module]))
+    snapshot = Snapshot.capture([module], code=[module])
+    versions = Versions(snapshot.tensors)
     attributes = {part: dict(vars(part)) for part in module.modules()}
     try:
         yield
@@ -229,20 +230,34 @@ def _with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, An
     return batch | {"gradients": gradients, "offset": batch["loss"] - factor * products}
 
 
-def _with_views(output: Any) -> Any:
+def _with_views(output: Any, made: dict[int, Tensor]) -> Any:
     """Return an output with views in the place of tensors that require gradients. Mappings stay the same object.
+
+    A loss is copied instead. A script may scale it in place, which would take a view out of its graph.
+
+    Args:
+        output: what the module returned.
+        made: receives the view or copy of each tensor, by the tensor's id.
 
     Raises:
         TypeError: an output of this type cannot be made again.
     """
     if isinstance(output, MutableMapping):
         for key, value in list(output.items()):
-            output[key] = _with_views(value)
+            output[key] = _with_views(value, made)
         return output
-    made = map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, output)
-    if type(made) is not type(output):
+
+    def apart(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.view_as(tensor) if tensor.dim() else tensor.clone()
+        return made[id(tensor)]
+
+    again = map_tensors(apart, output)
+    if type(again) is not type(output):
         raise TypeError(f"an output of type {type(output).__name__} cannot be recorded")
-    return made
+    return again
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -238,6 +238,11 @@ class Saved:
             self._parts.append(SavedGradient(tensor, self._on))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All added tensors, without gradients."""
+        return [part.tensor for part in self._parts if isinstance(part, SavedTensor)]
+
+    @property
     def has_uncopied(self) -> bool:
         """True while there are tensors whose bits are not copied."""
         return bool(self._uncopied)

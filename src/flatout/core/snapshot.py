@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatout.core.cleanup import run_all
 from flatout.core.foreign import StepGuard, add_foreign, copied_before_writes
@@ -66,6 +66,11 @@ class Snapshot:
         add_foreign(saved, list(code))
         # Restored in this order. Flags come last, because reverting a technique changes them.
         return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors that ``restore`` writes to, without gradients."""
+        return self._saved.tensors
 
     def restore(self) -> None:
         """Restore everything to the captured state. May be called any number of times.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Versions:
@@ -26,8 +26,3 @@ class Versions:
         """Set the counters back."""
         if self._tensors:
             torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
-
-
-def tensors_of_modules(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return parameters and buffers."""
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

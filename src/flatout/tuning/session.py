@@ -18,7 +18,7 @@ from flatout.core.machine import load_average, usable_cores
 from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
-from flatout.core.versions import Versions, tensors_of_modules
+from flatout.core.versions import Versions
 from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
@@ -180,8 +180,7 @@ class Session:
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
         )
         self._guard.enter_context(state.guarded())
-        held = [] if spec.optimizer is None else [p for group in spec.optimizer.param_groups for p in group["params"]]
-        self._versions = Versions([*held, *tensors_of_modules(spec.modules)])
+        self._versions = Versions(state.tensors)
         return state
 
     @contextlib.contextmanager
