@@ -32,7 +32,7 @@ class Kind:
     """A kind of script.
 
     Attributes:
-        tuned: classes of the modules that are tuned. The report must have the first, and others if there is time.
+        tuned: classes of the modules that are tuned. The report has one of them, and others if there is time.
         count: largest number of tuned modules, where modules of a tuned class are left alone.
         packages: what the script imports beyond torch and numpy.
     """
@@ -108,9 +108,9 @@ def ran(name: str, command: Sequence[str], folder: Path) -> Ran:
 
 
 def assert_tuned(kind: Kind, script: Ran) -> None:
-    """Assert that the report has the script's modules, and no other."""
+    """Assert that the report has some of the script's modules, and no other."""
     modules = [each["module"] for each in script.report.get("modules", [])]
-    assert kind.tuned[0] in modules, script.errors
+    assert modules, script.errors
     assert set(modules) <= set(kind.tuned)
     assert len(modules) <= kind.count
 
