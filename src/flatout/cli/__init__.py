@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import compare, demo, doctor, monitor, profile, run
+from flatout.cli import advise, compare, demo, doctor, monitor, profile, run
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import clean
 
 COMMANDS: tuple[Command, ...] = (
+    run.COMMAND,
+    advise.COMMAND,
+    profile.COMMAND,
     compare.COMMAND,
+    monitor.COMMAND,
     demo.COMMAND,
     doctor.COMMAND,
-    monitor.COMMAND,
-    profile.COMMAND,
-    run.COMMAND,
 )
 
 

@@ -12,7 +12,7 @@ from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import first_line
-from flatout.core.main_program import MainFile, MainModule
+from flatout.core.main_program import MainFile, MainModule, MainProgram
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import FORBIDDABLE
 
@@ -34,8 +34,8 @@ examples:
 HTML, JSON = Path("flatout-report.html"), Path("flatout-report.json")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout run``."""
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that choose techniques."""
     parser.add_argument(
         "--only", type=_names, default=[], metavar="NAMES", help="techniques that may be used, with commas"
     )
@@ -48,6 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the products of matrices (default: auto, the fastest whose losses match)",
     )
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that name a program."""
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``flatout run``."""
+    add_choices(parser)
     parser.add_argument(
         "--plan", default=CACHED, metavar="FILE", help="a saved plan; 'none' measures again (default: of earlier runs)"
     )
@@ -55,18 +67,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="measure, but train as first written")
     parser.add_argument("--html", type=Path, default=HTML, metavar="FILE", help=f"the report (default: {HTML})")
     parser.add_argument("--json", type=Path, default=JSON, metavar="FILE", help=f"its figures (default: {JSON})")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    add_program(parser)
+
+
+def program_of(args: argparse.Namespace) -> MainProgram:
+    """Return the program that the arguments name.
+
+    Raises:
+        CommandError: there is no such script.
+    """
+    if not args.is_module and not Path(args.script).exists():
+        raise CommandError(f"there is no script {args.script}")
+    return (MainModule if args.is_module else MainFile)(args.script, args.args)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout run``. The script's exceptions pass."""
-    if not args.is_module and not Path(args.script).exists():
-        raise CommandError(f"there is no script {args.script}")
-    options = _options(args)
+    program, options = program_of(args), options_of(args)
     html, json = args.html.absolute(), args.json.absolute()  # before the script changes the folder
-    program = (MainModule if args.is_module else MainFile)(args.script, args.args)
     process, engine = os.getpid(), Engine(options, say)
     try:
         program.run()
@@ -76,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
+def options_of(args: argparse.Namespace) -> Options:
     """Return the options of the command line, with its plan read.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.core.main_program import MainFile
+from flatout.core.main_program import MainFile, MainProgram
 from flatout.profile.record import Course, ProfileRecording
 
 
@@ -55,12 +55,12 @@ def profile_script(
         The recording, and how the script ended.
     """
     recording = ProfileRecording(steps, warmup)
-    return recording, _run(path, args, recording.course(), stop=not keep_going)
+    return recording, run_course(MainFile(path, args), recording.course(), stop=not keep_going)
 
 
 def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
     """Run a script for Nsight: open the range that nsys and ncu record, and name the operators in the range."""
-    return _run(path, args, _capture(steps, warmup), stop=True)
+    return run_course(MainFile(path, args), _capture(steps, warmup), stop=True)
 
 
 def _capture(steps: int, warmup: int) -> Course:
@@ -79,12 +79,11 @@ def _capture(steps: int, warmup: int) -> Course:
         yield True  # emit_nvtx must not end within an operator
 
 
-def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended:
-    """Run a script as ``python path args`` would, and advance ``course`` after each update.
+def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
+    """Run a program as Python would, and advance ``course`` after each update.
 
     Args:
-        path: of the script.
-        args: its arguments.
+        program: the script or module.
         course: advanced by every update of the script's first optimizer.
         stop: end the script when the course is done.
     """
@@ -103,7 +102,6 @@ def _run(path: str, args: Sequence[str], course: Course, *, stop: bool) -> Ended
         if stop and done:
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
-    program = MainFile(path, args)
     error: BaseException | None = None
     failure: Exception | None = None
     hook = register_optimizer_step_post_hook(updated)

@@ -1,0 +1,113 @@
+"""Advice on a script: boxes, causes, measured techniques and a diff, as data and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flatout.advise.causes import Box, Cause, boxes_of, causes_of, rows_of, training_site
+from flatout.advise.edits import diff_of
+from flatout.advise.session import Observations
+from flatout.advise.text import BOXES, MARKS, explanation
+from flatout.core import formatting
+from flatout.report.model import Row
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form, which increases when a field changes its meaning or is removed."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice on a script.
+
+    Attributes:
+        boxes: the four boxes of the checklist.
+        causes: what slows the script down, the largest gain first.
+        techniques: module and row of each technique that was timed, the largest gain first.
+        diff: unified diff of the script's files; empty if nothing can surely be written.
+        updates: number of updates that were observed.
+    """
+
+    boxes: tuple[Box, ...]
+    causes: tuple[Cause, ...]
+    techniques: tuple[tuple[str, Row], ...]
+    diff: str
+    updates: int
+
+    @classmethod
+    def of(cls, seen: Observations, folder: Path) -> Advice:
+        """Return the advice on what was seen of a script in a folder."""
+        causes = causes_of(seen)
+        boxes = boxes_of(seen, causes)
+        site, loader = training_site(seen), seen.observer.training
+        diff = diff_of(
+            causes,
+            folder,
+            "cpu" if site is None else site.device,
+            is_stream=loader is not None and loader.is_stream,
+            use_bf16=any(box.name == "precision" and box.is_ticked is False for box in boxes),
+        )
+        return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
+
+    def to_json(self, path: Path) -> None:
+        """Write everything to a file."""
+        techniques = [
+            {"module": module, "technique": row.technique, "status": row.status, "gain": row.gain and row.gain.ratio}
+            for module, row in self.techniques
+        ]
+        data: dict[str, Any] = {
+            "schema": "flatout.advice",
+            "schema_version": SCHEMA_VERSION,
+            "updates": self.updates,
+            "boxes": [asdict(box) for box in self.boxes],
+            "causes": [asdict(cause) for cause in self.causes],
+            "techniques": techniques,
+            "diff": self.diff,
+        }
+        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if not self.updates:
+            yield Text("No optimizer has stepped: there is nothing to advise on.")
+            return
+        yield self._boxes()
+        yield Text("")
+        yield self._gains()
+
+    def _boxes(self) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for box in self.boxes:
+            mark, style = MARKS[box.is_ticked]
+            where = formatting.clean(box.where)
+            table.add_row(Text(mark, style=style), BOXES[box.name], Text(where, style="cyan"))
+        return table
+
+    def _gains(self) -> RenderableType:
+        """Return the causes and the techniques that a trial found faster, in one table."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_row(*(Text(name, style="bold") for name in ("gain", "what", "where")))
+        table.columns[0].justify = "right"
+        helpful = [(module, row) for module, row in self.techniques if row.gain is not None and row.gain.ratio > 1]
+        found = [(cause.gain or 0.0, self._cause_row(cause)) for cause in self.causes]
+        found += [(row.gain.ratio, _technique_row(module, row)) for module, row in helpful if row.gain is not None]
+        if not found:
+            return Text("Nothing sticks out, and no technique that was tried is faster.")
+        for _, cells in sorted(found, key=lambda each: -each[0]):
+            table.add_row(*cells)
+        return table
+
+    def _cause_row(self, cause: Cause) -> tuple[Text, Text, Text]:
+        gain = "" if cause.gain is None else f"{'~' if cause.is_estimate else ''}{cause.gain:.2f}×"
+        return Text(gain), Text(explanation(cause)), Text(formatting.clean(cause.where), style="cyan")
+
+
+def _technique_row(module: str, row: Row) -> tuple[Text, Text, Text]:
+    assert row.gain is not None
+    return Text(f"{row.gain.ratio:.2f}×"), Text(f"{row.technique} {formatting.clean(row.chosen)}".strip()), Text(module)

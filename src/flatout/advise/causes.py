@@ -1,0 +1,218 @@
+"""Causes that slow a script down: one rule for each, and the four boxes of the checklist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from flatout.advise.batch_trial import TIMES
+from flatout.advise.observe import CallSite
+from flatout.advise.session import Observations
+from flatout.core import formatting
+from flatout.core.machine import usable_cores
+from flatout.report.model import Row
+
+Code = Literal["starved_loader", "sync_in_loop", "fp32_matmuls", "tiny_batches", "evaluation_with_gradients", "on_cpu"]
+
+LEAST_WAIT = 0.1
+"""Share of a step that waits for data, above which a loader is called starved."""
+
+LEAST_PRODUCTS = 0.2
+"""Share of a step in products of matrices and convolutions, above which their precision matters."""
+
+LEAST_BATCH_GAIN = 1.5
+"""Samples per second with ``TIMES`` the samples in a batch, relative to now, above which batches are called tiny."""
+
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention", "lstm", "gru")
+"""Parts of the names of operators that multiply matrices."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Cause that slows a script down.
+
+    Attributes:
+        code: name of the rule.
+        where: ``file:line`` of the user's code; empty if not known.
+        gain: speed of training without the cause, relative to now; None if it was not measured.
+        is_estimate: True for a gain that is computed from measured times, and not from a trial.
+        values: figures of the explanation, by name.
+    """
+
+    code: Code
+    where: str
+    gain: float | None = None
+    is_estimate: bool = False
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+BoxName = Literal["device", "loading", "precision", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Box of the checklist.
+
+    Attributes:
+        name: of the box.
+        is_ticked: True if the script does it, False if not, None if it does not apply.
+        where: ``file:line`` that shows it; empty without one.
+    """
+
+    name: BoxName
+    is_ticked: bool | None
+    where: str = ""
+
+
+def causes_of(seen: Observations) -> tuple[Cause, ...]:
+    """Return all causes, the largest gain first, and those without a measured gain last."""
+    found = [cause for rule in RULES for cause in rule(seen)]
+    return tuple(sorted(found, key=lambda cause: -(cause.gain or 0.0)))
+
+
+def _on_cpu(seen: Observations) -> Iterator[Cause]:
+    """Find a model that trains on the CPU beside an idle GPU."""
+    site = training_site(seen)
+    if torch.cuda.is_available() and site is not None and site.device == "cpu":
+        yield Cause("on_cpu", site.where)
+
+
+def _starved_loader(seen: Observations) -> Iterator[Cause]:
+    """Find a loader whose batches the training waits for."""
+    loader, profile = seen.observer.training, seen.profile
+    if loader is None or profile is None:
+        return
+    share = profile.phases["loader_wait"] / profile.seconds
+    if share >= LEAST_WAIT:
+        measured = max((_gain(seen, name) or 0.0 for name in ("workers", "in_memory")), default=0.0)
+        gain = measured if measured > 1 else 1 / (1 - min(share, 0.99))
+        values = {"share": formatting.share(share), "workers": str(loader.num_workers)}
+        yield Cause("starved_loader", loader.where, gain, is_estimate=measured <= 1, values=values)
+
+
+def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
+    """Find lines that wait for the GPU in every step, or would wait if there were one."""
+    places: dict[str, str] = {}
+    for sync in () if seen.profile is None else seen.profile.syncs:
+        if sync.where and sync.per_step >= 1 and sync.phase not in ("loader_wait", "update"):
+            places.setdefault(sync.where, sync.what)
+    for where, what in places.items():
+        yield Cause("sync_in_loop", where, values={"call": what})
+
+
+def _fp32_matmuls(seen: Observations) -> Iterator[Cause]:
+    """Find a model whose products of matrices take much of a step, in fp32."""
+    site, share = training_site(seen), _share_of_products(seen)
+    if site is not None and _is_in_fp32(site) and share >= LEAST_PRODUCTS:
+        gain = max((g for name in ("precision", "tf32") if (g := _gain(seen, name)) is not None), default=None)
+        units = "has" if has_bf16_units(site.device) else "lacks"
+        yield Cause("fp32_matmuls", site.where, gain, values={"share": formatting.share(share), "units": units})
+
+
+def _tiny_batches(seen: Observations) -> Iterator[Cause]:
+    """Find batches that cost hardly less than larger ones."""
+    profile, site, loader = seen.profile, training_site(seen), seen.observer.training
+    if profile is None or seen.sizes is None or site is None:
+        return
+    small, large = seen.sizes
+    more_data = (TIMES - 1) * profile.phases["loader_wait"]
+    gain = TIMES * profile.seconds / (profile.seconds + max(0.0, large - small) + more_data)
+    if gain >= LEAST_BATCH_GAIN:
+        size = None if loader is None else loader.batch_size
+        where = site.where if loader is None or size is None else loader.where
+        yield Cause("tiny_batches", where, gain, is_estimate=True, values={"batch": "" if size is None else str(size)})
+
+
+def _evaluation_with_gradients(seen: Observations) -> Iterator[Cause]:
+    """Find calls that record a graph for a backward that never comes."""
+    for site in seen.observer.calls.values():
+        if site.is_wasted:
+            yield Cause("evaluation_with_gradients", site.where, values={"module": site.module})
+
+
+RULES: tuple[Callable[[Observations], Iterator[Cause]], ...] = (
+    _on_cpu,
+    _starved_loader,
+    _sync_in_loop,
+    _fp32_matmuls,
+    _tiny_batches,
+    _evaluation_with_gradients,
+)
+"""Every rule."""
+
+
+def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
+    """Return the four boxes of the checklist."""
+    crossed = {cause.code: cause for cause in reversed(causes)}
+    site, loader = training_site(seen), seen.observer.training
+    place = "" if site is None else site.where
+    is_on_gpu = site is not None and site.device != "cpu"
+
+    device = Box("device", "on_cpu" not in crossed if torch.cuda.is_available() and site else None, place)
+    if loader is None or seen.profile is None:
+        loading = Box("loading", None)
+    else:
+        is_fed = "starved_loader" not in crossed and (loader.pin_memory or not is_on_gpu)
+        loading = Box("loading", is_fed, loader.where)
+    if site is None or (_is_in_fp32(site) and not _is_worth_bf16(seen, site)):
+        precision = Box("precision", None, place)
+    else:
+        precision = Box("precision", not _is_in_fp32(site), place)
+    evaluated = [call.where for call in seen.observer.calls.values() if call.without_gradients]
+    if (wasted := crossed.get("evaluation_with_gradients")) is not None:
+        evaluation = Box("evaluation", False, wasted.where)
+    else:
+        evaluation = Box("evaluation", True if evaluated else None, *evaluated[:1])
+    return device, loading, precision, evaluation
+
+
+def training_site(seen: Observations) -> CallSite | None:
+    """Return the line with the first training call; None without one."""
+    return next((call for call in seen.observer.calls.values() if call.is_reached), None)
+
+
+def workers_to_use() -> int:
+    """Return the number of loader workers to begin with."""
+    return min(4, usable_cores())
+
+
+def rows_of(seen: Observations) -> list[tuple[str, Row]]:
+    """Return the module and row of each measured technique, the largest gain first."""
+    rows = [(each.module, row) for each in seen.report.modules for row in each.report.rows if row.gain is not None]
+    return sorted(rows, key=lambda each: -_ratio(each[1]))
+
+
+def has_bf16_units(device: str) -> bool:
+    """Return True if a device multiplies 16-bit numbers faster than fp32 ones."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    tests = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return device == "cpu" and any(test() for test in tests if test is not None)
+
+
+def _is_worth_bf16(seen: Observations, site: CallSite) -> bool:
+    """Return whether a trial was faster or, without a trial, the machine has the units."""
+    gain = _gain(seen, "precision")
+    return has_bf16_units(site.device) if gain is None else gain > 1
+
+
+def _is_in_fp32(site: CallSite) -> bool:
+    in_tf32 = site.device == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return site.dtypes == {torch.float32} and not site.autocast and not in_tf32
+
+
+def _share_of_products(seen: Observations) -> float:
+    operators = () if seen.profile is None else seen.profile.operators
+    return sum(op.share for op in operators if any(part in op.name for part in _PRODUCTS))
+
+
+def _gain(seen: Observations, technique: str) -> float | None:
+    """Return the best gain of a technique over all modules; None if it was not timed."""
+    return max((_ratio(row) for _, row in rows_of(seen) if row.technique == technique), default=None)
+
+
+def _ratio(row: Row) -> float:
+    return 0.0 if row.gain is None else row.gain.ratio

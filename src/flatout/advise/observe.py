@@ -1,0 +1,196 @@
+"""Observations of a script while it runs: calls of its modules, and its loaders.
+
+``Module.__call__``, ``DataLoader.__init__`` and ``DataLoader.__iter__`` are replaced by functions that note the place of
+the call and pass it on. Calls by flatout's own trials are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from flatout.autotune.recorded import RecordedCall
+from flatout.core.batches import tensors_of
+from flatout.profile.places import is_users, outwards
+from flatout.profile.syncs import replaced
+
+_PASSES_ON = ("torch/", "flatout/profile/", "flatout/autotune/recorder.py", "flatout/autotune/loaders.py")
+"""Files whose functions may lie between a call of the user's code and its observation."""
+
+
+@dataclass(eq=False)
+class CallSite:
+    """Line of the user's code that calls a module with parameters.
+
+    Attributes:
+        where: ``file:line``.
+        module: class of the module.
+        device: device type of its parameters.
+        dtypes: dtypes of its floating-point parameters.
+        autocast: True if a call ran under autocast.
+        is_training: True if the last call was in train mode with gradients on.
+        without_gradients: True if a call recorded no graph because gradients were off.
+        with_graph: number of calls that recorded a graph.
+        is_reached: True if a backward reached the graph of a call.
+        is_past: True if an update followed a call.
+    """
+
+    where: str
+    module: str
+    device: str
+    dtypes: frozenset[torch.dtype]
+    autocast: bool = False
+    is_training: bool = False
+    without_gradients: bool = False
+    with_graph: int = 0
+    is_reached: bool = False
+    is_past: bool = False
+
+    @property
+    def is_wasted(self) -> bool:
+        """True if graphs were recorded, and no backward followed."""
+        return self.with_graph > 0 and not self.is_reached and (self.is_past or not self.is_training)
+
+    def note(self, module: nn.Module, output: Any) -> None:
+        """Note a call that has returned."""
+        ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        self.is_training = module.training and torch.is_grad_enabled()
+        self.without_gradients |= not torch.is_grad_enabled()
+        self.with_graph += bool(ends)
+        if not self.is_reached:
+            for node in ends:
+                node.register_prehook(self.reach)
+
+    def reach(self, *_: object) -> None:
+        """Note a backward."""
+        self.is_reached = True
+
+
+@dataclass(eq=False)
+class LoaderSite:
+    """Line of the user's code that makes a ``DataLoader``.
+
+    Attributes:
+        where: ``file:line``.
+        num_workers: of the loader.
+        pin_memory: of the loader.
+        batch_size: of the loader; None if it makes no batches, or by a sampler.
+        is_stream: True for an ``IterableDataset``, whose samples each worker would repeat.
+        epochs: number of iterations that have begun.
+    """
+
+    where: str
+    num_workers: int
+    pin_memory: bool
+    batch_size: int | None
+    is_stream: bool
+    epochs: int = 0
+
+
+class Observer:
+    """Observes a script until it is closed.
+
+    Attributes:
+        calls: call sites by ``file:line``.
+        training: loader of the updates; None without one.
+        sample: a recent training call with its module; None before one.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, CallSite] = {}
+        self.training: LoaderSite | None = None
+        self.sample: tuple[weakref.ref[nn.Module], RecordedCall] | None = None
+        self.wants_sample = False
+        self._sites: weakref.WeakKeyDictionary[DataLoader[Any], LoaderSite] = weakref.WeakKeyDictionary()
+        self._latest: LoaderSite | None = None
+        self._thread = threading.local()
+        self._stack = ExitStack()
+        self._stack.enter_context(replaced(nn.Module, "__call__", self._noting_calls))
+        self._stack.enter_context(replaced(DataLoader, "__init__", self._noting_loaders))
+        self._stack.enter_context(replaced(DataLoader, "__iter__", self._noting_epochs))
+
+    def close(self) -> None:
+        """Give torch its functions back."""
+        self.sample = None
+        self._stack.close()
+
+    def end_update(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.training = self._latest if self.training is None else self.training
+        for site in self.calls.values():
+            site.is_past = True
+
+    def _noting_calls(self, call: Any) -> Any:
+        observer, thread = self, self._thread
+
+        @wraps(call)
+        def noting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch's profiler reads the module from ``self``
+            if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
+                return call(self, *args, **kwargs)
+            site = observer._site_of(self, sys._getframe(1))
+            if site is None:
+                return call(self, *args, **kwargs)
+            if observer.wants_sample and site.is_reached and site.is_training:
+                observer.sample = weakref.ref(self), RecordedCall.of(args, kwargs)
+            thread.is_called = True
+            try:
+                output = call(self, *args, **kwargs)
+            finally:
+                thread.is_called = False
+            site.note(self, output)
+            return output
+
+        return noting
+
+    def _site_of(self, module: nn.Module, frame: FrameType) -> CallSite | None:
+        parameter = next(module.parameters(), None)
+        where = "" if parameter is None else caller_of(frame)
+        if parameter is None or not where:
+            return None
+        site = self.calls.get(where)
+        if site is None:
+            dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point())
+            site = self.calls[where] = CallSite(where, type(module).__name__, parameter.device.type, dtypes)
+        site.autocast |= torch.is_autocast_enabled(parameter.device.type)
+        return site
+
+    def _noting_loaders(self, make: Any) -> Any:
+        @wraps(make)
+        def __init__(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+            make(loader, *args, **kwargs)
+            if where := caller_of(sys._getframe(1)):
+                is_stream = isinstance(loader.dataset, IterableDataset)
+                self._sites[loader] = LoaderSite(
+                    where, loader.num_workers, loader.pin_memory, loader.batch_size, is_stream
+                )
+
+        return __init__
+
+    def _noting_epochs(self, iterate: Any) -> Any:
+        @wraps(iterate)
+        def __iter__(loader: DataLoader[Any]) -> Any:
+            site = self._sites.get(loader)
+            if site is not None and caller_of(sys._getframe(1)):
+                site.epochs += 1
+                self._latest = site
+            return iterate(loader)
+
+        return __iter__
+
+
+def caller_of(frame: FrameType | None) -> str:
+    """Return ``file:line`` of the user's code that made a call; empty for calls by others, such as flatout's trials."""
+    for at, file in outwards(frame):
+        if not file.startswith(_PASSES_ON):
+            return f"{file}:{at.f_lineno}" if is_users(file) else ""
+    return ""

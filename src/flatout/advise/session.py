@@ -1,0 +1,136 @@
+"""Course of ``flatout advise``: some steps of a script are profiled, and techniques are tried between later ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from flatout.advise.batch_trial import seconds_of_sizes
+from flatout.advise.observe import Observer
+from flatout.autotune.allowance import Allowance
+from flatout.autotune.door import say
+from flatout.autotune.engine import Engine
+from flatout.autotune.options import Options
+from flatout.autotune.script_report import ScriptReport
+from flatout.core.formatting import first_line
+from flatout.core.main_program import MainProgram
+from flatout.profile.profile_data import ProfileData
+from flatout.profile.record import Course, ProfileRecording
+from flatout.profile.script import Ended, run_course
+
+STEPS, WARMUP = 5, 3
+"""Steps that are timed, and as many that are profiled, after some that warm up."""
+
+PROFILE_SHARE = 0.5
+"""Share of the time after which the profile ends early."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Everything that was seen of a script.
+
+    Attributes:
+        observer: calls and loaders.
+        profile: times of its steps; None if it made too few.
+        sizes: seconds of a training call, and of one with more samples; None without a trial.
+        report: gains of techniques.
+    """
+
+    observer: Observer
+    profile: ProfileData | None
+    sizes: tuple[float, float] | None
+    report: ScriptReport
+
+
+class _Time(Allowance):
+    """Time of trials: none before the profile is complete, and then all that is left."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+        self.is_open = False
+
+    @property
+    def left(self) -> float:
+        return self._deadline - time.perf_counter() if self.is_open else -math.inf
+
+    def due(self, seconds: float) -> float:
+        return math.inf if seconds == math.inf else 0.0
+
+
+class AdviceSession:
+    """One run of a script for advice.
+
+    Args:
+        options: what may be tried.
+        seconds: time from the first update to the end of the run.
+    """
+
+    def __init__(self, options: Options, seconds: float) -> None:
+        self._options, self._seconds = options, seconds
+        self._recording = ProfileRecording(STEPS, WARMUP)
+        self._sizes: tuple[float, float] | None = None
+
+    def run(self, program: MainProgram) -> tuple[Observations, Ended]:
+        """Run a program, and end it by ``SystemExit(0)`` after an update, when all is seen or the time is up.
+
+        Its ``finally`` blocks and ``atexit`` functions run as usual.
+        """
+        self._observer, self._engine = Observer(), Engine(self._options, say)
+        try:
+            ended = run_course(program, self._course(), stop=True)
+        finally:
+            self._engine.close()
+            self._observer.close()
+        profile = self._recording.profile() if self._recording.timed else None
+        report = ScriptReport.of(self._engine)
+        self._engine.undo()
+        return Observations(self._observer, profile, self._sizes, report), ended
+
+    def _course(self) -> Course:
+        yield False
+        self._observer.end_update()
+        deadline = time.perf_counter() + self._seconds
+        allowance = _Time(deadline)
+        if self._engine.allowance is not None:
+            self._engine.allowance = allowance
+        yield from self._profile(time.perf_counter() + PROFILE_SHARE * self._seconds)
+        yield from self._try_sizes()
+        allowance.is_open = True
+        while time.perf_counter() < deadline and not (self._has_seen_an_epoch and self._has_tried(allowance)):
+            yield False
+            self._observer.end_update()
+
+    def _profile(self, deadline: float) -> Course:
+        steps = self._recording.course()
+        try:
+            while not next(steps, True) and time.perf_counter() < deadline:
+                yield False
+                self._observer.end_update()
+        finally:
+            steps.close()
+
+    def _try_sizes(self) -> Course:
+        """Record a training call, and try it with more samples."""
+        self._observer.wants_sample = True
+        yield False
+        self._observer.wants_sample = False
+        self._observer.end_update()
+        sample, self._observer.sample = self._observer.sample, None
+        module = None if sample is None else sample[0]()
+        if sample is None or module is None:
+            return
+        try:
+            self._sizes = seconds_of_sizes(module, sample[1])
+        except Exception as error:  # of a module that accepts one size only, or for want of memory
+            say(f"larger batches could not be tried: {first_line(error)}")
+
+    @property
+    def _has_seen_an_epoch(self) -> bool:
+        """True when the training loader has begun again, so that an evaluation after an epoch was seen."""
+        loader = self._observer.training
+        return loader is not None and loader.epochs > 1
+
+    def _has_tried(self, allowance: _Time) -> bool:
+        return self._engine.updates > 2 and all(tuning.needs > allowance.left for tuning in self._engine.tunings)

@@ -1,0 +1,36 @@
+"""Sentences of ``flatout advise``, by code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flatout.advise.batch_trial import TIMES
+from flatout.advise.causes import BoxName, Cause, Code
+
+BOXES: Mapping[BoxName, str] = {
+    "device": "tensors moved to the GPU",
+    "loading": "loader workers and pinned memory",
+    "precision": "mixed precision",
+    "evaluation": "evaluation without gradients",
+}
+
+MARKS: Mapping[bool | None, tuple[str, str]] = {
+    True: ("[x]", "green"),
+    False: ("[ ]", "bold red"),
+    None: ("[-]", "dim"),
+}
+"""Mark and style of a box that is ticked, crossed, or not applicable."""
+
+_EXPLANATIONS: Mapping[Code, str] = {
+    "on_cpu": 'the model trains on the CPU beside a GPU. Move it: model.to("cuda")',
+    "starved_loader": "{share} of a step waits for data, with {workers} workers. Add workers",
+    "sync_in_loop": "{call} in every step waits for the GPU. Keep the tensor, and read it every 100 steps",
+    "fp32_matmuls": "fp32 products take {share} of a step. This device {units} bf16 units. Use torch.autocast",
+    "tiny_batches": f"batches {{batch}} are small: {TIMES} times the samples take hardly longer. Raise the batch size",
+    "evaluation_with_gradients": "{module} records gradients that no backward uses. Use torch.no_grad()",
+}
+
+
+def explanation(cause: Cause) -> str:
+    """Return a sentence on a cause and its remedy."""
+    return " ".join(_EXPLANATIONS[cause.code].format_map(dict(cause.values)).split())
