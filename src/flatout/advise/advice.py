@@ -46,14 +46,8 @@ class Advice:
         """Return the advice on what was seen of a script in a folder."""
         causes = causes_of(seen)
         boxes = boxes_of(seen, causes)
-        site, loader = training_site(seen), seen.observer.training
-        diff = diff_of(
-            causes,
-            folder,
-            "cpu" if site is None else site.device,
-            is_stream=loader is not None and loader.is_stream,
-            use_bf16=any(box.name == "precision" and box.is_ticked is False for box in boxes),
-        )
+        site = training_site(seen)
+        diff = diff_of(causes, folder, "cpu" if site is None else site.device)
         return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
 
     def to_json(self, path: Path) -> None:

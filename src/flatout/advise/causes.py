@@ -20,6 +20,12 @@ Code = Literal["starved_loader", "sync_in_loop", "fp32_matmuls", "tiny_batches",
 LEAST_WAIT = 0.1
 """Share of a step that waits for data, above which a loader is called starved."""
 
+MOST_WAIT = 0.99
+"""Largest share of a step that waits for data, from which a gain is estimated."""
+
+SURE_GAIN = 1.3
+"""Gain of workers above which a diff adds them. Small waits are cheaper than the transfer between processes."""
+
 LEAST_PRODUCTS = 0.2
 """Share of a step in products of matrices and convolutions, above which their precision matters."""
 
@@ -39,6 +45,7 @@ class Cause:
         where: ``file:line`` of the user's code; empty if not known.
         gain: speed of training without the cause, relative to now; None if it was not measured.
         is_estimate: True for a gain that is computed from measured times, and not from a trial.
+        is_sure: True if the remedy needs no further trial, so that the diff may contain it.
         values: figures of the explanation, by name.
     """
 
@@ -46,6 +53,7 @@ class Cause:
     where: str
     gain: float | None = None
     is_estimate: bool = False
+    is_sure: bool = True
     values: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,10 +95,11 @@ def _starved_loader(seen: Observations) -> Iterator[Cause]:
         return
     share = profile.phases["loader_wait"] / profile.seconds
     if share >= LEAST_WAIT:
-        measured = max((_gain(seen, name) or 0.0 for name in ("workers", "in_memory")), default=0.0)
-        gain = measured if measured > 1 else 1 / (1 - min(share, 0.99))
+        measured = _gain(seen, "workers")
+        gain = 1 / (1 - min(share, MOST_WAIT)) if measured is None else measured
+        is_sure = gain >= SURE_GAIN and not loader.is_stream  # each worker would repeat a stream
         values = {"share": formatting.share(share), "workers": str(loader.num_workers)}
-        yield Cause("starved_loader", loader.where, gain, is_estimate=measured <= 1, values=values)
+        yield Cause("starved_loader", loader.where, gain, measured is None, is_sure, values)
 
 
 def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
@@ -107,9 +116,9 @@ def _fp32_matmuls(seen: Observations) -> Iterator[Cause]:
     """Find a model whose products of matrices take much of a step, in fp32."""
     site, share = training_site(seen), _share_of_products(seen)
     if site is not None and _is_in_fp32(site) and share >= LEAST_PRODUCTS:
-        gain = max((g for name in ("precision", "tf32") if (g := _gain(seen, name)) is not None), default=None)
-        units = "has" if has_bf16_units(site.device) else "lacks"
-        yield Cause("fp32_matmuls", site.where, gain, values={"share": formatting.share(share), "units": units})
+        gain = _gain(seen, "precision")
+        values = {"share": formatting.share(share), "units": "has" if has_bf16_units(site.device) else "lacks"}
+        yield Cause("fp32_matmuls", site.where, gain, is_sure=_is_worth_bf16(seen, site), values=values)
 
 
 def _tiny_batches(seen: Observations) -> Iterator[Cause]:
@@ -146,7 +155,7 @@ RULES: tuple[Callable[[Observations], Iterator[Cause]], ...] = (
 
 def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
     """Return the four boxes of the checklist."""
-    crossed = {cause.code: cause for cause in reversed(causes)}
+    crossed: dict[Code, Cause] = {cause.code: cause for cause in reversed(causes)}
     site, loader = training_site(seen), seen.observer.training
     place = "" if site is None else site.where
     is_on_gpu = site is not None and site.device != "cpu"

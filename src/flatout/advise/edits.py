@@ -23,25 +23,23 @@ _TRAINS = {"backward", "step"}
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
 
 
-def diff_of(causes: Iterable[Cause], folder: Path, device: str, *, is_stream: bool, use_bf16: bool) -> str:
+def diff_of(causes: Iterable[Cause], folder: Path, device: str) -> str:
     """Return a unified diff that removes causes; empty if nothing can surely be written.
 
     Args:
         causes: what is to be removed.
         folder: the script's folder. Files elsewhere are not changed.
         device: device type of the training.
-        is_stream: True if each worker would repeat the samples of the loader.
-        use_bf16: True if mixed precision pays.
     """
-    edits: dict[str, Edit] = {"evaluation_with_gradients": _without_gradients}
-    if not is_stream:
-        edits["starved_loader"] = _with_workers
-    if use_bf16:
-        edits["fp32_matmuls"] = _autocast_on(device)
+    edits: dict[str, Edit] = {
+        "evaluation_with_gradients": _without_gradients,
+        "starved_loader": _with_workers,
+        "fp32_matmuls": _autocast_on(device),
+    }
     wanted: dict[Path, list[tuple[int, Edit]]] = {}
     for cause in causes:
         file, _, line = cause.where.rpartition(":")
-        if cause.code in edits and (folder / file).is_file():
+        if cause.is_sure and cause.code in edits and (folder / file).is_file():
             wanted.setdefault(folder / file, []).append((int(line), edits[cause.code]))
     return "".join(_diff_of_file(path, changes) for path, changes in wanted.items())
 
@@ -76,7 +74,7 @@ def _with_workers(lines: Lines, tree: ast.Module, line: int) -> Lines | None:
     call = _loader_at(tree, line)
     given = {} if call is None else {keyword.arg: keyword.value for keyword in call.keywords}
     arguments = [] if call is None else [*call.args, *given.values()]
-    if not arguments or None in given or "num_workers" in given and not _is_zero(given["num_workers"]):
+    if not arguments or None in given or ("num_workers" in given and not _is_zero(given["num_workers"])):
         return None
     wanted = {"num_workers": str(workers_to_use()), "persistent_workers": "True"}
     if torch.cuda.is_available():
@@ -110,16 +108,15 @@ def _place(node: ast.expr) -> tuple[tuple[int, int], int, int]:
 
 
 def _without_gradients(lines: Lines, tree: ast.Module, line: int) -> Lines | None:
-    """Turn gradients off in the function around a line, or in the loop or the statement there if the function trains."""
+    """Turn gradients off in the function around a line, or in a loop or a statement of a function that trains."""
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
     around = [node for node in around if not _trains(node) and not isinstance(node, ast.ClassDef)]
     functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     if not _imports_torch(tree) or not around:
         return None
     if functions:
-        function = functions[-1]
-        first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-        lines.insert(first - 1, f"{_indent(lines[first - 1])}@torch.no_grad()\n")
+        first = functions[-1].lineno - 1  # below other decorators, which may return no function
+        lines.insert(first, f"{_indent(lines[first])}@torch.no_grad()\n")
         return lines
     loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
     return _wrapped(lines, (loops or around[-1:])[0], "torch.no_grad()")

@@ -1,7 +1,7 @@
 """Observations of a script while it runs: calls of its modules, and its loaders.
 
-``Module.__call__``, ``DataLoader.__init__`` and ``DataLoader.__iter__`` are replaced by functions that note the place of
-the call and pass it on. Calls by flatout's own trials are left out.
+``Module.__call__``, ``DataLoader.__init__`` and ``DataLoader.__iter__`` are replaced by functions that note the place
+of the call and pass it on. Calls by flatout's own trials are left out.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class Observer:
         observer, thread = self, self._thread
 
         @wraps(call)
-        def noting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch's profiler reads the module from ``self``
+        def noting(
+            self: nn.Module, *args: Any, **kwargs: Any
+        ) -> Any:  # torch's profiler reads the module from ``self``
             if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
                 return call(self, *args, **kwargs)
             site = observer._site_of(self, sys._getframe(1))
