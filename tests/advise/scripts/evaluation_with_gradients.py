@@ -22,7 +22,7 @@ def accuracy(loader):
     return right / len(data)
 
 
-for epoch in range(200):
+for _ in range(200):
     model.train()
     for x, y in train_loader:
         optimizer.zero_grad()
