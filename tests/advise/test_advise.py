@@ -42,7 +42,7 @@ class Done(NamedTuple):
     advice: dict[str, Any]
 
 
-def advise(script: Path, *options: str, seconds: float = 5) -> Done:
+def advise(script: Path, *options: str, seconds: float = 8) -> Done:
     command = [sys.executable, "-m", "flatout", "advise", "--seconds", str(seconds), "--json", "advice.json", *options]
     done = subprocess.run(
         [*command, script.name],
@@ -82,6 +82,7 @@ def written(folder: Path, text: str) -> Path:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [0, 2, 4])
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_cause_is_named(planted, busy, tmp_path):

@@ -22,9 +22,6 @@ from flatout.profile.script import Ended, run_course
 STEPS, WARMUP = 5, 3
 """Steps that are timed, and as many that are profiled, after some that warm up."""
 
-PROFILE_SHARE = 0.5
-"""Share of the time after which the profile ends early."""
-
 
 @dataclass(frozen=True)
 class Observations:
@@ -95,7 +92,7 @@ class AdviceSession:
         allowance = _Time(deadline)
         if self._engine.allowance is not None:
             self._engine.allowance = allowance
-        yield from self._profile(time.perf_counter() + PROFILE_SHARE * self._seconds)
+        yield from self._profile(deadline)
         yield from self._try_sizes()
         allowance.is_open = True
         while time.perf_counter() < deadline and not (self._has_seen_an_epoch and self._has_tried(allowance)):
@@ -103,9 +100,10 @@ class AdviceSession:
             self._observer.end_update()
 
     def _profile(self, deadline: float) -> Course:
+        """Profile steps until the deadline. Some are timed in any case, because most causes are found by their times."""
         steps = self._recording.course()
         try:
-            while not next(steps, True) and time.perf_counter() < deadline:
+            while not next(steps, True) and (time.perf_counter() < deadline or not self._recording.timed):
                 yield False
                 self._observer.end_update()
         finally:
