@@ -100,7 +100,7 @@ class AdviceSession:
             self._observer.end_update()
 
     def _profile(self, deadline: float) -> Course:
-        """Profile steps until the deadline. Some are timed in any case, because most causes are found by their times."""
+        """Profile steps until the deadline. Some are timed in any case: most causes are found by times."""
         steps = self._recording.course()
         try:
             while not next(steps, True) and (time.perf_counter() < deadline or not self._recording.timed):
