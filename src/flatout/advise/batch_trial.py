@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from flatout.autotune.recorded import RecordedCall
 from flatout.core.batches import batch_size_of, map_tensors, tensors_of
 from flatout.core.snapshot import Snapshot
-from flatout.core.versions import Versions, tensors_of_modules
 
 TIMES = 4
 """Samples of the larger batch, relative to the script's."""
@@ -32,13 +31,13 @@ def seconds_of_sizes(module: nn.Module, call: RecordedCall) -> tuple[float, floa
         return torch.cat([tensor] * TIMES) if tensor.dim() and tensor.size(0) == samples else tensor
 
     sizes = [(call.args, call.kwargs), map_tensors(repeated, (call.args, call.kwargs))]
-    snapshot, versions = Snapshot.capture([module], code=[module]), Versions(tensors_of_modules([module]))
+    snapshot = Snapshot.capture([module], code=[module])
     try:
         with torch.inference_mode(False), torch.enable_grad():
             taken = [[_seconds(module, size, call) for size in sizes] for _ in range(_ROUNDS)]
     finally:
         snapshot.restore()
-        versions.restore()
+        snapshot.restore_versions()
     small, large = (min(column) for column in zip(*taken, strict=True))
     return small, large
 

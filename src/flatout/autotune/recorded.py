@@ -26,7 +26,6 @@ from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of,
 from flatout.core.errors import Unsuitable
 from flatout.core.reachable import has_same_objects
 from flatout.core.snapshot import Snapshot
-from flatout.core.versions import Versions
 
 SCALED = 0.9
 """Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
@@ -208,13 +207,12 @@ def _module_restored(module: nn.Module) -> Iterator[None]:
         Unsuitable: the block wrote attributes of a module. Trials could not undo such writes.
     """
     snapshot = Snapshot.capture([module], code=[module])
-    versions = Versions(snapshot.tensors)
     attributes = {part: dict(vars(part)) for part in module.modules()}
     try:
         yield
     finally:
         snapshot.restore()
-        versions.restore()
+        snapshot.restore_versions()
         changed = [part for part, before in attributes.items() if not has_same_objects(vars(part), before)]
         for part in changed:
             vars(part).clear()

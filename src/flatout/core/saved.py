@@ -87,6 +87,11 @@ class SavedTensor:
                 "`model, loader = flatout.optimize(model, loader)`"
             )
 
+    def restore_version(self) -> None:
+        """Set the version counter back, so that autograd takes restored bits for bits that were never written to."""
+        if self._version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
+
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return storage, sizes, strides and dtype of a tensor; None if it has no storage (sparse, wrapper, lazy)."""
@@ -237,10 +242,11 @@ class Saved:
         if self._is_new(tensor):
             self._parts.append(SavedGradient(tensor, self._on))
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All added tensors, without gradients."""
-        return [part.tensor for part in self._parts if isinstance(part, SavedTensor)]
+    def restore_versions(self) -> None:
+        """Set the version counters of all tensors back, after ``restore``."""
+        for part in self._parts:
+            if isinstance(part, SavedTensor):
+                part.restore_version()
 
     @property
     def has_uncopied(self) -> bool:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatout.core.cleanup import run_all
 from flatout.core.foreign import StepGuard, add_foreign, copied_before_writes
@@ -67,11 +67,6 @@ class Snapshot:
         # Restored in this order. Flags come last, because reverting a technique changes them.
         return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that ``restore`` writes to, without gradients."""
-        return self._saved.tensors
-
     def restore(self) -> None:
         """Restore everything to the captured state. May be called any number of times.
 
@@ -79,6 +74,13 @@ class Snapshot:
             BaseException: the first failure, with later ones as its notes. All other parts are restored.
         """
         run_all(part.restore for part in self._parts)
+
+    def restore_versions(self) -> None:
+        """Set the tensors' version counters back after ``restore``, if nothing has been written to them since.
+
+        Autograd then accepts a graph that saved these tensors before they were captured.
+        """
+        self._saved.restore_versions()
 
     def guarded(self) -> AbstractContextManager[None]:
         """Forbid steps, inside the block, of optimizers that this state does not hold.

@@ -18,7 +18,6 @@ from flatout.core.machine import load_average, usable_cores
 from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
-from flatout.core.versions import Versions
 from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
@@ -163,7 +162,7 @@ class Session:
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
         self.bench.rewind(to_train=False)
-        self._versions.restore()
+        self.bench.state.restore_versions()
         self.close()
         self.bench.state = Snapshot(Saved())  # frees the copies
 
@@ -180,7 +179,6 @@ class Session:
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
         )
         self._guard.enter_context(state.guarded())
-        self._versions = Versions(state.tensors)
         return state
 
     @contextlib.contextmanager
@@ -235,11 +233,9 @@ class Session:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of an epoch; None without a known length. Recorded batches are no epoch."""
-        length = known_length(self.loader)
-        if length is None or (self.job.spec.is_recorded and not isinstance(self.loader, DataLoader)):
-            return None
-        return length * self.own_size
+        """Samples of an epoch; None if the loader is no ``DataLoader`` of known length."""
+        length = known_length(self.loader) if isinstance(self.loader, DataLoader) else None
+        return None if length is None else length * self.own_size
 
     def close(self) -> None:
         """Remove the live line, and allow optimizers that the snapshot does not hold to step again."""
