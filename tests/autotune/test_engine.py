@@ -209,6 +209,19 @@ def test_a_loader_that_changes_its_batches_goes_on_changing_them(change: str, cl
         assert_same(train(), expected)
 
 
+def test_a_new_engine_replaces_the_earlier(clock: Clock) -> None:
+    original = DataLoader.__iter__
+    fused = NO_TECHNIQUES | {"fused_optimizer": True}
+    with engine(techniques=fused) as first, engine(techniques=fused) as second:
+        trained = plain(UPDATES, slowed(clock))
+        first.undo()  # a second time: the training now belongs to the other engine
+        assert not first.tunings
+        assert len(second.tunings) == 1
+        assert all(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
+        assert DataLoader.__iter__ is not original
+    assert DataLoader.__iter__ is original
+
+
 def test_models_are_freed_when_tuning_ends(clock: Clock) -> None:
     running = Engine(Options(techniques=only("fused_optimizer")), [].append)
     trained = plain(UPDATES, slowed(clock))

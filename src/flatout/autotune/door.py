@@ -44,9 +44,6 @@ def say(text: str) -> None:
         return
 
 
-_running: Auto | None = None
-
-
 def auto(
     *,
     techniques: Mapping[str, Any] | None = None,
@@ -62,7 +59,7 @@ def auto(
     training faster are kept. Objects, their ``state_dict`` and their pickles stay as they are. If flatout fails, its
     changes are undone, one line on stderr says why, and the training continues.
 
-    A second call undoes the first.
+    A second call undoes the first, and so does a call in a script that ``flatout run`` has started.
 
     Args:
         techniques: ``{"compile": False}`` forbids a technique, ``{"precision": "bf16"}`` forces one.
@@ -76,9 +73,4 @@ def auto(
     Returns:
         A handle with ``report`` and ``undo``.
     """
-    global _running
-    options = Options(dict(techniques or {}), precision, deterministic, plan)
-    if _running is not None:
-        _running.undo()
-    _running = Auto(options)
-    return _running
+    return Auto(Options(dict(techniques or {}), precision, deterministic, plan))

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -45,6 +45,8 @@ class Engine:
     Two updates of each optimizer are recorded. Tuning then takes turns with the script's updates (``Allowance``). An
     error of flatout ends its tuning of that module, is said once, and leaves the script as it was.
 
+    At most one engine works at a time, because trials of two would disturb each other. A new engine undoes the earlier.
+
     Args:
         options: what may be tuned, and how.
         say: receives each sentence for the user.
@@ -55,7 +57,12 @@ class Engine:
         updates: number of updates of the optimizer that stepped first.
     """
 
+    _latest: ClassVar[Engine | None] = None
+
     def __init__(self, options: Options, say: Callable[[str], object]) -> None:
+        if Engine._latest is not None:
+            Engine._latest.undo()
+        Engine._latest = self
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
@@ -77,6 +84,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop tuning. Kept techniques stay on. Replaced loaders finish the epoch that has begun."""
+        if self._is_closed:
+            return
         self._is_closed = True
         if not self._is_in_hook:  # torch iterates its hooks
             self._hook.remove()
@@ -88,6 +97,9 @@ class Engine:
     def undo(self) -> None:
         """Stop tuning, and turn off everything that is kept."""
         self.close()
+        if Engine._latest is not self:  # a newer engine may have tuned the modules again
+            return
+        Engine._latest = None
         for tuning in reversed(self.tunings):
             if tuning.module is not None:
                 detach(tuning.module)
