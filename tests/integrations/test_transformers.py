@@ -69,15 +69,10 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
-    """Return arguments of a short training.
-
-    Without ``average_tokens_across_devices`` the Trainer leaves the loss as the model returns it.
-    """
+    """Return arguments of a short training."""
     quiet = {"disable_tqdm": True, "report_to": [], "logging_steps": 1, "save_strategy": "no"}
     short = {"use_cpu": True, "num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
-    return transformers.TrainingArguments(
-        output_dir=str(folder), **{**quiet, **short, "average_tokens_across_devices": False, **settings}
-    )
+    return transformers.TrainingArguments(output_dir=str(folder), **{**quiet, **short, **settings})
 
 
 def trainer(clock: Clock, args: Any, *callbacks: Any, load_seconds: float = 0.0, **given: Any) -> Any:
