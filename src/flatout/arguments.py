@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from flatout.argument_types import check_types
 from flatout.core.reproducible import check_seed
-from flatout.data.loaders import check_reiterable
 from flatout.plan import Plan
 from flatout.training.learning_rate import LR_RULES
 from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
+from flatout.tuning.precisions import precision_of
 from flatout.tuning.request import Request
 
 BUDGET_VARIABLE = "FLATOUT_BUDGET"
@@ -50,10 +52,11 @@ def validate(request: Request) -> Choices:
     """
     r = request
     choices = choices_of(r.techniques, r.precision)
-    check_arguments(r.model, r.loader, r.optimizer, r.loss_fn, r.compute_loss, r.loss_weight)
-    check_precision(r.model, r.precision)
-    check_schedule(r.optimizer, r.scheduler, r.accumulate, r.max_grad_norm, r.loss_weight, r.batch_size, r.memory_limit)
+    check_types(r)
+    check_weights(r.model, r.optimizer, {"model": r.model, "loss_fn": r.loss_fn, "compute_loss": r.compute_loss})
+    check_precision(r.model, precision_of(r.precision))
     check_numbers(r.accumulate, r.max_grad_norm, r.expected_steps, r.budget, r.memory_limit)
+    check_schedule(r.optimizer, r.scheduler, r.accumulate, r.max_grad_norm, r.loss_weight, r.batch_size, r.memory_limit)
     check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
     if r.seed is not None:
         check_seed(r.seed)
@@ -72,14 +75,9 @@ def check_precision(model: nn.Module, precision: str) -> None:
         raise ValueError(f"precision must fit a model of {names}, got {precision!r}. Call model.float() first")
 
 
-def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compute_loss: Any, loss_weight: Any) -> None:
-    """Refuse objects of the wrong type, and a model or an optimizer that cannot train."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(loader, Iterable):
-        raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
-    check_reiterable(loader)
-    for name, module in (("model", model), ("loss_fn", loss_fn), ("compute_loss", compute_loss)):
+def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, functions: Mapping[str, Any]) -> None:
+    """Refuse modules without weights in memory, and a model or an optimizer that cannot train."""
+    for name, module in functions.items():
         if isinstance(module, nn.Module):
             _check_materialized(name, module)
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
@@ -89,8 +87,6 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
             "Call model.requires_grad_(True)"
         )
     if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(not is_lazy(p) and p.is_meta for p in parameters):
             raise ValueError(
@@ -102,11 +98,6 @@ def check_arguments(model: Any, loader: Any, optimizer: Any, loss_fn: Any, compu
                 "optimizer must hold trainable parameters of the model, got none of the model's. Make a new one: "
                 f"optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
-    for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("loss_weight", loss_weight)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    if loss_fn is not None and compute_loss is not None:
-        raise ValueError("loss_fn must be None where compute_loss is given, got both. Give one, not both")
 
 
 def _check_materialized(name: str, module: nn.Module) -> None:
@@ -193,7 +184,18 @@ def check_numbers(
     budget: float | None,
     memory_limit: int | None,
 ) -> None:
-    """Refuse numbers that are out of range."""
+    """Refuse other types than numbers, and numbers that are out of range.
+
+    Raises:
+        TypeError: an argument is not a number, or ``accumulate`` is not a whole number.
+        ValueError: a number is out of range.
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, Integral):
+        raise TypeError(f"accumulate must be an int >= 1, got {accumulate!r}. Write accumulate=2 for two batches")
+    _check_number("max_grad_norm", max_grad_norm, "max_grad_norm=1.0")
+    _check_number("expected_steps", expected_steps, "expected_steps=10 * len(loader)")
+    _check_number("budget", budget, "budget=5 for five seconds")
+    _check_number("memory_limit", memory_limit, "memory_limit=8 * 2**30 for 8 GiB")
     if accumulate < 1:
         raise ValueError(f"accumulate must be >= 1, got {accumulate}")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -204,6 +206,11 @@ def check_numbers(
         raise ValueError(f"memory_limit must be >= 1 byte, got {memory_limit}")
     if budget is not None and not budget >= 0:
         raise ValueError(f"budget must be >= 0 seconds, got {budget}")
+
+
+def _check_number(name: str, value: Any, code: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"{name} must be a number, got {value!r}. Write {code}")
 
 
 def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, asked: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
 from flatout.core.reproducible import seed_all
+from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
 from flatout.report.environment import environment_of
@@ -28,6 +29,7 @@ from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
 
 
+@explains_keywords
 def optimize(
     model: nn.Module,
     loader: Iterable[Any],
@@ -38,7 +40,7 @@ def optimize(
     loss_weight: LossWeight | None = None,
     scheduler: Any = None,
     device: torch.device | str | None = None,
-    precision: str = "auto",
+    precision: str | torch.dtype = "auto",
     batch_size: str | int = "keep",
     lr_rule: str = "auto",
     memory_limit: int | None = None,
@@ -76,7 +78,8 @@ def optimize(
             computed in parts.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: where to train; default: cuda if available, else cpu.
-        precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``.
+        precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``. Other libraries' names are
+            accepted, such as ``torch.bfloat16`` and ``"bf16-mixed"``.
         batch_size: samples per update: ``"keep"``, ``"auto"`` for the fastest that fits in memory, or a number.
             ``"auto"`` and a number rebuild the loader with another batch size and the same sampler, and scale the
             learning rate by ``lr_rule``. A batch that is faster in parts, or too large for memory, is computed in
@@ -116,7 +119,7 @@ def optimize(
         A ``Run``, which also unpacks into ``model, loader``.
 
     Raises:
-        TypeError: an argument or a batch has an unsupported type.
+        TypeError: an argument or a batch has an unsupported type, or there is no such argument.
         ValueError: an argument has a wrong value or disagrees with the plan. Or the loader is empty, the model has
             nothing to train, the optimizer holds none of the model's parameters, or the loss is not a scalar. Nothing
             has changed.
@@ -221,6 +224,11 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append("flatout.reproducible is in force: techniques were chosen as with deterministic=True")
     if session.measures and not session.bench.rewindable:
         notes.append("the loader cannot be rewound: steps were timed on a few of its batches, and no waiting for it")
+    if isinstance(spec.model, nn.DataParallel):
+        notes.append(
+            "the model is a DataParallel, which copies its weights to each GPU in every step: wrap the plain model in "
+            "DistributedDataParallel, and start one process per GPU with torchrun --nproc-per-node=gpu train.py"
+        )
     return tuple(notes)
 
 

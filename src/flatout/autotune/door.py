@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import clean
+from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 
 
@@ -44,10 +47,11 @@ def say(text: str) -> None:
         return
 
 
+@explains_keywords
 def auto(
     *,
     techniques: Mapping[str, Any] | None = None,
-    precision: str = "auto",
+    precision: str | torch.dtype = "auto",
     deterministic: bool = False,
     plan: Plan | str | Path | None = CACHED,
 ) -> Auto:
@@ -68,6 +72,7 @@ def auto(
         plan: as in :func:`flatout.optimize`.
 
     Raises:
+        TypeError: there is no such argument.
         ValueError: a technique or a precision is unknown.
 
     Returns:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import choices_of
 
@@ -28,7 +30,7 @@ class Options:
     """
 
     techniques: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = "auto"
+    precision: str | torch.dtype = "auto"
     deterministic: bool = False
     plan: Plan | str | Path | None = CACHED
     is_dry: bool = False

@@ -15,6 +15,7 @@ from flatout.core.formatting import first_line
 from flatout.core.main_program import MainFile, MainModule, MainProgram
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import FORBIDDABLE
+from flatout.tuning.precisions import precision_of
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:
@@ -44,6 +45,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
+        type=_precision,
         choices=["auto", "fp32", "tf32", "bf16"],
         default="auto",
         help="of the products of matrices (default: auto, the fastest whose losses match)",
@@ -133,6 +135,13 @@ def _show(report: ScriptReport, html: Path, json: Path) -> None:
         say(f"wrote {html.name} and {json.name}")
     except OSError as error:
         say(f"cannot write {error.filename}: {error.strerror}")
+
+
+def _precision(text: str) -> str:
+    try:
+        return precision_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _names(text: str) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from flatout.core import formatting
 from flatout.data.loaders import is_rewindable
 from flatout.plan import Plan
@@ -21,14 +23,13 @@ from flatout.techniques import (
     Technique,
 )
 from flatout.training.job import Job
+from flatout.tuning.precisions import precision_of
 
 BATCH_SIZE = next(technique for technique in REGISTRY if isinstance(technique, BatchSize))
 """Technique that is decided first if possible, because all others depend on it."""
 
 FORBIDDABLE = tuple(t.name for t in REGISTRY if not isinstance(t, Rule) or t.is_forbiddable)
 """Names of the techniques that ``techniques={name: False}`` forbids."""
-
-PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Choices:
             self.plan.check_choice(technique.name, value)
 
 
-def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> Choices:
+def choices_of(techniques: Mapping[str, Any] | None, precision: str | torch.dtype) -> Choices:
     """Return the choices that ``techniques=`` and ``precision=`` make.
 
     Raises:
@@ -119,8 +120,7 @@ def choices_of(techniques: Mapping[str, Any] | None, precision: str) -> Choices:
         raise TypeError(f"techniques must be a dict, got {techniques!r}. Write techniques={{'compile': False}}")
     for name, value in (techniques or {}).items():
         _check_choice(name, value)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16', got {precision!r}")
+    precision = precision_of(precision)
     given = {name: value for name, value in (techniques or {}).items() if value is not None}
     by_precision = _choices_of_precision(precision)
     asked = _with_consequences(_merged(given, by_precision, precision))

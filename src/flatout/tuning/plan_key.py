@@ -54,6 +54,7 @@ IRRELEVANT = (
     "CUDA_PATH",
     "FLATOUT_BUDGET",
     "FLATOUT_CACHE",
+    "FLATOUT_PROGRESS",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets this variable when it compiles
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_EXTENSIONS_DIR",

@@ -26,7 +26,7 @@ class Request:
     loss_weight: LossWeight | None = None
     scheduler: Any = None
     device: torch.device | str | None = None
-    precision: str = "auto"
+    precision: str | torch.dtype = "auto"
     batch_size: str | int = "keep"
     lr_rule: str = "auto"
     memory_limit: int | None = None
