@@ -12,6 +12,7 @@ import torch
 
 import flatout
 from flatout.cli import COMMANDS, main
+from flatout.cli.command import Command
 from tests.monitor.harness import System
 
 
@@ -28,6 +29,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_info.value.code == 0
     out = capsys.readouterr().out
     assert all(f"    {command.name} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS], ids=lambda command: command.name if command else "flatout")
+def test_help_has_examples(command: Command | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command.name, "--help"] if command else ["--help"])
+    out = capsys.readouterr().out
+    examples = out[out.index("examples:") :]
+    assert f"  flatout {command.name}" in examples if command else "  flatout run" in examples
+    assert max(map(len, out.splitlines())) <= 80
+    if command:
+        assert re.search(r"--json \[?FILE", out)
 
 
 def test_demo_help_explains_jobs_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -408,6 +408,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "pytorch.org" in capsys.readouterr().out
         assert main(["doctor", "--json"]) == 1
         assert json.loads(capsys.readouterr().out) == diagnosis.as_dicts(diagnosis.examine())
+        file = tmp_path / "findings.json"
+        assert main(["doctor", "--json", str(file)]) == 1
+        assert json.loads(file.read_text()) == diagnosis.as_dicts(diagnosis.examine())
+        assert "pytorch.org" in capsys.readouterr().out
+        assert main(["doctor", "--json", str(tmp_path)]) == 1
+        assert capsys.readouterr().out == ""
     (tmp_path / DRIVER).unlink()
     with on(WITHOUT_GPU, tmp_path):
         assert main(["doctor"]) == 0

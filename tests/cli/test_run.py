@@ -208,3 +208,19 @@ def test_an_interrupted_script_dies_of_the_signal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)")
     statuses = statuses_after_a_line(tmp_path, lambda process: process.send_signal(signal.SIGINT))
     assert statuses == [-signal.SIGINT, -signal.SIGINT]
+
+
+def test_precisions_have_the_names_of_other_libraries(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    assert run([*UNDER_FLATOUT, "--precision", "bf16-mixed", "script.py"], tmp_path).stdout == "ran\n"
+    refused = run([*UNDER_FLATOUT, "--precision", "fp8", "script.py"], tmp_path)
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "'fp8'" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_script_runs(option: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    done = run([*UNDER_FLATOUT, option, "missing/file", "script.py"], tmp_path)
+    assert (done.status, done.stdout) == (1, "")
+    assert option in done.stderr

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
+from flatout.core.main_program import MainFile
 from flatout.profile import Profile, nsight
 from flatout.profile.gaps import busy, gaps
 from flatout.profile.script import capture_script, profile_script
@@ -80,7 +81,7 @@ def test_a_wait_is_found_at_its_line_and_blamed_for_the_gap() -> None:
 def test_a_script_has_its_copies_and_its_syncs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    recording, ended = profile_script(str(path), [], steps=5, warmup=2, keep_going=False)
+    recording, ended = profile_script(MainFile(str(path), []), steps=5, warmup=2, keep_going=False)
     assert ended.error is None
     profile = recording.profile(commands=nsight.commands(str(path), [], 5, 2))
     assert min(profile.phases[phase] for phase in ("h2d", "forward", "backward", "update")) > 0
@@ -93,6 +94,6 @@ def test_a_script_has_its_copies_and_its_syncs(tmp_path: Path) -> None:
 def test_a_capture_without_a_tool_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    ended = capture_script(str(path), [], steps=2, warmup=2)
+    ended = capture_script(MainFile(str(path), []), steps=2, warmup=2)
     assert (ended.status, ended.error, ended.updates) == (0, None, 4)
     assert not torch.autograd._profiler_enabled()

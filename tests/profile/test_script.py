@@ -97,6 +97,20 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_module_is_profiled_with_its_own_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Path
+) -> None:
+    package, figures = tmp_path / "package", tmp_path / "figures.json"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("")
+    (package / "train.py").write_text("from . import other\n" + script.read_text())
+    monkeypatch.chdir(tmp_path)
+    brief = ["--steps", "2", "--warmup", "1", "--json", str(figures)]
+    assert main(["profile", *brief, "-m", "package.train", "nowhere"]) == 0
+    assert len(json.loads(figures.read_text())["steps"]) == 2
+
+
 def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the profile's figures, and the phases in which the script leaves its marker."""
     file, trace = tmp_path / "profile.json", tmp_path / "trace.json"

@@ -32,7 +32,7 @@ from tests.terminal import Terminal, screen
 
 @pytest.fixture(autouse=True)
 def a_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "RANK", "WORLD_SIZE"):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "RANK", "WORLD_SIZE", "FLATOUT_PROGRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -479,3 +479,54 @@ def test_a_notebook_has_one_line_that_is_replaced() -> None:
     assert not any("\n" in text for text in client.updates)
     line, error = outputs[2]
     assert (line.data["text/plain"], error.ename) == ("", "ZeroDivisionError")
+
+
+# The setting FLATOUT_PROGRESS
+
+
+def test_no_line_is_shown_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_PROGRESS", "0")
+    with Terminal() as terminal:
+        shown = of_a_terminal()
+        with shown.stage("trying torch.compile"):
+            shown.refresh()
+        shown.close()
+    assert terminal.written == ""
+
+
+def test_a_log_has_one_line_for_each_stage_if_progress_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_PROGRESS", "1")
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    shown = of_a_terminal()
+    with shown.stage("trying torch.compile"):
+        shown.budget = Budget(60.0)
+        shown._due = 0.0
+        shown.refresh()
+        with shown.candidate("max-autotune"):
+            pass
+    shown.close()
+    first, second = log.getvalue().splitlines()
+    assert "trying torch.compile" in first
+    assert "max-autotune" in second
+
+
+@pytest.mark.parametrize("setting", ["", "2"])
+def test_a_log_has_no_line_by_default(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_PROGRESS", setting)
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    shown = of_a_terminal()
+    with shown.stage("trying torch.compile"):
+        pass
+    shown.close()
+    assert log.getvalue() == ""
+
+
+@pytest.mark.parametrize(("setting", "is_shown"), [("0", False), ("1", True), ("", True)])
+def test_the_bar_of_fit_follows_the_setting(
+    setting: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLATOUT_PROGRESS", setting)
+    model, loader, optimizer = make_job()
+    run = flatout.optimize(model, loader, optimizer, torch.nn.functional.cross_entropy, budget=0)
+    run.fit(1)
+    assert ("epoch 1/1" in capsys.readouterr().out) == is_shown

@@ -23,13 +23,33 @@ COMMANDS: tuple[Command, ...] = (
     doctor.COMMAND,
 )
 
+DESCRIPTION = """\
+Makes PyTorch training loops run flat out: every technique is measured on your
+model and your data, what pays is kept, what does not is undone, and both are
+reported."""
+
+EPILOG = """\
+examples:
+  flatout run train.py --epochs 3   any training script, unchanged and faster
+  flatout advise train.py           what would help, and a diff of the script
+  flatout profile train.py          where its time goes
+  flatout doctor                    what keeps this machine from running fast
+  flatout COMMAND --help            options and examples of a command
+
+environment:
+  FLATOUT_BUDGET     seconds of tuning, if the code sets none
+  FLATOUT_CACHE      folder of plans; 'off' keeps none
+  FLATOUT_PROGRESS   0 shows no progress; 1 shows it in logs, too
+  NO_COLOR           no colors, if it is not empty"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="flatout",
-        description="Makes PyTorch training loops run flat out: every technique is measured on your model and your "
-        "data, what pays is kept, what does not is undone, and both are reported.",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"flatout {flatout.__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})"
     parser.add_argument("--version", action="version", version=version)

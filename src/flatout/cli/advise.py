@@ -11,8 +11,10 @@ from rich.console import Console
 
 from flatout.advise.advice import Advice
 from flatout.advise.session import AdviceSession
-from flatout.cli.command import Command, CommandError
-from flatout.cli.run import add_choices, add_program, options_of, program_of
+from flatout.cli.command import Command
+from flatout.cli.files import files_of, write
+from flatout.cli.program import add_program, program_of
+from flatout.cli.run import add_choices, options_of
 
 DESCRIPTION = """\
 Runs some steps of a training script, and ends it. Shows the four boxes of the
@@ -45,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout advise``."""
-    program = program_of(args)
-    json = None if args.json is None else args.json.absolute()  # before the script changes the folder
+    program, files = program_of(args), files_of(args)  # before the script changes the folder
     folder = Path.cwd() if args.is_module else Path(args.script).resolve().parent
     start = Path.cwd()
     seen, ended = AdviceSession(options_of(args), args.seconds).run(program)
@@ -59,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
     Console().print(advice)
     if advice.diff:
         print(f"\nA diff, to be applied by `patch -p0`:\n\n{advice.diff}", end="")
-    if json is not None:
-        try:
-            advice.to_json(json)
-        except OSError as error:
-            raise CommandError(f"cannot write {json}: {error.strerror}") from error
+    write(files, {"json": advice.to_json}, print)
     return ended.status
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
+from flatout.cli.files import files_of, write
 from flatout.report.comparison import Comparison, compare
 
 DESCRIPTION = """\
@@ -45,15 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``flatout compare``."""
-    comparison = _compared(args.a, args.b)
+    files, comparison = files_of(args), _compared(args.a, args.b)
     console = Console(highlight=False)
     console.print(comparison)
-    if args.json is not None:
-        try:
-            comparison.to_json(args.json)
-        except OSError as error:
-            raise CommandError(f"cannot write {args.json}: {error.strerror}") from error
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+    write(files, {"json": comparison.to_json}, lambda line: console.print(line, markup=False, soft_wrap=True))
     return int(args.fail_below is not None and comparison.is_slower_than(args.fail_below))
 
 

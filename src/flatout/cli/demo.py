@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
 from flatout.cli.demo_jobs.runner import JOBS, run_demo
-from flatout.core.formatting import clean
+from flatout.cli.files import files_of, write
 
 DESCRIPTION = """\
 Trains two models on real data that needs no download, each twice: as people
@@ -46,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout demo``."""
-    for option in ("json", "html"):
-        path: Path | None = getattr(args, option)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-            raise CommandError(f"--{option} must be a file that can be written; {path} {fault}")
+    files = files_of(args)
     names = list(JOBS) if args.job == "all" else [args.job]
     budget = args.budget if args.budget is not None else 5.0 if args.quick else 45.0
     console = Console()
@@ -65,13 +61,11 @@ def run(args: argparse.Namespace) -> int:
         )
     except ImportError as error:
         raise CommandError(str(error)) from error
-    try:
-        for path, text in ((args.json, result.to_json), (args.html, result.to_html)):
-            if path is not None:
-                path.write_text(text(), encoding="utf-8")
-                console.print(f"wrote {clean(str(path))}", markup=False, highlight=False)
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from error
+    writers = {
+        "html": lambda path: path.write_text(result.to_html(), encoding="utf-8"),
+        "json": lambda path: path.write_text(result.to_json(), encoding="utf-8"),
+    }
+    write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     return 0
 
 

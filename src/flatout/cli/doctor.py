@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from flatout.cli.command import Command
 from flatout.cli.diagnosis import Finding, Verdict, as_dicts, examine
+from flatout.cli.files import files_of, write
 from flatout.core.formatting import visible
 
 DESCRIPTION = """\
@@ -22,7 +24,13 @@ fast: GPU, driver, torch, cuDNN and its flags, TF32, cores and a container's
 share of them, memory, /dev/shm, limits, settings left on from debugging.
 Each with a verdict, and what to do. Changes nothing."""
 
-EPILOG = "The exit status is 1 where something is broken, else 0."
+EPILOG = """\
+examples:
+  flatout doctor                       one page, with what to do
+  flatout doctor --json                the findings as JSON, instead of the page
+  flatout doctor --json findings.json  the page, and a file to keep
+
+The exit status is 1 if something is broken, else 0."""
 
 _LOOKS: dict[Verdict, tuple[str, str, str]] = {
     # verdict: (mark, style, word after a count)
@@ -31,21 +39,29 @@ _LOOKS: dict[Verdict, tuple[str, str, str]] = {
     "note": ("→", "cyan", "worth knowing"),
     "good": ("✓", "green", "good"),
 }
+STDOUT = Path("-")
 _ASCII = str.maketrans({"✓": "+", "→": ">", "✗": "x"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``flatout doctor``."""
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON instead")
+    parser.add_argument(
+        "--json", nargs="?", const=STDOUT, type=Path, metavar="FILE", help="write JSON; without FILE: print JSON only"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings. Return 1 if something is broken, else 0."""
+    files = {} if args.json == STDOUT else files_of(args)
     findings = examine()
-    if args.json:
-        print(json.dumps(as_dicts(findings), indent=2))
+    text = json.dumps(as_dicts(findings), indent=2)
+    if args.json == STDOUT:
+        print(text)
     else:
-        show(findings, Console(highlight=False))
+        console = Console(highlight=False)
+        show(findings, console)
+        writers = {"json": lambda path: path.write_text(f"{text}\n", encoding="utf-8")}
+        write(files, writers, lambda line: console.print(line, markup=False, soft_wrap=True))
     return int(any(finding.verdict == "broken" for finding in findings))
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from flatout.cli.command import Command, CommandError
+from flatout.cli.files import checked
 from flatout.monitor import JsonLines, Sample, Sampler
 from flatout.monitor.host import exists
 from flatout.monitor.sampler import KEPT
@@ -135,11 +136,7 @@ def _exit(number: int, frame: object) -> None:
 def _open(file: str) -> JsonLines:
     if file == "-":
         return JsonLines(sys.stdout)
-    path = Path(file)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise CommandError(f"--json must be a file that can be written; {path} {fault}")
-    return JsonLines(path)
+    return JsonLines(checked("json", Path(file)))
 
 
 def _seconds(text: str) -> float:

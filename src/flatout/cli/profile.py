@@ -11,8 +11,10 @@ import torch
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
+from flatout.cli.files import files_of, write
+from flatout.cli.program import add_program, program_of
 from flatout.core.formatting import clean
-from flatout.profile import Profile, nsight
+from flatout.profile import nsight
 from flatout.profile.record import SEARCHED_STEPS, ProfileRecording
 from flatout.profile.script import Ended, capture_script, profile_script
 
@@ -25,6 +27,7 @@ is ended when the profile is done, unless --keep-going."""
 EPILOG = """\
 examples:
   flatout profile train.py --epochs 3            a summary after some 25 updates
+  flatout profile -m package.train --lr 0.1      a module, as for python -m
   flatout profile --html profile.html train.py   and a page with charts
   flatout profile --trace trace.json.gz train.py for https://ui.perfetto.dev
   flatout profile --nsight train.py              what to type for nsys and ncu
@@ -34,13 +37,6 @@ sync points, and some use up what loader workers have in store. Then --steps are
 timed without the profiler, and as many run under it. The exit status is that of
 the script, or 0 if the profiler ended the script. It is 1 if the script
 returned 0, but there is no profile or a file cannot be written."""
-
-
-_WRITERS: dict[str, Callable[[Profile, Path], object]] = {
-    "html": Profile.to_html,
-    "trace": Profile.to_chrome_trace,
-    "json": Profile.to_json,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,27 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-going", action="store_true", help="let the script run to its own end, unprofiled")
     parser.add_argument("--nsight", action="store_true", help="run nothing: print the command lines of nsys and ncu")
     parser.add_argument("--capture", action="store_true", help="for those lines: mark the updates, profile nothing")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    add_program(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout profile``."""
-    if not Path(args.script).is_file():
-        raise CommandError(f"there is no script {args.script}")
-    files = {option: path.absolute() for option in _WRITERS if (path := getattr(args, option)) is not None}
-    for option, path in files.items():
-        if path.is_dir() or not path.parent.is_dir():
-            fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-            raise CommandError(f"--{option} must be a file that can be written; {getattr(args, option)} {fault}")
+    program, files = program_of(args), files_of(args)
     if args.nsight:
-        for line in nsight.commands(args.script, args.args, args.steps, args.warmup):
+        for line in _nsight_lines(args):
             print(clean(line.replace("{kernel}", nsight.kernel_filter(""))))
         return 0
     if args.capture:
         if not torch.cuda.is_available():
             raise CommandError("--capture is for nsys and ncu, which need a GPU; torch sees none here")
-        return _left(capture_script(args.script, args.args, steps=args.steps, warmup=args.warmup))
+        return _left(capture_script(program, steps=args.steps, warmup=args.warmup))
 
     least = args.warmup + SEARCHED_STEPS + 1
     print(
@@ -84,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    recording, ended = profile_script(
-        args.script, args.args, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going
-    )
+    recording, ended = profile_script(program, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going)
     status = _left(ended)
     try:
         _show(recording, ended, args, files)
@@ -116,7 +103,7 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
         )
     commands: Sequence[str] = ()
     if torch.cuda.is_initialized():
-        commands = nsight.commands(args.script, args.args, args.steps, args.warmup)
+        commands = _nsight_lines(args)
     profile = recording.profile(commands=commands)
     console = Console()
     console.print(profile)
@@ -126,14 +113,16 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             f"because {clean(args.script)} ended after {ended.updates} optimizer updates",
             file=sys.stderr,
         )
-    for option, path in files.items():
-        try:
-            _WRITERS[option](profile, path)
-        except OSError as error:
-            raise CommandError(f"cannot write {path}: {error.strerror}") from error
-        except ValueError as error:  # no step was profiled
-            raise CommandError(f"cannot write {path}: {error}") from error
-        console.print(f"wrote {clean(str(path))}", markup=False, highlight=False, soft_wrap=True)
+    writers: dict[str, Callable[[Path], object]] = {
+        "html": profile.to_html,
+        "trace": profile.to_chrome_trace,
+        "json": profile.to_json,
+    }
+    write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+
+
+def _nsight_lines(args: argparse.Namespace) -> tuple[str, str]:
+    return nsight.commands(args.script, args.args, args.steps, args.warmup, is_module=args.is_module)
 
 
 def _left(ended: Ended) -> int:

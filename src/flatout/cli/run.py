@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.autotune.door import say
@@ -11,8 +12,9 @@ from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError
+from flatout.cli.files import files_of, write
+from flatout.cli.program import add_program, program_of
 from flatout.core.formatting import first_line
-from flatout.core.main_program import MainFile, MainModule, MainProgram
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import FORBIDDABLE
 from flatout.tuning.precisions import precision_of
@@ -52,13 +54,6 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that name a program."""
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``flatout run``."""
     add_choices(parser)
@@ -72,27 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program(parser)
 
 
-def program_of(args: argparse.Namespace) -> MainProgram:
-    """Return the program that the arguments name.
-
-    Raises:
-        CommandError: there is no such script.
-    """
-    if not args.is_module and not Path(args.script).exists():
-        raise CommandError(f"there is no script {args.script}")
-    return (MainModule if args.is_module else MainFile)(args.script, args.args)
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs ``flatout run``. The script's exceptions pass."""
-    program, options = program_of(args), options_of(args)
-    html, json = args.html.absolute(), args.json.absolute()  # before the script changes the folder
+    program, options, files = program_of(args), options_of(args), files_of(args)  # before the script changes the folder
     process, engine = os.getpid(), Engine(options, say)
     try:
         program.run()
     finally:
         if os.getpid() == process:  # a child that the script has forked says nothing
-            _end(engine, html, json)
+            _end(engine, files)
     return 0
 
 
@@ -114,27 +97,25 @@ def options_of(args: argparse.Namespace) -> Options:
         raise CommandError(str(error)) from error
 
 
-def _end(engine: Engine, html: Path, json: Path) -> None:
+def _end(engine: Engine, files: Mapping[str, Path]) -> None:
     """Stop tuning and show the report. The script's exception, if there is one, must not be replaced."""
     try:
         engine.close()
-        _show(ScriptReport.of(engine), html, json)
+        _show(ScriptReport.of(engine), files)
     except Exception as error:
         say(f"no report can be shown: {first_line(error)}")
 
 
-def _show(report: ScriptReport, html: Path, json: Path) -> None:
+def _show(report: ScriptReport, files: Mapping[str, Path]) -> None:
     """Say what tuning brought, and write the report if there is one."""
     for line in str(report).splitlines():
         say(line)
     if not report.modules:
         return
     try:
-        report.to_html(html)
-        report.to_json(json)
-        say(f"wrote {html.name} and {json.name}")
-    except OSError as error:
-        say(f"cannot write {error.filename}: {error.strerror}")
+        write(files, {"html": report.to_html, "json": report.to_json}, say)
+    except CommandError as error:
+        say(str(error))
 
 
 def _precision(text: str) -> str:

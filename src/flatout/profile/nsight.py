@@ -18,7 +18,7 @@ _PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 _MAY_SAMPLE = 2  # highest level at which nsys samples without root
 
 
-def commands(script: str, args: Sequence[str], steps: int, warmup: int) -> tuple[str, str]:
+def commands(script: str, args: Sequence[str], steps: int, warmup: int, *, is_module: bool = False) -> tuple[str, str]:
     """What to type for a timeline (nsys) and for one kernel in depth (ncu).
 
     Args:
@@ -26,11 +26,13 @@ def commands(script: str, args: Sequence[str], steps: int, warmup: int) -> tuple
         args: its arguments.
         steps: updates to record.
         warmup: updates before.
+        is_module: True if ``script`` is the name of a module.
 
     Returns:
         Two lines for a POSIX shell; ``{kernel}`` in the second stands for a kernel's name.
     """
-    name = Path(script).stem
+    name = script.rpartition(".")[2] if is_module else Path(script).stem
+    program = ["-m", script, *args] if is_module else [script, *args]
     run = [*_flatout(), "profile", "--capture", "--warmup", str(warmup)]
     sampling = [] if _may_sample() else ["--sample=none", "--cpuctxsw=none"]
     nsys = [
@@ -43,8 +45,8 @@ def commands(script: str, args: Sequence[str], steps: int, warmup: int) -> tuple
         *("--kernel-name", "{kernel}", "--launch-count", "3", "--export", name, "--force-overwrite"),
     ]
     return (
-        shlex.join([*nsys, *run, "--steps", str(steps), script, *args]),
-        shlex.join([*ncu, *run, "--steps", "1", script, *args]).replace("'{kernel}'", "{kernel}"),
+        shlex.join([*nsys, *run, "--steps", str(steps), *program]),
+        shlex.join([*ncu, *run, "--steps", "1", *program]).replace("'{kernel}'", "{kernel}"),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.core.main_program import MainFile, MainProgram
+from flatout.core.main_program import MainProgram
 from flatout.profile.record import Course, ProfileRecording
 
 
@@ -38,15 +38,14 @@ class Ended:
 
 
 def profile_script(
-    path: str, args: Sequence[str], *, steps: int, warmup: int, keep_going: bool
+    program: MainProgram, *, steps: int, warmup: int, keep_going: bool
 ) -> tuple[ProfileRecording, Ended]:
     """Run a script, time some of its steps without the profiler, and profile as many after these.
 
     A step is what lies between two updates of the script's first optimizer.
 
     Args:
-        path: of the script.
-        args: its arguments.
+        program: the script.
         steps: number of steps to time, and number of steps to profile.
         warmup: updates before, at least 1.
         keep_going: let the script run on to its end, else end it when the profile is done.
@@ -55,12 +54,12 @@ def profile_script(
         The recording, and how the script ended.
     """
     recording = ProfileRecording(steps, warmup)
-    return recording, run_course(MainFile(path, args), recording.course(), stop=not keep_going)
+    return recording, run_course(program, recording.course(), stop=not keep_going)
 
 
-def capture_script(path: str, args: Sequence[str], *, steps: int, warmup: int) -> Ended:
+def capture_script(program: MainProgram, *, steps: int, warmup: int) -> Ended:
     """Run a script for Nsight: open the range that nsys and ncu record, and name the operators in the range."""
-    return run_course(MainFile(path, args), _capture(steps, warmup), stop=True)
+    return run_course(program, _capture(steps, warmup), stop=True)
 
 
 def _capture(steps: int, warmup: int) -> Course:

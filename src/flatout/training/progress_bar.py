@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from flatout.core.formatting import visible
+from flatout.core.progress_setting import wants_progress
 from flatout.mfu import MfuCounter
 from flatout.training.logged_metrics import Logs
 
@@ -32,7 +33,7 @@ class EpochProgress:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[status]}", markup=False),
-            disable=not visible,
+            disable=not visible or wants_progress() is False,
         )
 
     def __enter__(self) -> EpochProgress:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 
+from flatout.core.progress_setting import wants_progress
 from flatout.report.terminal import say
 
 _ERASE = "\r\x1b[2K"
@@ -36,17 +37,25 @@ class LiveLine(Protocol):
 def live_line() -> LiveLine | None:
     """Return a line below the cell of a notebook or at the terminal of standard error; None without either.
 
+    ``FLATOUT_PROGRESS=0`` shows no line. ``FLATOUT_PROGRESS=1`` shows lines of a log where no line can be replaced.
     rich recognizes Jupyter, VS Code, Colab and Databricks by IPython's class of shell. A fork of a notebook's kernel
     cannot send output.
     """
-    stream = sys.stderr
-    if stream is None or hasattr(stream, "rich_proxied_file") or isinstance(stream, _SharedStream):
+    stream, is_wanted = sys.stderr, wants_progress()
+    if (
+        is_wanted is False
+        or stream is None
+        or hasattr(stream, "rich_proxied_file")
+        or isinstance(stream, _SharedStream)
+    ):
         return None  # another live line uses the terminal
     console = Console(file=stream)
     if console.is_jupyter:
         return NotebookLine() if multiprocessing.parent_process() is None else None
     # FORCE_COLOR makes a file a terminal for rich. A legacy console of Windows does not know control sequences.
-    return TerminalLine(stream) if stream.isatty() and console.is_interactive and not console.legacy_windows else None
+    if stream.isatty() and console.is_interactive and not console.legacy_windows:
+        return TerminalLine(stream)
+    return LogLines(stream) if is_wanted else None
 
 
 class NotebookLine:
@@ -79,6 +88,32 @@ class NotebookLine:
         """Replace the output by ``last``, if there is any."""
         if self._handle is not None:
             self.show(last)
+
+
+class LogLines:
+    """Lines of a log: one for each stage and candidate, because no line can be replaced.
+
+    Args:
+        stream: standard error.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._stage = ""
+
+    def show(self, text: str) -> None:
+        """Write ``text``, unless only its seconds are new."""
+        stage = text.partition(" · ")[0]
+        if stage != self._stage:
+            self._stage = stage
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def hide(self) -> None:
+        """Do nothing, because each line is complete."""
+
+    def close(self, last: str) -> None:
+        """Do nothing, because lines of a log stay."""
 
 
 class TerminalLine:
