@@ -23,7 +23,7 @@ much, and a diff of the script. No file of the script is changed."""
 
 EPILOG = """\
 examples:
-  flatout advise train.py --epochs 3          options of flatout come before the script
+  flatout advise train.py --epochs 3          flatout's options come first
   flatout advise -m package.train --lr 0.1    a module, as for python -m
   flatout advise --seconds 20 train.py        with less time for trials
   flatout advise --json advice.json train.py  and all figures as JSON

@@ -30,7 +30,7 @@ EPILOG = """\
 examples:
   flatout monitor                              the whole machine
   flatout monitor --pid 4711                   one training run with its workers
-  flatout monitor --pid 4711 --json run.jsonl  the same, and a line per sample to keep
+  flatout monitor --pid 4711 --json run.jsonl  and a line per sample to keep
   flatout monitor --once                       one look, for scripts
 
 Ctrl-C ends it. Needs nvidia-ml-py and psutil: pip install 'flatout[monitor]'."""

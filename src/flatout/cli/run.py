@@ -28,11 +28,11 @@ stay the same; what flatout says goes to stderr and to two files."""
 
 EPILOG = """\
 examples:
-  flatout run train.py --epochs 3             options of flatout come before the script
+  flatout run train.py --epochs 3             flatout's options come first
   flatout run -m package.train --lr 0.1       a module, as for python -m
   flatout run --without compile train.py      all techniques but one
   flatout run --only fused_optimizer train.py this technique alone
-  flatout run --dry-run train.py              measure only, and train as first written"""
+  flatout run --dry-run train.py              measure, and keep nothing"""
 
 HTML, JSON = Path("flatout-report.html"), Path("flatout-report.json")
 
