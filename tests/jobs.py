@@ -82,7 +82,9 @@ def job_of(
     loader = batches if loader is None else loader
     expected_steps = settings.pop("expected_steps", 0)
     spec = Spec(model, torch.device(device), optimizer, loss_fn, compute_loss, **settings)
-    return Job(spec, JobData(loader, loader, expected_steps, list(batches)))
+    job = Job(spec, JobData(loader, loader, expected_steps, list(batches)))
+    job.objective.has_loss = spec.optimizer is not None or loss_fn is not None or compute_loss is not None
+    return job
 
 
 def tried(model, loader, *given, **settings):

@@ -126,6 +126,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 TRAININGS: dict[str, Callable[[], Training]] = {
     "usual": Training,
     "own loop": lambda: Training(optimizer=None),
+    "own loop with optimizer": lambda: Training(loss_fn=None),
     "inference": lambda: Training(lambda: Rich().eval(), optimizer=None),
     "compute_loss": lambda: Training(compute_loss=loss_of),
     "deterministic": lambda: Training(deterministic=True),
@@ -141,6 +142,7 @@ ON_GPU = {"tf32", "cudnn_benchmark", "cuda_graph"}
 CANNOT: dict[str, set[str]] = {
     "usual": set(),
     "own loop": {"fp16", "fused_optimizer", "activation_checkpointing", "batch_size", "torchscript"},
+    "own loop with optimizer": {"fp16", "activation_checkpointing", "batch_size", "torchscript"},
     "inference": {"fp16", "fused_optimizer", "activation_checkpointing", "batch_size"},
     "compute_loss": set(),
     "deterministic": set(),

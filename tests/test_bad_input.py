@@ -77,7 +77,7 @@ def bad_jobs():
     yield "plateau", job, {"scheduler": plateau}, ValueError, "ReduceLROnPlateau"
     lbfgs = torch.optim.LBFGS(net.parameters())
     yield "lbfgs", (net, loader, lbfgs, ce), {}, ValueError, "LBFGS"
-    yield "no loss", (net, loader, opt(net.parameters())), {}, ValueError, "loss_fn.*compute_loss"
+    yield "no loss", (net, loader, opt(net.parameters())), {"max_grad_norm": 1.0}, ValueError, "loss_fn.*compute_loss"
     yield "two losses", job, {"compute_loss": ce}, ValueError, "loss_fn.*compute_loss"
     yield "triple", (net, [(torch.ones(2, 8),) * 3], opt(net.parameters()), ce), {}, TypeError, "compute_loss"
 

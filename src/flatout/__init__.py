@@ -16,7 +16,7 @@ from flatout.report import Report
 from flatout.core.deprecated import old_names
 from flatout.core.reproducible import reproducible
 from flatout.core.version import __version__
-from flatout.run import Run, undo
+from flatout.run import Run, report_of, undo
 
 __all__ = [
     "CorruptCheckpointError",
@@ -30,6 +30,7 @@ __all__ = [
     "mfu",
     "optim",
     "optimize",
+    "report_of",
     "reproducible",
     "undo",
 ]

@@ -56,7 +56,7 @@ def validate(request: Request) -> Choices:
     check_weights(r.model, r.optimizer, {"model": r.model, "loss_fn": r.loss_fn, "compute_loss": r.compute_loss})
     check_precision(r.model, precision_of(r.precision))
     check_numbers(r.accumulate, r.max_grad_norm, r.expected_steps, r.budget, r.memory_limit)
-    check_schedule(r.optimizer, r.scheduler, r.accumulate, r.max_grad_norm, r.loss_weight, r.batch_size, r.memory_limit)
+    check_schedule(r)
     check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
     if r.seed is not None:
         check_seed(r.seed)
@@ -115,39 +115,24 @@ def _check_materialized(name: str, module: nn.Module) -> None:
             )
 
 
-def check_schedule(
-    optimizer: Any,
-    scheduler: Any,
-    accumulate: int,
-    max_grad_norm: float | None,
-    loss_weight: Any,
-    batch_size: str | int,
-    memory_limit: int | None,
-) -> None:
+def check_schedule(request: Request) -> None:
     """Refuse arguments that only an update uses without an optimizer, LBFGS, and schedulers that cannot be stepped.
 
     Raises:
         TypeError: ``scheduler`` has no ``step`` method.
         ValueError: an argument needs an optimizer, or ``run.step`` cannot drive the optimizer or the scheduler.
     """
-    asked = {
-        "scheduler": scheduler,
-        "max_grad_norm": max_grad_norm,
-        "accumulate": accumulate if accumulate > 1 else None,
-        "loss_weight": loss_weight,
-        "batch_size": None if batch_size == "keep" else batch_size,
-        "memory_limit": memory_limit,
-    }
-    for name, value in asked.items():
-        if optimizer is None and value is not None:
+    if request.optimizer is None:
+        for name in request.run_step_arguments:
             raise ValueError(f"{name} is used by run.step, which needs an optimizer. Give an optimizer to optimize()")
-    if isinstance(optimizer, torch.optim.LBFGS):
+        return
+    if isinstance(request.optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizer must step without a closure, got LBFGS. Keep your own loop: "
             "`model, loader = flatout.optimize(model, loader)`"
         )
-    if scheduler is not None:
-        _check_scheduler(scheduler, optimizer)
+    if request.scheduler is not None:
+        _check_scheduler(request.scheduler, request.optimizer)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -68,9 +68,9 @@ def optimize(
     Args:
         model: any ``nn.Module``; stays the same object.
         loader: any iterable of batches: ``(x, y)`` pairs, mappings, or any batch that ``compute_loss`` takes.
-        optimizer: updates the model; leave it out to keep your own loop:
-            ``model, loader = flatout.optimize(model, loader)``.
-        loss_fn: ``(model(x), y) -> scalar``; not needed if the model's output has ``.loss``.
+        optimizer: updates the model. It is also tuned for a loop of your own, which computes the loss:
+            ``model, loader = flatout.optimize(model, loader, optimizer)``. Without it only model and loader are tuned.
+        loss_fn: ``(model(x), y) -> scalar``; not needed if the model's output has ``.loss``, or for a loop of your own.
         compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
             entries from its batch and write to the tensors, because it receives a copy.
         loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor. Needed if the loss is not a mean over samples,
@@ -218,6 +218,11 @@ def _notes(session: Session) -> tuple[str, ...]:
         )
     elif spec.optimizer is None and not spec.is_recorded:
         notes.append("no optimizer was given: what was tuned is loader, forward and backward, for a loop of your own")
+    elif not session.job.objective.has_loss:
+        notes.append(
+            "no loss was given: what was tuned is a loop of your own, without the cost of its loss. run.step needs "
+            "loss_fn or compute_loss"
+        )
     if spec.resizes and size != session.own_size:
         notes.append(f"batches have {size:,} samples instead of {session.own_size:,}: all times are those of {size:,}")
     if spec.reproducible:

@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flatout import unpacked
 from flatout.core.batches import to_device
+from flatout.core.progress_setting import wants_progress
+from flatout.core.standard_error import say
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
 from flatout.mfu import MfuCounter, Phases
@@ -20,7 +23,7 @@ from flatout.report import Report
 from flatout.resume import Resumable
 from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint
-from flatout.training.attachments import attach, detach, is_attached
+from flatout.training.attachments import Attachment, attach, attached_to, detach
 from flatout.training.device_verdict import judged
 from flatout.training.evaluation_loop import Metric, evaluate
 from flatout.training.export import export, export_weights
@@ -40,13 +43,29 @@ def undo(model: nn.Module) -> None:
     detach(model)
 
 
+def report_of(model: nn.Module) -> Report:
+    """Return the report on a model that is tuned: by ``optimize``, also in the two-value form, or by ``auto``.
+
+    Raises:
+        ValueError: the model is not tuned, or its tuning has failed or has just begun.
+    """
+    attachment = attached_to(model)
+    report = None if attachment is None else attachment.report()
+    if report is None:
+        raise ValueError(
+            f"model must be tuned by flatout, got a {type(model).__name__} without a report. "
+            "Call model, loader = flatout.optimize(model, loader, optimizer)"
+        )
+    return report
+
+
 class Run(Resumable):
     """Tuned training job that ``flatout.optimize`` returns.
 
     Attributes:
         model: the user's module, the same object.
         loader: yields batches that are already on the device.
-        optimizer: the user's optimizer, the same object; None in the two-value form.
+        optimizer: the user's optimizer, the same object; None if it was not given.
         plan: the decisions, to save and apply again.
         report: every row of the checklist, with its number and its reason.
         logs: values of :meth:`log`. Iterate it for ``(step, name, value)``, or register a callback with
@@ -74,12 +93,17 @@ class Run(Resumable):
         observers = [toggle.on_batch for toggle in toggles if isinstance(toggle, ObservingCandidate)]
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
         self._example = example
-        self._recovery = None if job.spec.optimizer is None else Recovery(job.stepper)
-        self._toggles = list(toggles)
-        attach(job.spec.model, self._toggles)
+        self._recovery = None if job.why_no_step else Recovery(job.stepper)
+        self._attachment = Attachment(tuple(toggles), lambda: report)
+        self._is_unpacked = False
+        attach(job.spec.model, self._attachment)
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as ``model, loader = flatout.optimize(model, loader)``."""
+        """Unpack as ``model, loader = flatout.optimize(model, loader, optimizer)``, and say on stderr what is kept."""
+        if not self._is_unpacked and wants_progress() is not False:
+            self._is_unpacked = True
+            for line in unpacked.lines(self.report.summary, self._job, self._scheduler):
+                say(line)
         yield self.model
         yield self.loader
 
@@ -137,7 +161,7 @@ class Run(Resumable):
             The loss, 0-dim, detached, on the device.
 
         Raises:
-            RuntimeError: ``optimize`` was not given an optimizer.
+            RuntimeError: ``optimize`` was not given an optimizer, or no loss.
             FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN. The message says where
                 infinities or NaNs begin. Before that, the first bad loss that is read gives a warning.
             torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be split. The message says what
@@ -147,7 +171,8 @@ class Run(Resumable):
                 step.
         """
         if self._recovery is None:
-            raise RuntimeError("run.step needs an optimizer: flatout.optimize(model, loader, optimizer, loss_fn)")
+            advice = "Give an optimizer" if self.optimizer is None else self._job.objective.loss_advice(batch)
+            raise RuntimeError(f"run.step needs an optimizer and a loss: {self._job.why_no_step}. {advice}")
         with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.spec.device)
@@ -174,10 +199,10 @@ class Run(Resumable):
 
         Raises:
             TypeError: ``value`` is neither a number nor a tensor.
-            ValueError: ``value`` is a tensor of more or less than one element. Or ``step`` is missing in a run without
-                an optimizer, because only :meth:`step` counts steps.
+            ValueError: ``value`` is a tensor of more or less than one element. Or ``step`` is missing in a loop of your
+                own, because only :meth:`step` counts steps.
         """
-        if step is None and self.optimizer is None:
+        if step is None and self._recovery is None:
             raise ValueError("run.log needs step= in a loop of your own: only run.step counts steps")
         self.logs.log(name, value, self.steps if step is None else step)
 
@@ -338,7 +363,7 @@ class Run(Resumable):
         Weights and optimizer state keep the values that training has given them. ``run.loader`` is the user's own
         loader again.
         """
-        if is_attached(self.model, self._toggles):  # else reverted already, or replaced by a later optimize
+        if attached_to(self.model) is self._attachment:  # else reverted already, or replaced by a later optimize
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original

@@ -86,7 +86,7 @@ BATCHES: dict[str, tuple[nn.Module, Any, bool, str]] = {
 def test_the_error_shows_a_line_with_the_batchs_own_names(model: Any, batch: Any, has_loss_fn: bool, line: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss_fn = functional.cross_entropy if has_loss_fn else None
-    settings: Any = {"techniques": QUICK, "budget": 0, "device": "cpu"}
+    settings: Any = {"techniques": QUICK, "budget": 0, "device": "cpu", "max_grad_norm": 1.0}
     with pytest.raises((TypeError, ValueError), match=re.escape(f"compute_loss=lambda model, batch: {line}")) as error:
         flatout.optimize(model, [batch] * 4, optimizer, loss_fn, **settings)
     if "labels)" in line and "batch['labels']" not in line:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.observe import Observer
 from flatout.autotune.allowance import Allowance
-from flatout.autotune.door import say
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainProgram
+from flatout.core.standard_error import say
 from flatout.profile.profile_data import ProfileData
 from flatout.profile.record import Course, ProfileRecording
 from flatout.profile.script import Ended, run_course

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
-from flatout.core.formatting import clean
+from flatout.core.standard_error import say
 from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 
@@ -37,14 +36,6 @@ class Auto:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
-
-
-def say(text: str) -> None:
-    """Write a line on stderr, if it is open."""
-    try:
-        print(f"flatout: {clean(text)}", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):
-        return
 
 
 @explains_keywords

@@ -24,8 +24,8 @@ from flatout.data.loader_class import is_plain
 from flatout.optimize import summary_of
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
-from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable, StepTechnique
-from flatout.training.attachments import attach
+from flatout.techniques import REGISTRY, Measured, NotApplicable, StepTechnique
+from flatout.training.attachments import Attachment, attach
 from flatout.tuning.budget import RACE_SHARE, Budget
 from flatout.tuning.cached_plan import keep, repeat
 from flatout.tuning.combination_stage import FEWEST_COMBINATIONS, decide_factors
@@ -146,9 +146,10 @@ class ModuleTuning:
                     rule.enable()
             self._go_on(seconds)
             session.pause()
-            attach(session.job.spec.model, self._toggles)
+            toggles = (*session.ledger.rules.values(), *session.ledger.candidates)
+            attach(session.job.spec.model, Attachment(toggles, lambda: self.report))
             if self._options.is_dry:
-                for toggle in reversed(self._toggles):
+                for toggle in reversed(toggles):
                     toggle.disable()
             elif isinstance(session.loader, DataLoader):
                 self._serve(session.loader, session.job.data.source)
@@ -180,11 +181,6 @@ class ModuleTuning:
         """The session, which keeps the module alive until the last turn."""
         assert self._held is not None
         return self._held
-
-    @property
-    def _toggles(self) -> list[Candidate]:
-        ledger = self._session.ledger
-        return [*ledger.rules.values(), *ledger.candidates]
 
     @property
     def report(self) -> Report | None:

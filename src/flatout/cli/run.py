@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.autotune.door import say
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
@@ -15,6 +14,7 @@ from flatout.cli.command import Command, CommandError
 from flatout.cli.files import files_of, write
 from flatout.cli.program import add_program, program_of
 from flatout.core.formatting import first_line
+from flatout.core.standard_error import say
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import FORBIDDABLE
 from flatout.tuning.precisions import precision_of

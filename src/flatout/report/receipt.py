@@ -33,7 +33,7 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
     yield _rows(summary, plain, 24 if options.max_width >= WIDE else 14)
     yield from _remarks("not tried", "bold blue", [row for row in _of(summary, "not tried") if not row.left_out], plain)
     yield from _remarks("advice", "bold cyan", _of(summary, "advice"), plain)
-    rules = [row.technique for row in _of(summary, "kept") if not _is_timed(row, summary)]
+    rules = [row.technique for row in _of(summary, "kept") if not is_timed(row, summary)]
     if rules:
         yield _labelled("rules", say(f"in use without a trial: {', '.join(rules)}", plain))
     yield from _bars(summary, plain)
@@ -77,7 +77,7 @@ def _changes_peak(summary: Summary) -> bool:
     return any(row.technique in ("precision", "tf32") for row in _of(summary, "kept"))
 
 
-def _is_timed(row: Row, summary: Summary) -> bool:
+def is_timed(row: Row, summary: Summary) -> bool:
     """Return True if a trial or the user chose the technique. Rules are applied without a trial."""
     return row.gain is not None or bool(row.chosen) or row.technique in summary.won
 
@@ -97,7 +97,7 @@ def _rows(summary: Summary, plain: bool, widest: int) -> Table:
     table.add_column(no_wrap=True, overflow=overflow, max_width=widest)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(ratio=1, no_wrap=True, overflow=overflow)
-    timed = [row for row in _of(summary, "kept") if _is_timed(row, summary)]
+    timed = [row for row in _of(summary, "kept") if is_timed(row, summary)]
     _add(table, plain, "in use", "bold green", sorted(timed, key=_ratio, reverse=True))
     _add(table, plain, "tried", "yellow", sorted(_of(summary, "rejected"), key=_ratio, reverse=True))
     return table

@@ -70,8 +70,8 @@ class ActivationCheckpointing(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Require training steps of a model with repeated blocks."""
-        if job.spec.why_no_step:
-            raise NotApplicable(f"{job.spec.why_no_step}: memory is only measured for run.step")
+        if job.why_no_step:
+            raise NotApplicable(f"{job.why_no_step}: memory is only measured for run.step")
         if not _repeated_blocks(job.spec.model):
             raise NotApplicable("the model has no repeated blocks without a BatchNorm")
 

@@ -129,9 +129,11 @@ class Rule(Technique):
 
     Attributes:
         argument: the argument of ``optimize`` that turns the rule on; empty for a rule that is always applied.
+        depends_on_loop: True if the rule depends on ``Job.why_no_step``, so that it is applied after the first step.
     """
 
     argument: ClassVar[str] = ""
+    depends_on_loop: bool = False
 
     @property
     def is_forbiddable(self) -> bool:

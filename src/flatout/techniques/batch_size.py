@@ -121,8 +121,8 @@ class BatchSize(SizeTechnique):
 
     def check(self, job: Job) -> None:
         """Require ``run.step`` and batches that can be split."""
-        if job.spec.why_no_step:
-            raise NotApplicable(f"{job.spec.why_no_step}: batches are as they come")
+        if job.why_no_step:
+            raise NotApplicable(f"{job.why_no_step}: batches are as they come")
         if any(resized(batch, 1) is None for batch in job.data.batches[:1]):
             raise NotApplicable("the batches hold what cannot be taken apart along the samples")
         reason = why_not_resized(_unseeded(job.data.loader)) if job.spec.resizes else ""

@@ -16,7 +16,7 @@ def _applies(job: Job) -> str:
 
 
 def _needs_run_step(job: Job) -> str:
-    return f"{job.spec.why_no_step}: flatout cannot repeat one" if job.spec.why_no_step else ""
+    return f"{job.why_no_step}: flatout cannot repeat one" if job.why_no_step else ""
 
 
 def _needs_gpu(why: str) -> Callable[[Job], str]:
@@ -48,6 +48,7 @@ class BuiltIn(Rule):
     ) -> None:
         self.name, self.title, self.rationale, self.number, self.expected = name, title, rationale, number, expected
         self._documentation = documentation
+        self.depends_on_loop = why_not is _needs_run_step
         self._why_not = why_not
 
     @property

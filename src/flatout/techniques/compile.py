@@ -337,11 +337,7 @@ def _compiles_loss(job: Job) -> bool:
 
     The batches must have one signature, and no wrapper may listen to the model.
     """
-    if (
-        job.spec.why_no_step
-        or (job.spec.loss_fn is None and job.spec.compute_loss is None)
-        or is_wrapped(job.spec.model)
-    ):
+    if job.why_no_step or (job.spec.loss_fn is None and job.spec.compute_loss is None) or is_wrapped(job.spec.model):
         return False
     leaves = pytree.tree_leaves(list(job.data.batches))
     kinds = {signature((batch,), {}).kind for batch in job.data.batches}
@@ -354,7 +350,7 @@ def _why_no_cuda_graphs(job: Job) -> str:
         return "there is no CUDA device"
     if job.spec.accumulate > 1:
         return "the graph of a backward writes over the gradients that accumulate"
-    if job.spec.why_no_step and not job.spec.inference:
+    if job.why_no_step and not job.spec.inference:
         return "in a loop of one's own a second forward may come before the first one's backward"
     return ""
 

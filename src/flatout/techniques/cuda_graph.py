@@ -108,8 +108,8 @@ class CudaGraph(StepTechnique):
 
 def why_not_captured(job: Job) -> str:
     """Return why a job's step cannot be captured on any device; empty if no reason is known."""
-    if job.spec.why_no_step or job.spec.optimizer is None:
-        return f"{job.spec.why_no_step}: flatout cannot tell where a step ends"
+    if job.why_no_step or job.spec.optimizer is None:
+        return f"{job.why_no_step}: flatout cannot tell where a step ends"
     if job.spec.accumulate > 1:
         return "accumulate > 1: gradients would have to outlive the graph of one batch in the memory of another's"
     reason = _why_not_this_optimizer(job.spec.optimizer)

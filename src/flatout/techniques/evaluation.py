@@ -129,9 +129,10 @@ class Evaluation(Rule):
         "run.evaluate and run.fit record nothing for a backward pass that never comes, which saves time and memory; a "
         "loop of your own that evaluates with gradients on gets a warning with its line"
     )
+    depends_on_loop = True
 
     def candidate(self, job: Job) -> Candidate | None:
         """Return the observer for a loop that is not ``run.step``'s."""
-        if not job.spec.why_no_step or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
+        if not job.why_no_step or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
         return EvaluationWatch(job.spec.model)

@@ -82,7 +82,7 @@ class Precision(CompanionTechnique):
         """Return bf16, or fp16 on a GPU without bf16 units, which needs an optimizer for the loss scaler."""
         _check_own_autocast(job)
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            if job.spec.why_no_step:
+            if job.why_no_step:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
             return [AutocastCandidate(job.spec.model, "cuda", "fp16")]
         return [AutocastCandidate(job.spec.model, job.spec.device.type, "bf16")]
@@ -94,8 +94,8 @@ class Precision(CompanionTechnique):
     def check_value(self, job: Job, value: Any) -> None:
         """Reject fp16 without an optimizer, because the user's own loop has no loss scaler."""
         super().check_value(job, value)
-        if value == "fp16" and job.spec.why_no_step:
-            raise ValueError(f"precision='fp16' needs run.step's loss scaler: {job.spec.why_no_step}")
+        if value == "fp16" and job.why_no_step:
+            raise ValueError(f"precision='fp16' needs run.step's loss scaler: {job.why_no_step}")
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate for a dtype; True is the first candidate."""

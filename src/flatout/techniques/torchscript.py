@@ -254,8 +254,8 @@ class TorchScript(StepTechnique):
             raise NotApplicable(reason)
         if any(isinstance(call, CompiledCall) for call in routed_calls(job)):
             raise NotApplicable("torch.compile runs the model already, and does what TorchScript did")
-        if job.spec.why_no_step and not job.spec.inference:
-            raise NotApplicable(f"{job.spec.why_no_step}: TorchScript serves run.step alone")
+        if job.why_no_step and not job.spec.inference:
+            raise NotApplicable(f"{job.why_no_step}: TorchScript serves run.step alone")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the one candidate, if ``torch.compile`` is not available."""

@@ -1,33 +1,50 @@
-"""Registry of the toggles that ``optimize`` has attached to each model, so that ``undo`` works without the ``Run``."""
+"""Registry of what is attached to each tuned model, so that ``undo`` and ``report_of`` work without the ``Run``."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from flatout.core.toggle import Toggle
 
-_attached: weakref.WeakKeyDictionary[nn.Module, list[Toggle]] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """Result of a tuning that is attached to a model.
+
+    Attributes:
+        toggles: the techniques that are on, in the order in which they are turned on.
+        report: returns the report on the tuning; None if there is none yet.
+    """
+
+    toggles: tuple[Toggle, ...]
+    report: Callable[[], Any]
 
 
-def attach(model: nn.Module, toggles: Sequence[Toggle]) -> None:
-    """Turn toggles on in their order, and register them for ``detach``."""
-    for toggle in toggles:
+_attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(model: nn.Module, attachment: Attachment) -> None:
+    """Turn the toggles on, and register the attachment."""
+    for toggle in attachment.toggles:
         toggle.enable()
-    _attached[model] = list(toggles)
+    _attached[model] = attachment
 
 
-def detach(model: nn.Module) -> list[Toggle]:
-    """Turn off and forget the toggles that are attached to a model. Return them in their order, for ``attach``."""
-    toggles = _attached.pop(model, [])
-    for toggle in reversed(toggles):
-        toggle.disable()
-        toggle.release()
-    return toggles
+def detach(model: nn.Module) -> Attachment | None:
+    """Turn off and forget what is attached to a model. Return it, for ``attach``; None if nothing is attached."""
+    attachment = _attached.pop(model, None)
+    if attachment is not None:
+        for toggle in reversed(attachment.toggles):
+            toggle.disable()
+            toggle.release()
+    return attachment
 
 
-def is_attached(model: nn.Module, toggles: Sequence[Toggle]) -> bool:
-    """Return True if exactly these toggles are attached to a model."""
-    return _attached.get(model) == list(toggles)
+def attached_to(model: nn.Module) -> Attachment | None:
+    """Return what is attached to a model; None if nothing is attached."""
+    return _attached.get(model)

@@ -18,7 +18,8 @@ Metric = Callable[[Any, Any], Any]
 def evaluate(objective: Objective, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the mean loss and metrics over a loader, weighted by samples.
 
-    The model is in eval mode during the evaluation, and in its own modes afterwards.
+    The model is in eval mode during the evaluation, and in its own modes afterwards. A loss that only the user's own
+    loop knows is left out.
 
     Raises:
         ValueError: the loader yielded no batch.
@@ -38,7 +39,8 @@ def evaluate(objective: Objective, loader: Iterable[Any], metrics: Mapping[str, 
                     continue  # a mean over no samples is NaN
                 batch = to_device(batch, objective.spec.device)
                 outputs.clear()
-                values = {"loss": objective.loss(batch)}
+                loss = objective.loss(batch)
+                values = {"loss": loss} if objective.has_loss else {}
                 values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
                 for name, value in values.items():
                     totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()

@@ -13,15 +13,17 @@ from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
 from flatout.training.job import Job
 from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
+from flatout.training.objective import MissingLossError, Objective
 
 
-def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
-    """Run one forward on a copy of the batch, and set ``Objective.writes_batches`` and ``Objective.draws``.
+def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True) -> bool:
+    """Run one forward on a copy of the batch, and set ``writes_batches``, ``draws`` and ``has_loss`` of the objective.
 
     Args:
         job: a job before any technique is applied.
         state: the job's state, which also receives copies of the tensors that the forward writes to.
         batch: a batch on the device.
+        needs_loss: whether an unknown loss is an error. Otherwise, the user's own loop computes it.
 
     Returns:
         False if the forward of a job with an optimizer ran out of memory; otherwise True.
@@ -29,13 +31,13 @@ def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
     Raises:
         TypeError: the model does not take such batches, the loss is not a tensor, or an output in inference holds no
             tensor.
-        ValueError: the loss is not a scalar, or does not depend on a trainable parameter.
+        ValueError: the loss is unknown, is not a scalar, or does not depend on a trainable parameter.
     """
     given = cloned(batch)
     random = RandomState.capture([*job.spec.modules, *job.spec.code])
     try:
         with state.extended():
-            result = job.objective.infer(given) if job.spec.inference else job.objective.loss(given)
+            result = job.objective.infer(given) if job.spec.inference else _loss(job.objective, given, needs_loss)
         (_check_output if job.spec.inference else _check_loss)(result)
     except TypeError as error:
         reason = "" if job.spec.compute_loss is not None else why_not_taken(job.spec.model, batch)
@@ -51,6 +53,16 @@ def check_step(job: Job, state: Snapshot, batch: Any) -> bool:
         job.objective.draws = random.moved() is not None
         job.objective.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
     return True
+
+
+def _loss(objective: Objective, batch: Any, needs_loss: bool) -> Tensor:
+    try:
+        return objective.loss(batch)
+    except MissingLossError:
+        if needs_loss:
+            raise
+        objective.has_loss = False
+        return objective.loss(batch)
 
 
 def _check_output(output: Any) -> None:

@@ -70,6 +70,18 @@ class Job:
     work: CountedWork = field(init=False)
     failed: set[str] = field(default_factory=set, init=False)
 
+    @property
+    def why_no_step(self) -> str:
+        """Reason why no technique can change a whole training step; empty if ``run.step`` makes the steps.
+
+        Whether the loss is known is only certain after the first step.
+        """
+        if self.spec.is_recorded:
+            return "the script makes its own steps"
+        if self.spec.optimizer is None:
+            return "no optimizer was given to optimize()"
+        return "" if self.objective.has_loss else "no loss was given to optimize()"
+
     def __post_init__(self) -> None:
         objective = Objective(self.spec)
         object.__setattr__(self, "objective", objective)

@@ -14,6 +14,10 @@ from flatout.training.loss_suggestion import compute_loss_line
 from flatout.training.spec import Spec
 
 
+class MissingLossError(ValueError):
+    """No loss function was given, and the model's output has no ``.loss``."""
+
+
 class Objective:
     """Forward and loss of a training.
 
@@ -24,11 +28,13 @@ class Objective:
         compiled: replaces ``loss`` in training steps, and may fall back on it; None: steps call ``loss``.
         writes_batches: True if forward or loss change tensors of their batch in place.
         draws: True if forward or loss draw random numbers, as dropout does.
+        has_loss: False if only the user's own loop knows the loss. Trials then use ``stand_in``.
     """
 
     compiled: Callable[[Any], Tensor] | None = None
     writes_batches: bool = False
     draws: bool = False
+    has_loss: bool = True
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -49,7 +55,7 @@ class Objective:
 
         Raises:
             TypeError: the batch is neither a pair nor a mapping and there is no ``compute_loss``.
-            ValueError: an optimizer was given, but neither a loss nor an output with ``.loss``.
+            MissingLossError: ``has_loss`` is True, but there is neither a loss nor an output with ``.loss``.
         """
         spec = self.spec
         if spec.compute_loss is not None:
@@ -65,13 +71,16 @@ class Objective:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is not None:
             return loss
-        if spec.optimizer is not None:
-            raise ValueError(
+        if self.has_loss:
+            raise MissingLossError(
                 f"model must return an output with .loss if there is no loss_fn or compute_loss, got "
-                f"{type(output).__name__}. Pass loss_fn, or "
-                f"{compute_loss_line(spec.model, batch, has_loss_fn=True)}"
+                f"{type(output).__name__}. {self.loss_advice(batch)}"
             )
-        return torch.stack([t.float().sum() for t in tensors_of(output) if t.is_floating_point()]).sum()
+        return stand_in(output)
+
+    def loss_advice(self, batch: Any) -> str:
+        """Return the arguments of ``optimize`` that define the loss of such batches."""
+        return f"Pass loss_fn, or {compute_loss_line(self.spec.model, batch, has_loss_fn=True)}"
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Return the model's output for one batch, and the target; None if the batch has no target."""
@@ -100,3 +109,12 @@ class Objective:
         trials and steps that ran out of memory use it again.
         """
         return cloned(batch) if self.writes_batches else with_own_containers(batch)
+
+
+def stand_in(output: Any) -> Tensor:
+    """Return a loss for trials where the loss is unknown: each output's mean squared distance from 1, 0-dim, float32.
+
+    Unlike a sum of the outputs, it has a minimum, so updates do not diverge. Outputs of 0 have a gradient, too.
+    """
+    losses = [(t.float() - 1).square().mean() for t in tensors_of(output) if t.is_floating_point() and t.numel()]
+    return torch.stack(losses).sum() if losses else torch.zeros(())

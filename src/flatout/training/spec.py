@@ -20,7 +20,7 @@ class Spec:
     Attributes:
         model: the user's module.
         device: where steps run.
-        optimizer: the user's optimizer; None in the two-value form and for inference.
+        optimizer: the user's optimizer; None if it is not tuned, and for inference.
         loss_fn: ``(output, target) -> loss``.
         compute_loss: ``(model, batch) -> loss``, for batches that ``loss_fn`` does not fit.
         loss_weight: weight of the loss of a part of a batch; None: its number of samples.
@@ -51,13 +51,6 @@ class Spec:
     max_grad_norm: float | None = None
     deterministic: bool = False
     reproducible: bool = False
-
-    @property
-    def why_no_step(self) -> str:
-        """Reason why no technique can change a whole training step; empty if ``run.step`` makes the steps."""
-        if self.is_recorded:
-            return "the script makes its own steps"
-        return "no optimizer was given to optimize()" if self.optimizer is None else ""
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -72,19 +72,25 @@ class Choices:
         if technique.name in self.errors and not technique.is_so(job, self.asked[technique.name]):
             raise ValueError(f"{self.errors[technique.name]}: {reason.rstrip('.')}. Leave it out") from cause
 
-    def check(self, job: Job) -> None:
-        """Reject forced techniques and forbidden rules, as far as this is known before the first step.
+    def check_forbidden(self, rule: Rule, job: Job) -> None:
+        """Reject a forbidden rule that is built into ``Run`` for this job.
 
         Raises:
-            ValueError: see ``refuse``. Or a technique has no candidate with the forced value, or a forbidden rule is
-                built into ``Run`` for this job.
+            ValueError: ``rule`` is such a rule.
+        """
+        if rule.candidate(job) is None:
+            raise ValueError(
+                f"techniques[{rule.name!r}] must not be given for this job, got False. "
+                f"{formatting.capital(rule.title)} is a rule that is built into Run here. Leave it out"
+            )
+
+    def check(self, job: Job) -> None:
+        """Reject forced techniques that do not apply, as far as this is known without trials.
+
+        Raises:
+            ValueError: see ``refuse``. Or a technique has no candidate with the forced value.
         """
         for technique in REGISTRY:
-            if isinstance(technique, Rule) and self.of(technique) is False and technique.candidate(job) is None:
-                raise ValueError(
-                    f"techniques[{technique.name!r}] must not be given for this job, got False. "
-                    f"{formatting.capital(technique.title)} is a rule that is built into Run here. Leave it out"
-                )
             if not isinstance(technique, Measured) or not forces(self.values, technique.name):
                 continue
             value = self.of(technique)

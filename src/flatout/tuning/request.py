@@ -46,6 +46,19 @@ class Request:
         return None if self.plan == CACHED else self.plan
 
     @property
+    def run_step_arguments(self) -> dict[str, Any]:
+        """Arguments that were given, and that only ``run.step`` uses."""
+        given = {
+            "scheduler": self.scheduler,
+            "max_grad_norm": self.max_grad_norm,
+            "accumulate": None if self.accumulate == 1 else self.accumulate,
+            "loss_weight": self.loss_weight,
+            "batch_size": None if self.batch_size == "keep" else self.batch_size,
+            "memory_limit": self.memory_limit,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def measures(self) -> bool:
         """True if trials may run. Only then a plan is read from the cache, or written to it."""
         return self.budget != 0 and self.given_plan is None

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -137,12 +138,13 @@ class Session:
             self.progress = own_progress()
             self._guard.callback(self.progress.close)
         earlier = detach(spec.model)
-        self._undo.append(lambda: attach(spec.model, earlier))
+        if earlier is not None:
+            self._undo.append(partial(attach, spec.model, earlier))
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
         with self.stage("applying rules"):
-            self._apply_rules()
+            self._apply_rules(after_first_step=False)
         snapshot = self._capture()
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
         self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
@@ -154,7 +156,11 @@ class Session:
         if plan is not None:
             plan.check(self.fingerprint)
         with self.stage("running a first step"):
-            self.first_step_fits = check_step(job, snapshot, job.data.batches[0])
+            needs_loss = bool(self.request.run_step_arguments)
+            self.first_step_fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
+            if not job.objective.has_loss:
+                self.choices.check(job)
+            self._apply_rules(after_first_step=True)
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
@@ -264,12 +270,13 @@ class Session:
         disable = (candidate.disable for candidate in reversed(self.ledger.candidates))
         run_all([self.job.stepper.reset, *disable, self.bench.state.restore])
 
-    def _apply_rules(self) -> None:
-        """Turn on every rule that applies and is not forbidden."""
+    def _apply_rules(self, *, after_first_step: bool) -> None:
+        """Turn on every rule that applies and is not forbidden, of those before or after the first step."""
         for rule in REGISTRY:
-            if not isinstance(rule, Rule):
+            if not isinstance(rule, Rule) or rule.depends_on_loop is not after_first_step:
                 continue
             if self.choices.of(rule) is False:
+                self.choices.check_forbidden(rule, self.job)
                 self.ledger.add(Decision(rule.row("not tried", "techniques= does without it")))
                 continue
             try:

@@ -1,0 +1,48 @@
+"""Lines on stderr when a ``Run`` is unpacked into model and loader, for a loop of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.report import wording
+from flatout.report.model import Summary
+from flatout.report.receipt import is_timed
+from flatout.training.job import Job
+from flatout.training.stepper import EAGER
+
+
+def lines(summary: Summary, job: Job, scheduler: Any) -> list[str]:
+    """Return three lines: the result, how to train, and how to get the report or revert everything."""
+    used = [row for row in summary.rows if row.status == "kept"]
+    timed = [row.technique for row in used if is_timed(row, summary)]
+    return [
+        f"{wording.headline(summary)}. In use: {', '.join([*timed, f'{len(used) - len(timed)} rules'])}",
+        _how_to_train(job, scheduler),
+        "flatout.report_of(model) returns the report, flatout.undo(model) reverts everything",
+    ]
+
+
+def _how_to_train(job: Job, scheduler: Any) -> str:
+    if job.spec.inference:
+        return "call the model under torch.inference_mode(): its forward is tuned, for inference"
+    if job.spec.optimizer is None:
+        return "keep your loop. To fuse the optimizer, too: model, loader = flatout.optimize(model, loader, optimizer)"
+    missing = _only_in_step(job, scheduler)
+    if missing:
+        return f"only run.step has {', '.join(missing)}. Leave out the loss to tune a loop of your own"
+    return "keep your loop: zero_grad, forward, loss, backward, optimizer.step"
+
+
+def _only_in_step(job: Job, scheduler: Any) -> list[str]:
+    """Return what ``run.step`` does that a loop of the user's own does not."""
+    stepper = job.stepper
+    parts = {
+        "the loss scaler that fp16 needs": stepper.scaler is not None,
+        "cuda_graph": stepper.runner is not EAGER,
+        "compile": job.objective.compiled is not None,
+        f"micro-batches of {stepper.micro_batches.size}": stepper.micro_batches.size is not None,
+        f"accumulate={stepper.accumulate}": stepper.accumulate > 1,
+        f"max_grad_norm={job.spec.max_grad_norm}": job.spec.max_grad_norm is not None,
+        "the learning-rate schedule": scheduler is not None,
+    }
+    return [part for part, is_there in parts.items() if is_there]
