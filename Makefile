@@ -35,14 +35,18 @@ headers := $(filter %.h %.cuh,$(native))
 formatted := $(filter %.h %.cuh %.cpp %.cu,$(native))
 tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 
-.PHONY: demo test lint format test-torches gpu-check clean FORCE
+.PHONY: demo test test-scripts lint format test-torches gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
 	$(VENV)/bin/python -m flatout demo $(ARGS)
 
 test: $(VENV)/.native $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/foreign_scripts $(ARGS)
+
+# Whole training scripts of 19 kinds, each by python and twice by flatout run. A script is a process of its own.
+test-scripts: $(VENV)/.native $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) tests/foreign_scripts $(ARGS)
 
 # ---- the environment ---------------------------------------------------------------------------------------
 
