@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from flatout.core.batches import objects_of, tensors_of
+from flatout.core.described import Described
 from flatout.core.files import is_special
 from flatout.core.formatting import first_line
 from flatout.core.machine import usable_cores
@@ -28,8 +29,8 @@ READABLE_VERSIONS = (2, SCHEMA_VERSION)
 """Versions of plan files that ``Plan.load`` reads. Version 2 has decisions and fingerprint only."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Described):
     """Decisions of ``optimize``, and the setup that they were made for.
 
     Two plans are equal if decisions and fingerprint are.
@@ -54,6 +55,14 @@ class Plan:
     def is_made_under_load(self) -> bool:
         """True if other programs competed for the cores when the plan was made."""
         return self.load_average is not None and self.cores is not None and self.load_average > self.cores
+
+    def _facts(self) -> dict[str, str]:
+        used = [name if value is True else f"{name}={value!r}" for name, value in self.decisions.items()]
+        return {
+            "decisions": ", ".join(used) or "no technique",
+            "undecided": f"undecided: {', '.join(self.undecided)}" if self.undecided else "",
+            "fingerprint": f"for {', '.join(self.fingerprint.values())}" if self.fingerprint else "",
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatout import unpacked
 from flatout.core.batches import to_device
+from flatout.core.described import Described
 from flatout.core.progress_setting import wants_progress
 from flatout.core.standard_error import say
 from flatout.core.toggle import Toggle
@@ -59,7 +60,7 @@ def report_of(model: nn.Module) -> Report:
     return report
 
 
-class Run(Resumable):
+class Run(Resumable, Described):
     """Tuned training job that ``flatout.optimize`` returns.
 
     Attributes:
@@ -106,6 +107,14 @@ class Run(Resumable):
                 say(line)
         yield self.model
         yield self.loader
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            **self.report._facts(),
+            "steps": f"step {self.steps:,}",
+            "model": type(self.model).__name__,
+            "stats": str(self.stats.window),
+        }
 
     @property
     def scaler(self) -> Any:

@@ -214,7 +214,7 @@ def test_known_figures_are_shown_in_one_line() -> None:
         "stall_fraction": [1.6],  # %
     }
     assert figures(str(counter.total)) == [2, 12.3, 5120, 51200, 0.08, 8.0, 1.6]
-    assert repr(counter) == f"MfuCounter(cpu: {counter.total})"
+    assert figures(repr(counter)) == figures(str(counter.total))
     assert figures(repr(fed(10, []))) == [0]
     assert figures(repr(fed(10, [(0.5, None, 0.0)]))) == [1, 500, 0]
 

@@ -11,12 +11,13 @@ import torch
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
+from flatout.core.described import Described
 from flatout.core.standard_error import say
 from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 
 
-class Auto:
+class Auto(Described):
     """Tuning that :func:`auto` has started. A context manager that undoes everything at its end."""
 
     def __init__(self, options: Options) -> None:
@@ -30,6 +31,9 @@ class Auto:
     def undo(self) -> None:
         """Stop tuning, and turn off everything that is kept. Weights keep the values that training gave them."""
         self._engine.undo()
+
+    def _facts(self) -> Mapping[str, str]:
+        return self.report._facts()
 
     def __enter__(self) -> Auto:
         return self

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from flatout.autotune.engine import Engine
 from flatout.core import formatting
+from flatout.core.described import Described
 from flatout.report import Report, report_page, wording
 from flatout.report.shown import Shown
 
@@ -17,8 +18,8 @@ SCHEMA_VERSION = 1
 """Version of the JSON form, which increases when a field changes its meaning or is removed."""
 
 
-@dataclass(frozen=True)
-class ModuleReport:
+@dataclass(frozen=True, repr=False)
+class ModuleReport(Described):
     """Report on one module of a script.
 
     Attributes:
@@ -28,6 +29,9 @@ class ModuleReport:
 
     module: str
     report: Report
+
+    def _facts(self) -> dict[str, str]:
+        return {"module": self.module, **self.report._facts()}
 
 
 class ScriptReport(Shown):
@@ -70,6 +74,11 @@ class ScriptReport(Shown):
             "tuning_seconds": self.tuning_seconds,
             "modules": [{"module": each.module, "report": each.report.to_dict()} for each in self.modules],
         }
+
+    def _facts(self) -> dict[str, str]:
+        results = {f"module {number}": _line(each) for number, each in enumerate(self.modules, 1)}
+        updates = formatting.counted(self.updates, "update") if results else ""
+        return {**(results or {"result": str(self)}), "updates": updates}
 
     def _fragment(self) -> Markup:
         return Markup("").join(report_page.fragment(each.report.summary) for each in self.modules)

@@ -103,6 +103,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:,.2g}"
 
 
+def counted(number: int, name: str) -> str:
+    """Format a number of things: ``1 step``, ``1,200 steps``."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def size_of(value: float) -> str:
     """Format bytes with three digits, in powers of 1024: ``0 B``, ``1.21 GiB``, ``310 MiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from flatout.core import formatting
+from flatout.core.described import Described
 from flatout.core.machine import available_memory, free_shared_memory, usable_cores
 from flatout.core.random_state import RandomState
 from flatout.data.loader_class import is_plain
@@ -37,8 +38,8 @@ _WORKER_BYTES = 256 * 2**20
 _MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Tuned:
+@dataclass(frozen=True, repr=False)
+class Tuned(Described):
     """What :func:`tune` found."""
 
     loader: DataLoader
@@ -61,6 +62,10 @@ class Tuned:
     tries: tuple[Try, ...]
     reason: str
     """Why this and no other, in one sentence."""
+
+    def _facts(self) -> dict[str, str]:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return {"settings": shown, "reason": self.reason}
 
     @property
     def settings(self) -> dict[str, Any]:

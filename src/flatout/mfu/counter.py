@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from flatout.core.described import Described
 from flatout.mfu.counted_calls import CountedCalls, count_calls
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.reading import Phases, Reading
@@ -27,7 +28,7 @@ _NEXT_STEP = 0
 """The native core's token for the step that begins next."""
 
 
-class MfuCounter:
+class MfuCounter(Described):
     """Counter of training steps, their times and their FLOPs.
 
     The host's steady clock times a step on the CPU. Events on the current stream time a step on a CUDA device. The
@@ -249,8 +250,8 @@ class MfuCounter:
         """Share of the window's time that the device spent waiting for the loader, 0..1."""
         return self.window.stall_fraction
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.device}: {self.window})"
+    def _facts(self) -> dict[str, str]:
+        return {**self.window._facts(), "device": str(self.device)}
 
     def _settle(self) -> None:
         for calls in list(self._calls):

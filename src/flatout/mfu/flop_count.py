@@ -6,9 +6,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from flatout.core.described import Described
 
-@dataclass(frozen=True)
-class FlopNode:
+
+@dataclass(frozen=True, repr=False)
+class FlopNode(Described):
     """FLOPs of one module and its submodules.
 
     A module that is used several times or has several names is one node, with its first name. Its backward is the
@@ -65,6 +67,9 @@ class FlopNode:
             for name, node in rows
         )
 
+    def _facts(self) -> dict[str, str]:
+        return {"name": self.name, **_flops(total=self.total, forward=self.forward, backward=self.backward)}
+
     def _rows(self, depth: int) -> Iterator[tuple[str, FlopNode]]:
         yield "  " * depth + self.name, self
         for child in self.children:
@@ -72,8 +77,8 @@ class FlopNode:
                 yield from child._rows(depth + 1)
 
 
-@dataclass(frozen=True)
-class FlopCount:
+@dataclass(frozen=True, repr=False)
+class FlopCount(Described):
     """FLOPs of one call; a multiply-add is 2.
 
     ``total`` is the work of the model's mathematics, on which MFU is based. ``hardware`` is the work of the device, on
@@ -114,10 +119,19 @@ class FlopCount:
         unknown = f"\nnot counted: {named(self.unknown)}" if self.unknown else ""
         return f"{self.by_module}{unknown}"
 
+    def _facts(self) -> dict[str, str]:
+        unknown = f"not counted: {named(self.unknown)}" if self.unknown else ""
+        return {**_flops(total=self.total, forward=self.forward, backward=self.backward), "unknown": unknown}
+
 
 def named(calls: Mapping[str, int]) -> str:
     """Return operators and their numbers of calls, in words."""
     return ", ".join(f"{name} (called {n}x)" for name, n in calls.items())
+
+
+def _flops(**counts: int) -> dict[str, str]:
+    """Return numbers of FLOPs in words, by name."""
+    return {name: f"{name} {_readable(flops)}FLOPs" for name, flops in counts.items()}
 
 
 def _readable(flops: int) -> str:

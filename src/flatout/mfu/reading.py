@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flatout.core import formatting
+from flatout.core.described import Described
 from flatout.native._host import PHASES
 
 
-@dataclass(frozen=True)
-class Phases:
+@dataclass(frozen=True, repr=False)
+class Phases(Described):
     """Seconds of each phase of a step, averaged over the steps whose phases were measured.
 
     The phases add up to the time from the end of the previous step to the end of the step. On a CUDA device the phases
@@ -43,6 +44,10 @@ class Phases:
         shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
         return ", ".join(f"{name} {formatting.share(value / whole, 1)} {1e3 * value:.3g} ms" for name, value in shown)
 
+    def _facts(self) -> dict[str, str]:
+        names = sorted(PHASES, key=lambda name: getattr(self, name), reverse=True)
+        return {name: f"{name} {formatting.milliseconds(1e3 * getattr(self, name))}" for name in names}
+
 
 _TOLD: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{formatting.milliseconds(1e3 * value)} a step",
@@ -55,8 +60,8 @@ _TOLD: dict[str, Callable[[float], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reading:
+@dataclass(frozen=True, repr=False)
+class Reading(Described):
     """Rates over a number of steps. An unknown rate is None.
 
     The time of a step begins with the end of the previous step, so the loop's own work counts.
@@ -92,7 +97,10 @@ class Reading:
 
     def __str__(self) -> str:
         """What is known, in one line: ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``."""
-        return ", ".join([f"{self.steps:,} step{'s' * (self.steps != 1)}", *self.told().values()])
+        return ", ".join(self._facts().values())
+
+    def _facts(self) -> dict[str, str]:
+        return {"steps": formatting.counted(self.steps, "step"), **self.told()}
 
     def told(self) -> dict[str, str]:
         """Return the known rates in words, by attribute. ``hfu`` is included only if it differs from ``mfu``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flatout.core import formatting
+from flatout.core.described import Described
 from flatout.mfu.reading import Phases
 
 Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
@@ -64,8 +65,8 @@ def family_of(by_op: Mapping[str, int]) -> Family:
     return DENSE
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Described):
     """Utilization of the device by a training, and its limit.
 
     Attributes:
@@ -105,6 +106,14 @@ class Verdict:
         if self.remedies:
             parts.append(f"Not tried: {', '.join(self.remedies)}")
         return " ".join(f"{formatting.capital(part)}." for part in parts if part)
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "limit": self.limit,
+            "mfu": "" if self.mfu is None else f"MFU {formatting.share(self.mfu, 1)} of {self.peak}",
+            "utilisation": "" if self.utilisation is None else f"NVML {formatting.share(self.utilisation, 0)}",
+            "remedies": f"not tried: {', '.join(self.remedies)}" if self.remedies else "",
+        }
 
 
 def judge(

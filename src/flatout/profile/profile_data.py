@@ -141,7 +141,7 @@ def _remove(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProfileData:
     """Time of training steps by part, operator and line of code.
 
@@ -182,7 +182,7 @@ class ProfileData:
     commands: tuple[str, ...]
     environment: Mapping[str, str]
     verdict: str = ""
-    trace: TraceFile | None = field(default=None, repr=False, compare=False)
+    trace: TraceFile | None = field(default=None, compare=False)
 
     @property
     def device_busy(self) -> float | None:

@@ -12,7 +12,8 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from flatout.profile import profile_page, profile_text
+from flatout.core import formatting
+from flatout.profile import profile_page, profile_text, sections
 from flatout.profile.profile_data import ProfileData
 from flatout.report.shown import Shown
 
@@ -20,7 +21,7 @@ SCHEMA_VERSION = 2
 """Version of the JSON form, which increases when a field changes its meaning or is removed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile(ProfileData, Shown):
     """Profile of training steps: :class:`ProfileData` with its text, page and files.
 
@@ -51,6 +52,13 @@ class Profile(ProfileData, Shown):
 
     def __str__(self) -> str:
         return profile_text.to_text(self)
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "seconds": f"{sections.ms(self.seconds)} a step",
+            "biggest": sections.biggest(self),
+            "steps": formatting.counted(len(self.steps), "step"),
+        }
 
     def _fragment(self) -> Markup:
         return profile_page.fragment(self)

@@ -111,8 +111,11 @@ class Report(Shown):
     def __str__(self) -> str:
         return receipt.to_text(self.summary)
 
-    def __repr__(self) -> str:
-        return f"<flatout.Report: {len(self.rows)} rows, {wording.headline(self.summary)}>"
+    def _facts(self) -> dict[str, str]:
+        return {
+            "result": wording.headline(self.summary),
+            "rows": f"{len(self.summary.in_use)} of {len(self.rows)} techniques in use",
+        }
 
     def _fragment(self) -> Markup:
         return report_page.fragment(self.summary)

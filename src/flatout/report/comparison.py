@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 _KINDS: tuple[FactKind, ...] = get_args(FactKind)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(ComparisonData, Shown):
     """Comparison of two runs: :class:`ComparisonData` with its text and files.
 
@@ -37,6 +37,11 @@ class Comparison(ComparisonData, Shown):
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": "flatout.comparison", "schema_version": SCHEMA_VERSION, **serialize.plain(self)}
+
+    def _facts(self) -> dict[str, str]:
+        answers = {loop.name or "answer": comparison_text.answer(loop) for loop in self.loops}
+        changed = ", ".join(dict.fromkeys(change.kind for change in self.changes))
+        return {**answers, "changed": f"changed: {changed}" if changed else ""}
 
     def _fragment(self) -> Markup:
         return Markup("<pre>{}</pre>").format(str(self))

@@ -75,7 +75,7 @@ class Change:
     loop: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparisonData:
     """Comparison of two runs.
 

@@ -36,7 +36,7 @@ def render(comparison: ComparisonData, options: ConsoleOptions) -> Iterator[Rend
     yield say(f"a = {comparison.a}, b = {comparison.b}", plain, "dim")
     for loop in comparison.loops:
         name = f"{loop.name}: " if loop.name and len(comparison.loops) > 1 else ""
-        yield say(f"{name}{_answer(loop)}", plain, f"bold {_STYLES[loop.verdict]}".removesuffix(" dim"))
+        yield say(f"{name}{answer(loop)}", plain, f"bold {_STYLES[loop.verdict]}".removesuffix(" dim"))
     if len(comparison.loops) == 1:
         yield _times(comparison.loops[0], plain)
     if any(loop.drifted for loop in comparison.loops):
@@ -51,7 +51,7 @@ def to_text(comparison: ComparisonData, width: int | None = None, ascii_only: bo
     return plain_text(lambda options: render(comparison, options), width, ascii_only)
 
 
-def _answer(loop: ComparedLoop) -> str:
+def answer(loop: ComparedLoop) -> str:
     """Return whether the speeds differ, with the interval of their ratio."""
     speed = f"{loop.speed.ratio:.2f}×"
     if loop.speed.interval is None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from flatout.core import formatting
+from flatout.core.described import Described
+
 Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "not built yet"]
 
 Statistic = Literal["wall", "cpu"]
@@ -93,8 +96,8 @@ class Trial:
         return self.candidate_bytes / self.baseline_bytes
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, repr=False)
+class Row(Described):
     """One line of the checklist.
 
     Attributes:
@@ -124,6 +127,14 @@ class Row:
     expected: str = ""
     purpose: str = ""
     left_out: bool = False
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "technique": self.technique,
+            "status": f"{self.status} {self.chosen}",
+            "gain": "" if self.gain is None else formatting.percent(self.gain.ratio),
+            "why": self.why,
+        }
 
     @property
     def gain_pairs(self) -> int | None:
@@ -191,8 +202,8 @@ class Pace:
         return self.load_ms / self.total_ms
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Described):
     """Everything that a report shows.
 
     Attributes:
@@ -226,6 +237,18 @@ class Summary:
     training: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
     load_average: float | None = None
+
+    @property
+    def in_use(self) -> tuple[Row, ...]:
+        """Rows of the techniques in use."""
+        return tuple(row for row in self.rows if row.status == "kept")
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "gain": "" if self.gain is None else f"{self.gain.ratio:.2f}×",
+            "rows": f"{len(self.in_use)} of {len(self.rows)} in use",
+            "device": self.environment.get("device", ""),
+        }
 
     def epoch_seconds(self, pace: Pace) -> float | None:
         """Return the seconds of an epoch at a pace; None if unknown."""

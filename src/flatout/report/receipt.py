@@ -33,7 +33,7 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
     yield _rows(summary, plain, 24 if options.max_width >= WIDE else 14)
     yield from _remarks("not tried", "bold blue", [row for row in _of(summary, "not tried") if not row.left_out], plain)
     yield from _remarks("advice", "bold cyan", _of(summary, "advice"), plain)
-    rules = [row.technique for row in _of(summary, "kept") if not is_timed(row, summary)]
+    rules = [row.technique for row in summary.in_use if not is_timed(row, summary)]
     if rules:
         yield _labelled("rules", say(f"in use without a trial: {', '.join(rules)}", plain))
     yield from _bars(summary, plain)
@@ -63,7 +63,7 @@ def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
         told.append(f"{' → '.join(rates)} samples/s")
         if before.mfu is not None and after.mfu is not None and not _changes_peak(summary):
             told.append(f"MFU {formatting.share(before.mfu, 1)} → {formatting.share(after.mfu, 1)}")
-    told.append(f"{len(_of(summary, 'kept'))} of {len(summary.rows)} in use")
+    told.append(f"{len(summary.in_use)} of {len(summary.rows)} in use")
     rest = say("   ".join(told), plain)
     if line.cell_len + 3 + rest.cell_len <= width:
         yield line.append("   ").append_text(rest)
@@ -74,7 +74,7 @@ def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
 
 def _changes_peak(summary: Summary) -> bool:
     """Return True if both MFUs are relative to different peaks, because products have another precision."""
-    return any(row.technique in ("precision", "tf32") for row in _of(summary, "kept"))
+    return any(row.technique in ("precision", "tf32") for row in summary.in_use)
 
 
 def is_timed(row: Row, summary: Summary) -> bool:
@@ -97,7 +97,7 @@ def _rows(summary: Summary, plain: bool, widest: int) -> Table:
     table.add_column(no_wrap=True, overflow=overflow, max_width=widest)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(ratio=1, no_wrap=True, overflow=overflow)
-    timed = [row for row in _of(summary, "kept") if is_timed(row, summary)]
+    timed = [row for row in summary.in_use if is_timed(row, summary)]
     _add(table, plain, "in use", "bold green", sorted(timed, key=_ratio, reverse=True))
     _add(table, plain, "tried", "yellow", sorted(_of(summary, "rejected"), key=_ratio, reverse=True))
     return table

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 from markupsafe import Markup
 
+from flatout.core.described import Described
 from flatout.report import html
 
 
-class Shown(ABC):
+class Shown(Described):
     """Base of results that a terminal, a notebook and files show.
 
     ``print`` gives text, ``rich.print`` color, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
