@@ -22,11 +22,12 @@ from flatout.profile.profile_text import continued
 from flatout.profile.sections import LOOKS, sections
 from flatout.profile.summary import summarise
 from flatout.profile.trace import BOUNDARY, Trace
-from flatout.report import charts
 from tests.profile.events import AUTOGRAD, COPY_STREAM, STREAM, ProfileRecording, step, summary_of
 from tests.profile.profile_sample import sync_bound
 from tests.reasons import advice
 from tests.renderings.rendered import in_terminal, root_of
+from tests.report.drawn import bars as bars_of
+from tests.report.drawn import share as share_of
 
 
 def found(recording: ProfileRecording) -> list[tuple[float, float, str, str, str]]:
@@ -490,7 +491,7 @@ def test_a_page_shows_every_figure(tmp_path: Path) -> None:
     root = ET.fromstring(page)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert not tags & {"script", "link", "img", "iframe", "b>"}
-    said = "".join(root.itertext())
+    said = "".join(root.itertext()).replace("\u00a0", " ")
     assert profile.verdict in said
     for cell in (cell for section in sections(profile) for row in section.rows for cell in row):
         assert clean(cell) in said
@@ -529,15 +530,12 @@ def numbers(element: ET.Element, *names: str) -> list[float]:
 def test_charts_are_drawn_to_scale() -> None:
     profile = sync_bound()
     mean = ET.fromstring(profile_page.mean_chart(profile))
-    bars = [numbers(rect, "x", "width") for rect in mean.iter() if "rx" in rect.attrib]
+    bars = [(share_of(rect, "x"), share_of(rect, "width")) for rect in bars_of(mean)]
     host = bars[: len(PHASES)]
     assert [x for x, _ in host[1:]] == pytest.approx([x + width for x, width in host[:-1]], abs=0.2)
-    assert sum(host[-1]) == pytest.approx(charts.WIDTH, abs=0.2)
+    assert sum(host[-1]) == pytest.approx(100, abs=0.05)
     assert [width for _, width in bars] == pytest.approx(
-        [
-            (charts.WIDTH - host[0][0]) * seconds / profile.seconds
-            for seconds in (*profile.phases.values(), *profile.device_phases.values())
-        ],
+        [100 * seconds / profile.seconds for seconds in (*profile.phases.values(), *profile.device_phases.values())],
         abs=0.1,
     )
     for column in ET.fromstring(profile_page.steps_chart(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
@@ -545,8 +543,10 @@ def test_charts_are_drawn_to_scale() -> None:
         assert [y + height for y, height in bars[1:]] == pytest.approx([y for y, _ in bars[:-1]], abs=0.02)
         assert bars[-1][0] == pytest.approx(8, abs=0.1)  # all steps take as long: up to the top
     drawn = profile_page.memory_chart(Memory("cuda:0", ((0.1, 0), (0.2, 100), (0.3, 50)), 100, "forward"), 0.4)
-    line = next(path for path in ET.fromstring(drawn).iter() if "stroke:" in path.attrib.get("style", ""))
-    assert line.attrib["d"].endswith(f"L{charts.WIDTH:.1f} 73.0")  # half of the peak, to the end
+    line = next(
+        path for path in ET.fromstring(drawn).iter() if path.attrib.get("class") == "line" and "d" in path.attrib
+    )
+    assert line.attrib["d"].endswith("L1000.0 65.0")  # half of the peak, to the end
 
 
 @pytest.mark.parametrize("width", [20, 40, 100])

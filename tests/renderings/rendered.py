@@ -27,8 +27,8 @@ def drawn(draw: Callable[[Console], object], width: int, ascii_only: bool = Fals
 
 
 def root_of(shown: Any) -> ET.Element:
-    """Return the parsed page that a notebook shows."""
-    return ET.fromstring(shown._repr_html_())
+    """Return the parsed page that a notebook shows. No-break spaces become spaces."""
+    return ET.fromstring(shown._repr_html_().replace("\u00a0", " "))
 
 
 def on_page(root: ET.Element) -> str:

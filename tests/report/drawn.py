@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 
 def charts(root: ET.Element) -> list[ET.Element]:
-    return [element for element in root.iter() if element.tag.endswith("}svg")]
+    return [element for element in root.iter("div") if "chart" in element.attrib.get("class", "").split()]
 
 
 def chart(root: ET.Element, begins: str) -> ET.Element:
@@ -19,23 +19,33 @@ def bars(root: ET.Element) -> list[ET.Element]:
     return [element for element in root.iter() if element.tag.endswith("rect")]
 
 
+def share(element: ET.Element, name: str) -> float:
+    """Return an attribute in percent of the chart's width."""
+    return float(element.attrib[name].removesuffix("%"))
+
+
 def widths(root: ET.Element) -> list[float]:
-    return [float(bar.attrib["width"]) for bar in bars(root)]
+    return [share(bar, "width") for bar in bars(root)]
+
+
+def whiskers(root: ET.Element) -> list[tuple[float, float]]:
+    """Return both ends of each whisker, in percent of the chart's width."""
+    groups = [element for element in root.iter() if element.attrib.get("class") == "whisker"]
+    return [(share(group[0], "x1"), share(group[0], "x2")) for group in groups]
 
 
 def lines(root: ET.Element) -> list[tuple[str, str, ET.Element]]:
     """Return name, number and bar of each line of a plot."""
-    groups = [element for element in root.iter() if element.tag.endswith("}g")]
     found = []
-    for group in groups:
-        texts = {e.attrib["class"]: e.text or "" for e in group if e.tag.endswith("}text")}
-        found.append((texts["name"], texts["value"], bars(group)[0]))
+    for line in (element for element in root.iter("div") if element.attrib.get("class") == "line"):
+        texts = {e.attrib["class"]: (e.text or "").replace("\u00a0", " ") for e in line if e.tag == "span"}
+        found.append((texts["name"], texts["value"], bars(line)[0]))
     return found
 
 
 def table_rows(root: ET.Element, css: str) -> list[list[str]]:
     """Return the cells of each row below the headings, for the table of this CSS class."""
-    (table,) = (element for element in root.iter("table") if element.attrib.get("class") == css)
+    (table,) = (element for element in root.iter("table") if css in element.attrib.get("class", "").split())
     return [
         ["".join(cell.itertext()) for cell in row.iter("td")] for row in table.iter("tr") if row.find("td") is not None
     ]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flatout.core import formatting
-from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_text, wording
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_page, report_text, wording
 from tests.reasons import reasons
 from tests.renderings.rendered import in_terminal, root_of
-from tests.report.drawn import bars, chart, charts, table_rows, widths
+from tests.report.drawn import bars, chart, charts, lines, share, table_rows, whiskers, widths
 from tests.report.report_sample import HOSTILE, compile_row, sample
 
 EMPTY = Summary(rows=(), environment={})
@@ -209,7 +209,7 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path: object) -> Non
     assert not tags & {"script", "link", "img", "iframe"}
     assert "url(" not in text
     assert "@import" not in text
-    said = "".join(root.itertext())
+    said = "".join(root.itertext()).replace("\u00a0", " ")
     assert formatting.clean(HOSTILE) in said
     for row in sample().rows:
         assert row.title in said
@@ -293,12 +293,9 @@ def test_names_of_code_are_set_as_code() -> None:
 
 def test_bars_that_lose_end_left_of_zero_and_bars_that_win_right_of_it() -> None:
     root = chart(root_of(Report(sample())), "speed")
-    zero = next(float(e.attrib["x1"]) for e in root.iter() if e.attrib.get("class") == "zero")
-    for group in (e for e in root.iter() if e.tag.endswith("}g")):
-        bar = next(e for e in group if e.tag.endswith("rect"))
-        left = float(bar.attrib["x"])
-        loses = "−" in "".join(group[0].itertext()).split("(")[0]
-        assert (left < zero - 1) == loses
+    zero = next(share(e, "x1") for e in root.iter() if e.attrib.get("class") == "zero")
+    for _, value, bar in lines(root):
+        assert (share(bar, "x") < zero - 0.1) == ("−" in value.split("(")[0])
 
 
 @pytest.mark.parametrize("summary", [EMPTY, Summary(sample().rows[:1], {}, Pace(0.0, 0.0, 0.0), Pace(0.0, 0.0, 0.0))])
@@ -395,14 +392,44 @@ def test_ticks_are_few_and_hold_zero(low: float, high: float) -> None:
     gain = Gain(1 + (low + high) / 2, 1 + low, 1 + high)
     row = Row("x", 1, "X", "kept", "", "on", gain, (Trial("on", 4.0, 3.0, gain, 9),))
     drawn = chart(root_of(Report(Summary((row,), {}))), "speed")
-    ticks = [e.attrib for e in drawn.iter() if e.tag.endswith("}line")]
+    ticks = [e for e in drawn.iter() if e.attrib.get("class") in ("zero", "tick")]
     assert 2 <= len(ticks) <= 8
-    assert {tick["class"] for tick in ticks} == {"zero", "tick"}
+    assert sum(e.attrib["class"] == "zero" for e in ticks) == 1
     assert sum(e.attrib.get("class") == "axis" for e in drawn.iter()) == len(ticks)
-    (whisker,) = (e.attrib["d"] for e in drawn.iter() if e.attrib.get("class") == "whisker")
-    ends = [float(x) for x in re.findall(r"[MH]([\d.]+)", whisker)]
-    places = [float(tick["x1"]) for tick in ticks]
+    (ends,) = whiskers(drawn)
+    places = [share(tick, "x1") for tick in ticks]
     assert min(ends) - 0.1 <= min(places) <= max(places) <= max(ends) + 0.1
+
+
+def test_a_whisker_that_is_much_longer_than_the_bars_is_cut_off() -> None:
+    wide, narrow = Gain(1.94, 0.27, 14.06), Gain(1.5, 1.4, 1.6)
+    trials = (Trial("a", 4.0, 3.0, wide, 9), Trial("b", 4.0, 3.0, narrow, 9))
+    drawn = chart(root_of(Report(Summary((Row("x", 1, "X", "rejected", "", trials=trials),), {}))), "speed")
+    first, second = whiskers(drawn)
+    assert first[1] > 100
+    assert 0 < second[0] < second[1] < 100
+    assert max(widths(drawn)) > 30  # the bars are readable
+
+
+def test_numbers_and_their_units_stay_on_one_line() -> None:
+    said = "".join(ET.fromstring(Report(sample())._repr_html_()).itertext())
+    assert "6.20\u00a0ms" in said
+    assert not re.search(r"\d (ms|%|MiB|×)(?!\w)", said)
+
+
+def test_rows_that_do_not_apply_are_shown_on_request() -> None:
+    root = root_of(Report(sample()))
+    (more,) = (e for e in root.iter("details") if e.attrib.get("class") == "more")
+    assert "open" not in more.attrib
+    hidden = {row.title for row in sample().rows if row.status in report_page.INAPPLICABLE}
+    assert {(e.text or "").strip() for e in more.iter("td") if e.attrib.get("class") == "technique"} == hidden
+
+
+def test_a_page_begins_with_the_machine_and_one_headline_number() -> None:
+    root = root_of(Report(dataclasses.replace(sample(), environment={"device": "a machine", "date": "today"})))
+    said = "".join(root.find("section").itertext())  # type: ignore[union-attr]
+    assert said.split()[:4] == ["device", "a", "machine", "·"]
+    assert sum(e.attrib.get("class") == "factor" for e in root.iter()) == 1
 
 
 def test_every_status_has_a_look() -> None:
@@ -460,7 +487,7 @@ def test_a_gain_shows_the_steps_that_pay_for_it_and_no_gain_shows_none(width: in
     steps = formatting.count(math.ceil(whole.tuning_seconds * 1e3 / (whole.before.total_ms - whole.after.total_ms)))
     for report in (Report(whole), Report(dataclasses.replace(whole, rows=()))):
         assert f"tuned in 45 s, pays back after {steps} steps" in in_terminal(report, width)
-        assert f"Tuned in 45 s, pays back after {steps} steps." in report._repr_html_()
+        assert f"Tuned in 45 s, pays back after {steps} steps." in "".join(root_of(report).itertext())
     rate, step_ms = whole.after.samples_per_second / 1.005, whole.after.step_ms * 1.005
     noise = dataclasses.replace(whole.after, samples_per_second=rate, step_ms=step_ms)
     for before in (whole.after, noise, None):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_page, wording
-from flatout.report.waterfall import Waterfall, waterfall
+from flatout.report.waterfall import waterfall
 from tests.renderings.rendered import root_of
 from tests.report.drawn import charts as charts_of
-from tests.report.drawn import lines
+from tests.report.drawn import lines, share
 from tests.report.report_sample import HOSTILE, sample
 
 MS = st.floats(0, 1e4)
@@ -68,23 +68,15 @@ def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
     for _, ms in expected:
         levels.append(levels[-1] + ms)
     levels.append(fall.after)
-    left_end, room = plotted_between()
-    scale = room / (max(levels) - min(0.0, *levels))
+    scale = 100 / (max(levels) - min(0.0, *levels))
 
     def x(level: float) -> float:
-        return left_end + (level - min(0.0, *levels)) * scale
+        return (level - min(0.0, *levels)) * scale
 
     spans = [(0.0, fall.before), *pairwise(levels), (0.0, fall.after)]
     for (_, _, bar), ends in zip([first, *steps, last], spans, strict=True):
-        left, width = float(bar.attrib["x"]), float(bar.attrib["width"])
-        assert left == pytest.approx(x(min(ends)), abs=0.06)
-        assert width == pytest.approx(max(1.5, x(max(ends)) - x(min(ends))), abs=0.06)
-
-
-def plotted_between() -> tuple[float, float]:
-    """Return the start of the bars, and the length of the longest bar."""
-    first, *_ = lines(ET.fromstring(report_page.waterfall_chart(Waterfall(2.0, (), -1.0, 1.0))))
-    return float(first[2].attrib["x"]), float(first[2].attrib["width"])
+        assert share(bar, "x") == pytest.approx(x(min(ends)), abs=0.02)
+        assert share(bar, "width") == pytest.approx(max(0.3, x(max(ends)) - x(min(ends))), abs=0.02)
 
 
 def fall_charts(report: Report) -> list[ET.Element]:

@@ -81,7 +81,9 @@ class ScriptReport(Shown):
         return {**(results or {"result": str(self)}), "updates": updates}
 
     def _fragment(self) -> Markup:
-        return Markup("").join(report_page.fragment(each.report.summary) for each in self.modules)
+        if not self.modules:
+            return Markup("<section><h1>{}</h1></section>").format(formatting.capital(str(self)))
+        return Markup("").join(report_page.fragment(each.report.summary, title=each.module) for each in self.modules)
 
     def __str__(self) -> str:
         if not self.updates:

@@ -7,6 +7,7 @@ import re
 import unicodedata
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:%|×|[mµn]?s|min|h|[KMGT]i?B|B|samples/s|tokens/s|[TGM]FLOPs?(?:/s)?)(?!\w))")
 _FORMATS = {"Cf", "Zl", "Zp"}  # Unicode categories: format characters, line and paragraph separators
 
 
@@ -22,6 +23,11 @@ def visible(text: str) -> str:
 def clean(text: str) -> str:
     """Return ``visible(text)`` without leading and trailing white space."""
     return visible(text).strip()
+
+
+def unbroken(text: str) -> str:
+    """Join numbers and their units by no-break spaces."""
+    return _QUANTITY.sub("\u00a0", text)
 
 
 def _shown(character: str) -> str:

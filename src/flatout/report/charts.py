@@ -1,4 +1,7 @@
-"""Charts as inline SVG. The page's style sheet sets their colors."""
+"""Charts as inline SVG. The page's style sheet sets their colors.
+
+Positions across a chart are percentages, so a chart is as wide as the text, and letters have one size at every width.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ from markupsafe import Markup
 
 from flatout.core import formatting
 
-WIDTH = 760
-_NAMES = 235  # width of the names, left of the bars
-_VALUES = 185  # width of the values, right of the bars
-_LINE = 26  # height of a bar with its margins
-_AXIS = 64  # width of the numbers, left of columns and areas
-_SVG = {"xmlns": "http://www.w3.org/2000/svg", "role": "img"}
-_TOP = 8  # margin above columns and areas
+_LINE = 26
+"""Height of a bar with its margins, pixels."""
+
+_THICK = 34
+"""Height of a stacked bar, pixels."""
+
+_TOP = 8
+"""Margin above columns and areas, pixels."""
+
+_LABELS = 20
+"""Largest number of columns that all have a number."""
+
+_SVG = {"xmlns": "http://www.w3.org/2000/svg", "width": "100%"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Segment:
 def bars(
     label: str, bars: Sequence[Bar], tick: Callable[[float], str], *, reach: float = 0.0, connected: bool = False
 ) -> Markup:
-    """Draw a bar for each line, over one axis.
+    """Draw a bar for each line, over one axis. The axis cuts off whiskers that are much longer than the bars.
 
     Args:
         label: title for screen readers.
@@ -69,60 +78,70 @@ def bars(
         reach: smallest end of the axis.
         connected: draw a thread from the end of each bar to the next bar.
     """
-    ends = [0.0, reach, *(end for bar in bars for end in (bar.start, bar.end, *bar.interval))]
-    low, high = min(ends), max(ends)
+    low, high = _axis(bars, reach)
+    ticks = _ticks(low, high)
 
-    def x(value: float) -> float:
-        return _NAMES + (value - low) / (high - low) * (WIDTH - _NAMES - _VALUES)
+    def x(value: float) -> str:
+        return _percent((value - low) / (high - low))
 
-    height = len(bars) * _LINE + 30
-    svg = _svg(label, height)
-    for value in _ticks(low, high):
-        _draw(svg, "line", css="tick" if value else "zero", x1=x(value), y1=0, x2=x(value), y2=height - 22)
-        _draw(svg, "text", tick(value), css="axis", x=x(value), y=height - 6, text_anchor="middle")
+    chart = _chart(label)
+    end = None
     for index, bar in enumerate(bars):
-        line = _draw(svg, "g", transform=f"translate(0,{index * _LINE})")
-        _draw(line, "title", f"{bar.name}: {bar.value}")
-        name = bar.name if len(bar.name) <= 38 else f"{bar.name[:37]}…"
-        _draw(line, "text", name, css="name", x=_NAMES - 10, y=_LINE / 2 + 4, text_anchor="end")
-        left, right = sorted((x(bar.start), x(bar.end)))
-        _draw(line, "rect", css=bar.css, x=left, y=5, width=max(1.5, right - left), height=_LINE - 10, rx=2)
+        plot = _line(chart, bar.name, bar.value, _LINE)
+        for value in ticks:
+            _draw(plot, "line", css="tick" if value else "zero", x1=x(value), y1=0, x2=x(value), y2=_LINE)
+        left, right = sorted((bar.start, bar.end))
+        width = _percent(max(0.003, (right - left) / (high - low)))
+        _draw(plot, "rect", css=bar.css, x=x(left), y=5, width=width, height=_LINE - 10, rx=2)
         if bar.interval:
-            start, end = map(x, bar.interval)
-            d = f"M{start:.1f} {_LINE / 2}H{end:.1f}M{start:.1f} {_LINE / 2 - 4}v8M{end:.1f} {_LINE / 2 - 4}v8"
-            _draw(line, "path", css="whisker", d=d)
+            ends, middle = tuple(map(x, bar.interval)), _LINE / 2
+            whisker = _draw(plot, "g", css="whisker")
+            _draw(whisker, "line", x1=ends[0], y1=middle, x2=ends[1], y2=middle)
+            for at in ends:
+                _draw(whisker, "line", x1=at, y1=middle - 4, x2=at, y2=middle + 4)
+        if connected and end is not None:
+            _draw(plot, "line", css="thread", x1=end, y1=0, x2=end, y2=5)
+        end = x(bar.end)
         if connected and index < len(bars) - 1:
-            _draw(line, "path", css="thread", d=f"M{x(bar.end):.1f} {_LINE - 5}v10")
-        _draw(line, "text", bar.value, css="value", x=WIDTH, y=_LINE / 2 + 4, text_anchor="end")
-    return _markup(svg)
+            _draw(plot, "line", css="thread", x1=end, y1=_LINE - 5, x2=end, y2=_LINE)
+    axis = _line(chart, "", "", 20, css="scale")
+    for value in ticks:
+        _draw(axis, "text", tick(value), css="axis", x=x(value), y=14, text_anchor="middle")
+    return _markup(chart)
 
 
-def stacked(label: str, bars: Mapping[str, Sequence[Segment]], *, totals: bool = False) -> Markup:
-    """Draw horizontal bars of segments, all on one scale.
+def _axis(bars: Sequence[Bar], reach: float) -> tuple[float, float]:
+    """Return the ends of the axis. Whiskers lengthen each side of the axis by half the length of the bars at most."""
+    ends = [0.0, reach, *(end for bar in bars for end in (bar.start, bar.end))]
+    whiskers = [*ends, *(end for bar in bars for end in bar.interval)]
+    low, high = min(ends), max(ends)
+    room = (high - low) / 2
+    return max(low - room, min(whiskers)), min(high + room, max(whiskers))
+
+
+def stacked(label: str, bars: Mapping[str, Sequence[Segment]]) -> Markup:
+    """Draw horizontal bars of segments, all on one scale, each with its length.
 
     Args:
         label: title for screen readers.
         bars: segments of each bar, from left to right; one bar at least has a length.
-        totals: write the length of each bar at its end.
     """
-    left, line = 60, 42
-    width = WIDTH - left - (110 if totals else 0)
     longest = max(sum(part.ms for part in bar) for bar in bars.values())
-    svg = _svg(label, len(bars) * line)
-    for top, (name, bar) in zip(range(0, len(bars) * line, line), bars.items(), strict=True):
-        x = float(left)
-        _draw(svg, "text", name, css="name", x=left - 8, y=top + 23, text_anchor="end")
+    chart = _chart(label, "stacked")
+    for name, bar in bars.items():
+        total = formatting.milliseconds(sum(part.ms for part in bar))
+        plot = _line(chart, name, total, _THICK + 6)
+        begin = 0.0
         for part in bar:
-            length, value = width * part.ms / longest, formatting.milliseconds(part.ms)
-            rect = _draw(svg, "rect", style=f"fill:{part.color}", x=x, y=top + 2, width=length, height=32, rx=2)
-            _draw(rect, "title", f"{part.name}: {value}")
-            if length > 62:  # the text fits into the segment
-                _draw(svg, "text", value, css="inside", x=x + length / 2, y=top + 23, text_anchor="middle")
-            x += length
-        if totals:
-            total = formatting.milliseconds(sum(part.ms for part in bar))
-            _draw(svg, "text", total, css="value", x=x + 8, y=top + 23)
-    return _markup(svg)
+            length, value = part.ms / longest, formatting.milliseconds(part.ms)
+            x, width = _percent(begin), _percent(length)
+            segment = _draw(plot, "rect", style=f"fill:{part.color}", x=x, y=3, width=width, height=_THICK, rx=2)
+            _draw(segment, "title", f"{part.name}: {value}")
+            if length > 0.18:  # the text fits into the segment
+                middle = _percent(begin + length / 2)
+                _draw(plot, "text", value, css="inside", x=middle, y=_THICK / 2 + 8, text_anchor="middle")
+            begin += length
+    return _markup(chart)
 
 
 def columns(label: str, columns: Mapping[str, Sequence[Segment]], longest: float) -> Markup:
@@ -134,21 +153,24 @@ def columns(label: str, columns: Mapping[str, Sequence[Segment]], longest: float
         longest: milliseconds of the longest column.
     """
     height = 150
-    distance = (WIDTH - _AXIS) / len(columns)
-    width = min(60.0, distance * 0.8)
-    svg = _svg(label, height + 30)
+    distance, numbered = 1 / len(columns), math.ceil(len(columns) / _LABELS)
+    chart = _chart(label)
+    svg = _svg(chart, height + 30, css="levels")
     for share in (0.0, 0.5, 1.0):
         _level(svg, _TOP + height * (1 - share), formatting.milliseconds(share * longest))
     for index, (title, parts) in enumerate(columns.items()):
-        middle, y = _AXIS + (index + 0.5) * distance, float(_TOP + height)
+        left, y = (index + 0.1) * distance, float(_TOP + height)
         column = _draw(svg, "g")
         _draw(column, "title", title)
         for part in parts:
             length = height * part.ms / longest
             y -= length
-            _draw(column, "rect", style=f"fill:{part.color}", x=middle - width / 2, y=y, width=width, height=length)
-        _draw(column, "text", str(index + 1), css="axis", x=middle, y=height + 24, text_anchor="middle")
-    return _markup(svg)
+            x, width = _percent(left), _percent(0.8 * distance)
+            _draw(column, "rect", style=f"fill:{part.color}", x=x, y=y, width=width, height=length)
+        if (index + 1) % numbered == 0:
+            middle = _percent((index + 0.5) * distance)
+            _draw(column, "text", str(index + 1), css="axis", x=middle, y=height + 24, text_anchor="middle")
+    return _markup(chart)
 
 
 def area(label: str, points: Sequence[tuple[float, float]], end: float, peak: float) -> Markup:
@@ -160,35 +182,38 @@ def area(label: str, points: Sequence[tuple[float, float]], end: float, peak: fl
         end: seconds at the right edge.
         peak: bytes at the upper edge.
     """
-    height = 130
+    width, height = 1000, 130  # of the line, which is stretched to the chart
     low = min(0.0, *(value for _, value in points))
     span = max(1.0, peak - low)
 
     def x(time: float) -> float:
-        return _AXIS + (WIDTH - _AXIS) * min(1.0, time / end)
+        return width * min(1.0, time / end)
 
     def y(value: float) -> float:
-        return _TOP + height * (1 - (value - low) / span)
+        return height * (1 - (value - low) / span)
 
     start, first = points[0]
     line = f"M{x(start):.1f} {y(first):.1f}"
     for (_, before), (time, value) in pairwise([*points, (end, points[-1][1])]):
         line += f"L{x(time):.1f} {y(before):.1f}L{x(time):.1f} {y(value):.1f}"
-    svg = _svg(label, height + 32)
+    chart = _chart(label)
+    svg = _svg(chart, height + 32, css="levels")
     for value in (low, (low + peak) / 2, peak):
-        _level(svg, y(value), formatting.size_of(value))
+        _level(svg, _TOP + y(value), formatting.size_of(value))
     below = f"{line}L{x(end):.1f} {y(low):.1f}L{x(start):.1f} {y(low):.1f}Z"
-    _draw(svg, "path", d=below, style="fill:var(--step);opacity:.25")
-    _draw(svg, "path", d=line, style="fill:none;stroke:var(--step);stroke-width:1.5")
+    shape = {"viewBox": f"0 0 {width} {height}", "preserveAspectRatio": "none", "y": f"{_TOP}", "height": f"{height}"}
+    stretched = ET.SubElement(svg, "svg", shape | {"width": "100%"})
+    _draw(stretched, "path", d=below, style="fill:var(--step);opacity:.25")
+    _draw(stretched, "path", d=line, css="line")
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         text = formatting.milliseconds(1e3 * share * end)
-        _draw(svg, "text", text, css="axis", x=x(share * end), y=height + 26, text_anchor=anchor)
-    return _markup(svg)
+        _draw(svg, "text", text, css="axis", x=_percent(share), y=height + 26, text_anchor=anchor)
+    return _markup(chart)
 
 
 def share_bar(share: float) -> Markup:
     """Draw a small bar for the cell of a table, full at 1."""
-    svg = ET.Element("svg", _SVG | {"viewBox": "0 0 90 12", "style": "width:90px", "aria-hidden": "true"})
+    svg = ET.Element("svg", _SVG | {"width": "90", "height": "12", "aria-hidden": "true"})
     _draw(svg, "rect", css="step", x=0, y=1, width=90 * share, height=10, rx=2)
     return _markup(svg)
 
@@ -201,8 +226,25 @@ def _ticks(low: float, high: float) -> list[float]:
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _svg(label: str, height: float) -> ET.Element:
-    return ET.Element("svg", _SVG | {"viewBox": f"0 0 {WIDTH} {height}", "aria-label": label})
+def _chart(label: str, css: str = "") -> ET.Element:
+    return ET.Element("div", {"class": f"chart {css}".strip(), "role": "img", "aria-label": formatting.clean(label)})
+
+
+def _line(chart: ET.Element, name: str, value: str, height: float, css: str = "") -> ET.Element:
+    """Append a line of a chart: its name, its plot and its value. Return the plot."""
+    line = ET.SubElement(chart, "div", {"class": f"line {css}".strip()})
+    _draw(line, "span", name, css="name")
+    plot = _svg(line, height)
+    _draw(line, "span", value, css="value")
+    return plot
+
+
+def _svg(parent: ET.Element, height: float, css: str = "") -> ET.Element:
+    return ET.SubElement(parent, "svg", _SVG | {"height": f"{height:g}"} | ({"class": css} if css else {}))
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 2):g}%"
 
 
 def _draw(parent: ET.Element, tag: str, text: str = "", css: str = "", **attributes: str | float) -> ET.Element:
@@ -210,15 +252,15 @@ def _draw(parent: ET.Element, tag: str, text: str = "", css: str = "", **attribu
     element = ET.SubElement(parent, tag, {"class": css} if css else {})
     for name, value in attributes.items():
         element.set(name.replace("_", "-"), value if isinstance(value, str) else f"{round(value, 2):g}")
-    element.text = formatting.visible(text)
+    element.text = formatting.unbroken(formatting.visible(text))
     return element
 
 
 def _level(svg: ET.Element, y: float, text: str) -> None:
     """Draw a line across a chart, with its value at the left."""
-    _draw(svg, "line", css="tick", x1=_AXIS, y1=y, x2=WIDTH, y2=y)
-    _draw(svg, "text", text, css="axis", x=_AXIS - 8, y=y + 4, text_anchor="end")
+    _draw(svg, "line", css="tick", x1=0, y1=y, x2="100%", y2=y)
+    _draw(svg, "text", text, css="axis", x=-8, y=y + 4, text_anchor="end")
 
 
-def _markup(svg: ET.Element) -> Markup:
-    return Markup(ET.tostring(svg, encoding="unicode"))
+def _markup(chart: ET.Element) -> Markup:
+    return Markup(ET.tostring(chart, encoding="unicode", short_empty_elements=False))

@@ -1,8 +1,9 @@
-"""What figures must be read with: device, cores, versions."""
+"""What figures must be read with: device, cores, versions, date."""
 
 from __future__ import annotations
 
 import platform
+import time
 
 import torch
 
@@ -25,4 +26,5 @@ def environment_of(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "flatout": __version__,
         "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
     }

@@ -37,13 +37,19 @@ def _environment() -> Environment:
     )
     environment.globals["formatting"] = formatting
     environment.filters["code"] = _code
+    environment.filters["verbatim"] = _verbatim
     return environment
 
 
 def _clean(value: object) -> str:
-    return value if isinstance(value, Markup) else formatting.clean(str(value))
+    return value if isinstance(value, Markup) else formatting.unbroken(formatting.clean(str(value)))
+
+
+def _verbatim(text: str) -> Markup:
+    """Escape code and commands, which readers copy. Their spaces stay."""
+    return escape(formatting.clean(text))
 
 
 def _code(text: str) -> Markup:
     """Set what stands between backquotes as code."""
-    return Markup(re.sub("`([^`\n]+)`", r"<code>\1</code>", str(escape(formatting.clean(text)))))
+    return Markup(re.sub("`([^`\n]+)`", r"<code>\1</code>", str(escape(_clean(text)))))

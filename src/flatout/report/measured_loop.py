@@ -206,7 +206,7 @@ def _some(facts: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[FactKind, Mapping[str, str]]:
-    machine = {name: fact for name, fact in environment.items() if name not in _VERSIONS}
+    machine = {name: fact for name, fact in environment.items() if name not in (*_VERSIONS, "date")}
     return {"versions": _some(environment, *_VERSIONS), "machine": machine}
 
 

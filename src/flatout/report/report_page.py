@@ -11,16 +11,29 @@ from markupsafe import Markup
 from flatout.core import formatting
 from flatout.report import charts, html, wording
 from flatout.report.charts import Bar, Segment
-from flatout.report.model import Pace, Row, Summary, Trial
+from flatout.report.model import Pace, Row, Status, Summary, Trial
 from flatout.report.waterfall import Waterfall, waterfall
 
+INAPPLICABLE: tuple[Status, ...] = ("not applicable", "not built yet")
+"""Statuses of rows that the page shows on request."""
 
-def fragment(summary: Summary) -> Markup:
-    """Return the parts of the report, top to bottom, without document and style."""
+
+def fragment(summary: Summary, *, title: str = "", is_part: bool = False) -> Markup:
+    """Return the parts of the report, top to bottom, without document and style.
+
+    Args:
+        summary: the report.
+        title: name of the tuned module, in a report on several.
+        is_part: leave out the headline number and the machine, which the page around the report shows.
+    """
     fall = waterfall(summary)
     return html.render(
         "report.html.j2",
         summary=summary,
+        title=title,
+        is_part=is_part,
+        rows=[row for row in summary.rows if row.status not in INAPPLICABLE],
+        inapplicable=[row for row in summary.rows if row.status in INAPPLICABLE],
         wording=wording,
         trial_facts=_trial_facts,
         pace_chart=pace_chart(wording.paces(summary)),
@@ -36,7 +49,7 @@ def pace_chart(paces: Mapping[str, Pace]) -> str:
         return ""
     times = wording.times(*paces.values())
     bars = {name: [Segment(part.name, ms[index], part.color) for part, ms in times] for index, name in enumerate(paces)}
-    return charts.stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, totals=True)
+    return charts.stacked(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars)
 
 
 def waterfall_chart(fall: Waterfall) -> str:
