@@ -6,9 +6,12 @@ import io
 import logging
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -495,6 +498,7 @@ def test_no_line_is_shown_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_log_has_one_line_for_each_stage_if_progress_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_line, "LOG_SECONDS", 0.0)
     monkeypatch.setenv("FLATOUT_PROGRESS", "1")
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     shown = of_a_terminal()
@@ -508,6 +512,20 @@ def test_a_log_has_one_line_for_each_stage_if_progress_is_on(monkeypatch: pytest
     first, second = log.getvalue().splitlines()
     assert "trying torch.compile" in first
     assert "max-autotune" in second
+
+
+def test_a_log_of_a_whole_tuning_has_few_lines_and_no_carriage_return(tmp_path: Path) -> None:
+    program = f"{TUNING}\ntune(functional.cross_entropy)"
+    with open(tmp_path / "log", "wb") as log:
+        environment = {**os.environ, "FLATOUT_PROGRESS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        begun = time.monotonic()
+        subprocess.run([sys.executable, "-c", program], stderr=log, env=environment, check=True, timeout=300)
+        seconds = time.monotonic() - begun
+    written = (tmp_path / "log").read_bytes()
+    lines = [line for line in written.decode().splitlines() if line.startswith("flatout: ")]
+    assert 1 <= len(lines) <= 1 + seconds / live_line.LOG_SECONDS
+    assert b"\r" not in written
+    assert b"\x1b" not in written
 
 
 @pytest.mark.parametrize("setting", ["", "2"])

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, Protocol, TextIO
 
@@ -90,8 +91,12 @@ class NotebookLine:
             self.show(last)
 
 
+LOG_SECONDS = 2.0
+"""Least seconds between two lines of a log. Shorter stages have none."""
+
+
 class LogLines:
-    """Lines of a log: one for each stage and candidate, because no line can be replaced.
+    """Lines of a log, because no line can be replaced: one for each stage and candidate that takes a while.
 
     Args:
         stream: standard error.
@@ -100,12 +105,13 @@ class LogLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._stage = ""
+        self._due = 0.0
 
     def show(self, text: str) -> None:
-        """Write ``text``, unless only its seconds are new."""
-        stage = text.partition(" · ")[0]
-        if stage != self._stage:
-            self._stage = stage
+        """Write ``text``, unless only its seconds are new or a line was written just now."""
+        stage, now = text.partition(" · ")[0], time.monotonic()
+        if stage != self._stage and now >= self._due:
+            self._stage, self._due = stage, now + LOG_SECONDS
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
