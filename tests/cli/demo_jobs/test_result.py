@@ -1,5 +1,6 @@
 """Output and files of the demo."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 
@@ -40,3 +41,15 @@ def test_page_is_well_formed_and_escaped(result: DemoResult) -> None:
     assert result.jobs[0].title in said
     assert all(row.title in said for row in result.jobs[0].report.rows)
     assert "2.50" in said
+
+
+def test_a_job_has_one_headline_number_and_says_why_the_report_has_another(result: DemoResult) -> None:
+    root = ET.fromstring(result.to_html())
+    assert [e.text for e in root.iter() if e.attrib.get("class") == "factor"] == ["2.50×"]
+    assert "2.00×" in result.jobs[0].why_another_number
+    assert result.jobs[0].why_another_number in "".join(root.itertext())
+
+
+def test_a_report_without_a_number_needs_no_explanation(result: DemoResult) -> None:
+    untimed = Report(dataclasses.replace(result.jobs[0].report.summary, before=None, after=None))
+    assert dataclasses.replace(result.jobs[0], report=untimed).why_another_number == ""
