@@ -113,7 +113,7 @@ class Run(Resumable, Described):
             **self.report._facts(),
             "steps": f"step {self.steps:,}",
             "model": type(self.model).__name__,
-            "stats": str(self.stats.window),
+            "stats": ", ".join(self.stats.window.told().values()),
         }
 
     @property
