@@ -187,13 +187,15 @@ class ModuleTuning:
         """Report of the decisions so far; None before the first turn, and if tuning has failed."""
         if self._report is not None or self._held is None or self._baseline is None:
             return self._report
-        ledger = self._session.ledger
-        decided = {row.technique for row in ledger.rows}
+        ledger, outcome = self._session.ledger, self.outcome or Outcome(None, None, None, "wall", "", None)
+        before, decided = ledger.decisions, {row.technique for row in ledger.rows}
         for technique in self._open:
             if technique.name not in decided:
                 ledger.add(Decision(technique.row("not tried", "the script ended before tuning came to it")))
-        outcome = self.outcome or Outcome(None, None, None, "wall", "", None)
-        return Report(summary_of(self._session, outcome, self.spent))
+        try:
+            return Report(summary_of(self._session, outcome, self.spent))
+        finally:
+            ledger.reset(before)  # a later turn may come to these techniques
 
     def _plan(self) -> Plan:
         """Return the decisions so far. The next start goes on with the open techniques."""
