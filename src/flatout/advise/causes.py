@@ -137,9 +137,14 @@ def _tiny_batches(seen: Observations) -> Iterator[Cause]:
 
 def _evaluation_with_gradients(seen: Observations) -> Iterator[Cause]:
     """Find calls that record a graph for a backward that never comes."""
-    for site in seen.observer.calls.values():
-        if site.is_wasted:
-            yield Cause("evaluation_with_gradients", site.where, values={"module": site.module})
+    trained = seen.observer.trained
+    wasted: dict[str, str] = {}
+    for site in seen.observer.calls:
+        if site.is_wasted:  # a function that also trains is not at fault, but its caller
+            where = next((place for place in site.places if place not in trained), site.where)
+            wasted.setdefault(where, site.module)
+    for where, module in wasted.items():
+        yield Cause("evaluation_with_gradients", where, values={"module": module})
 
 
 RULES: tuple[Callable[[Observations], Iterator[Cause]], ...] = (
@@ -170,7 +175,7 @@ def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
         precision = Box("precision", None, place)
     else:
         precision = Box("precision", not _is_in_fp32(site), place)
-    evaluated = [call.where for call in seen.observer.calls.values() if call.without_gradients]
+    evaluated = [call.where for call in seen.observer.calls if call.without_gradients]
     if (wasted := crossed.get("evaluation_with_gradients")) is not None:
         evaluation = Box("evaluation", False, wasted.where)
     else:
@@ -180,7 +185,7 @@ def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
 
 def training_site(seen: Observations) -> CallSite | None:
     """Return the line with the first training call; None without one."""
-    return next((call for call in seen.observer.calls.values() if call.is_reached), None)
+    return next((call for call in seen.observer.calls if call.is_reached), None)
 
 
 def workers_to_use() -> int:

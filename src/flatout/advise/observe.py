@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.autotune.recorded import RecordedCall
@@ -30,10 +31,10 @@ _PASSES_ON = ("torch/", "flatout/profile/", "flatout/autotune/recorder.py", "fla
 
 @dataclass(eq=False)
 class CallSite:
-    """Line of the user's code that calls a module with parameters.
+    """Calls of a module with parameters, by the same lines of the user's code and in the same mode.
 
     Attributes:
-        where: ``file:line``.
+        places: ``file:line`` of the call, of the call of its function, and so on outwards.
         module: class of the module.
         device: device type of its parameters.
         dtypes: dtypes of its floating-point parameters.
@@ -43,9 +44,10 @@ class CallSite:
         with_graph: number of calls that recorded a graph.
         is_reached: True if a backward reached the graph of a call.
         is_past: True if an update followed a call.
+        gives_tensor: True if the last call returned one tensor.
     """
 
-    where: str
+    places: tuple[str, ...]
     module: str
     device: str
     dtypes: frozenset[torch.dtype]
@@ -55,6 +57,12 @@ class CallSite:
     with_graph: int = 0
     is_reached: bool = False
     is_past: bool = False
+    gives_tensor: bool = False
+
+    @property
+    def where(self) -> str:
+        """``file:line`` of the call."""
+        return self.places[0]
 
     @property
     def is_wasted(self) -> bool:
@@ -67,6 +75,7 @@ class CallSite:
         self.is_training = module.training and torch.is_grad_enabled()
         self.without_gradients |= not torch.is_grad_enabled()
         self.with_graph += bool(ends)
+        self.gives_tensor = isinstance(output, Tensor)
         if not self.is_reached:
             for node in ends:
                 node.register_prehook(self.reach)
@@ -101,16 +110,17 @@ class Observer:
     """Observes a script until it is closed.
 
     Attributes:
-        calls: call sites by ``file:line``.
+        calls: call sites, in the order of their first calls.
         training: loader of the updates; None without one.
         sample: a recent training call with its module; None before one.
     """
 
     def __init__(self) -> None:
-        self.calls: dict[str, CallSite] = {}
+        self.calls: list[CallSite] = []
         self.training: LoaderSite | None = None
         self.sample: tuple[weakref.ref[nn.Module], RecordedCall] | None = None
         self.wants_sample = False
+        self._known: dict[Hashable, CallSite | None] = {}
         self._sites: weakref.WeakKeyDictionary[DataLoader[Any], LoaderSite] = weakref.WeakKeyDictionary()
         self._latest: LoaderSite | None = None
         self._thread = threading.local()
@@ -127,8 +137,13 @@ class Observer:
     def end_update(self) -> None:
         """Note that the optimizer has stepped."""
         self.training = self._latest if self.training is None else self.training
-        for site in self.calls.values():
+        for site in self.calls:
             site.is_past = True
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """``file:line`` of every line that leads to a call which a backward reached."""
+        return frozenset(place for site in self.calls if site.is_reached for place in site.places)
 
     def _noting_calls(self, call: Any) -> Any:
         observer, thread = self, self._thread
@@ -155,25 +170,30 @@ class Observer:
         return noting
 
     def _site_of(self, module: nn.Module, frame: FrameType) -> CallSite | None:
+        """Return the site of a call; None for modules without parameters, and for calls that are not the user's."""
         parameter = next(module.parameters(), None)
-        where = "" if parameter is None else caller_of(frame)
-        if parameter is None or not where:
+        if parameter is None:
             return None
-        site = self.calls.get(where)
-        if site is None:
+        key = type(module), module.training, *_stack_of(frame)
+        if key not in self._known:
+            places = places_of(frame)
             dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point())
-            site = self.calls[where] = CallSite(where, type(module).__name__, parameter.device.type, dtypes)
-        site.autocast |= torch.is_autocast_enabled(parameter.device.type)
+            site = CallSite(places, type(module).__name__, parameter.device.type, dtypes) if places else None
+            self._known[key] = site
+            self.calls += [] if site is None else [site]
+        site = self._known[key]
+        if site is not None:
+            site.autocast |= torch.is_autocast_enabled(parameter.device.type)
         return site
 
     def _noting_loaders(self, make: Any) -> Any:
         @wraps(make)
         def __init__(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
             make(loader, *args, **kwargs)
-            if where := caller_of(sys._getframe(1)):
+            if places := places_of(sys._getframe(1)):
                 is_stream = isinstance(loader.dataset, IterableDataset)
                 self._sites[loader] = LoaderSite(
-                    where, loader.num_workers, loader.pin_memory, loader.batch_size, is_stream
+                    places[0], loader.num_workers, loader.pin_memory, loader.batch_size, is_stream
                 )
 
         return __init__
@@ -182,7 +202,7 @@ class Observer:
         @wraps(iterate)
         def __iter__(loader: DataLoader[Any]) -> Any:
             site = self._sites.get(loader)
-            if site is not None and caller_of(sys._getframe(1)):
+            if site is not None and places_of(sys._getframe(1)):
                 site.epochs += 1
                 self._latest = site
             return iterate(loader)
@@ -190,9 +210,19 @@ class Observer:
         return __iter__
 
 
-def caller_of(frame: FrameType | None) -> str:
-    """Return ``file:line`` of the user's code that made a call; empty for calls by others, such as flatout's trials."""
-    for at, file in outwards(frame):
-        if not file.startswith(_PASSES_ON):
-            return f"{file}:{at.f_lineno}" if is_users(file) else ""
-    return ""
+def places_of(frame: FrameType | None) -> tuple[str, ...]:
+    """Return ``file:line`` of the user's code that leads to a call, from the innermost line outwards.
+
+    Calls by others, such as flatout's trials, have none.
+    """
+    frames = [(at, file) for at, file in outwards(frame) if not file.startswith(_PASSES_ON)]
+    if not frames or not is_users(frames[0][1]):
+        return ()
+    return tuple(f"{file}:{at.f_lineno}" for at, file in frames if is_users(file))
+
+
+def _stack_of(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    """Yield file and line of each frame, which takes less time than the places."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
