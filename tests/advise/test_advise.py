@@ -95,7 +95,7 @@ def test_a_planted_cause_is_named(planted, busy, tmp_path):
     assert (planted, f"{script.name}:{line}") in causes_of(done.advice)
     assert script.read_text() == before
     if planted in ("starved_loader", "evaluation_with_gradients"):
-        subprocess.run(["patch", "-p0"], input=done.advice["diff"], text=True, cwd=tmp_path, check=True)
+        subprocess.run(["patch", "-p1"], input=done.advice["diff"], text=True, cwd=tmp_path, check=True)
         assert script.read_text() != before
         compile(script.read_text(), script.name, "exec")
 
@@ -103,7 +103,7 @@ def test_a_planted_cause_is_named(planted, busy, tmp_path):
 def test_a_patched_script_no_longer_has_the_cause(tmp_path):
     script = Path(shutil.copy(SCRIPTS / "evaluation_with_gradients.py", tmp_path))
     diff = advise(script, "--only", "precision").advice["diff"]
-    subprocess.run(["patch", "-p0"], input=diff, text=True, cwd=tmp_path, check=True)
+    subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=tmp_path, check=True)
     advice = advise(script, "--only", "precision").advice
     assert "evaluation_with_gradients" not in dict(causes_of(advice))
     assert boxes_of(advice)["evaluation"] is True

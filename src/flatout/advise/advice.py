@@ -31,7 +31,7 @@ class Advice:
         boxes: the four boxes of the checklist.
         causes: what slows the script down, the largest gain first.
         techniques: module and row of each technique that was timed, the largest gain first.
-        diff: unified diff of the script's files; empty if nothing can surely be written.
+        diff: unified diff in the script's folder; empty if nothing can surely be written.
         updates: number of updates that were observed.
     """
 
@@ -47,7 +47,7 @@ class Advice:
         causes = causes_of(seen)
         boxes = boxes_of(seen, causes)
         site = training_site(seen)
-        diff = diff_of(causes, folder, "cpu" if site is None else site.device)
+        diff = diff_of(causes, folder, "cpu" if site is None else site.device, seen.observer.trained)
         return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
 
     def to_json(self, path: Path) -> None:
@@ -66,6 +66,10 @@ class Advice:
             "diff": self.diff,
         }
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def to_diff(self, path: Path) -> None:
+        """Write the diff to a file, byte by byte."""
+        path.write_bytes(self.diff.encode())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if not self.updates:

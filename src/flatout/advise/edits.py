@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-import os
+import io
+import multiprocessing
 import tokenize
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,64 +15,99 @@ import torch
 from flatout.advise.causes import Cause, workers_to_use
 
 Lines = list[str]
-Edit = Callable[[Lines, ast.Module, int], Lines | None]
-"""``edit(lines, tree, line)`` returns the changed lines of a file; None if nothing can surely be written."""
+Edit = Callable[[Lines, ast.Module, int, Collection[int]], Lines | None]
+"""``edit(lines, tree, line, trained)`` returns the changed lines of a file; None if nothing can surely be written.
+
+Code that covers one of the lines in ``trained`` needs its gradients.
+"""
 
 _TRAINS = {"backward", "step"}
 """Methods whose calls mark code that trains."""
 
-_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
+_MOST_POSITIONAL = 5
+"""Positional arguments of ``DataLoader`` before ``num_workers``."""
 
 
-def diff_of(causes: Iterable[Cause], folder: Path, device: str) -> str:
+def diff_of(causes: Iterable[Cause], folder: Path, device: str, trained: Collection[str] = ()) -> str:
     """Return a unified diff that removes causes; empty if nothing can surely be written.
+
+    Its names are relative to the folder, after ``a/`` and ``b/``, as ``git apply`` and ``patch -p1`` expect.
 
     Args:
         causes: what is to be removed.
         folder: the script's folder. Files elsewhere are not changed.
         device: device type of the training.
+        trained: ``file:line`` of lines whose calls need gradients.
     """
     edits: dict[str, Edit] = {
         "evaluation_with_gradients": _without_gradients,
         "starved_loader": _with_workers,
         "fp32_matmuls": _autocast_on(device),
     }
-    wanted: dict[Path, list[tuple[int, Edit]]] = {}
+    wanted: dict[str, list[tuple[int, Edit]]] = {}
     for cause in causes:
-        file, _, line = cause.where.rpartition(":")
+        file, line = _split(cause.where)
         if cause.is_sure and cause.code in edits and (folder / file).is_file():
-            wanted.setdefault(folder / file, []).append((int(line), edits[cause.code]))
-    return "".join(_diff_of_file(path, changes) for path, changes in wanted.items())
+            wanted.setdefault(file, []).append((line, edits[cause.code]))
+    lines: dict[str, set[int]] = {}
+    for file, line in map(_split, trained):
+        lines.setdefault(file, set()).add(line)
+    return "".join(_diff_of_file(folder, file, changes, lines.get(file, ())) for file, changes in wanted.items())
 
 
-def _diff_of_file(path: Path, changes: Sequence[tuple[int, Edit]]) -> str:
+def _split(place: str) -> tuple[str, int]:
+    file, _, line = place.rpartition(":")
+    return file, int(line or 0)
+
+
+def _diff_of_file(folder: Path, name: str, changes: Sequence[tuple[int, Edit]], trained: Collection[int]) -> str:
     try:
-        with tokenize.open(path) as file:
-            before = file.read().splitlines(keepends=True)
+        before = _lines_of(folder / name)
         after = before
         # An edit moves the lines below its place only, so that the places above stay valid.
         for line, edit in sorted(changes, key=lambda change: -change[0]):
-            edited = edit(list(after), ast.parse("".join(after)), line)
+            edited = edit(list(after), _parsed(after), line, trained)
             if edited is not None and _parses(edited):
                 after = edited
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, SyntaxError, ValueError):
         return ""
-    name = os.path.relpath(path)
-    made = difflib.unified_diff(before, after, name, name)
+    made = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in made)
+
+
+def _lines_of(path: Path) -> Lines:
+    """Return the lines of a file with their ends as they are, so that a diff of the lines can be applied.
+
+    Raises:
+        ValueError: the file is not UTF-8, or has lines that end in a lone carriage return.
+    """
+    content = path.read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    text = content.decode()
+    if not encoding.startswith("utf-8") or "\r" in text.replace("\r\n", ""):
+        raise ValueError(f"{path} must be UTF-8 with usual ends of lines")
+    return io.StringIO(text, newline="\n").readlines()
+
+
+def _parsed(lines: Lines) -> ast.Module:
+    return ast.parse("".join(lines).encode())  # bytes may begin with a byte-order mark
 
 
 def _parses(lines: Lines) -> bool:
     try:
-        ast.parse("".join(lines))
+        _parsed(lines)
     except SyntaxError:
         return False
     return True
 
 
-def _with_workers(lines: Lines, tree: ast.Module, line: int) -> Lines | None:
+def _with_workers(lines: Lines, tree: ast.Module, line: int, _: Collection[int]) -> Lines | None:
     """Give a ``DataLoader(...)`` workers, and pinned memory if there is a GPU."""
+    if multiprocessing.get_start_method() != "fork":  # others need an importable script and picklable samples
+        return None
     call = _loader_at(tree, line)
+    if call is not None and (len(call.args) > _MOST_POSITIONAL or any(isinstance(a, ast.Starred) for a in call.args)):
+        return None
     given = {} if call is None else {keyword.arg: keyword.value for keyword in call.keywords}
     arguments = [] if call is None else [*call.args, *given.values()]
     if not arguments or None in given or ("num_workers" in given and not _is_zero(given["num_workers"])):
@@ -107,31 +143,47 @@ def _place(node: ast.expr) -> tuple[tuple[int, int], int, int]:
     return (node.lineno, node.col_offset), node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
-def _without_gradients(lines: Lines, tree: ast.Module, line: int) -> Lines | None:
+def _without_gradients(lines: Lines, tree: ast.Module, line: int, trained: Collection[int]) -> Lines | None:
     """Turn gradients off in the function around a line, or in a loop or a statement of a function that trains."""
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
-    around = [node for node in around if not _trains(node) and not isinstance(node, ast.ClassDef)]
+    around = [node for node in around if not isinstance(node, ast.ClassDef) and not _trains(node)]
+    around = [node for node in around if not any(_covers(node, other) for other in trained)]
     functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     if not _imports_torch(tree) or not around:
         return None
     if functions:
         first = functions[-1].lineno - 1  # below other decorators, which may return no function
-        lines.insert(first, f"{_indent(lines[first])}@torch.no_grad()\n")
+        lines.insert(first, f"{_indent(lines[first])}@torch.no_grad(){_end(lines)}")
         return lines
     loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
     return _wrapped(lines, (loops or around[-1:])[0], "torch.no_grad()")
 
 
 def _autocast_on(device: str) -> Edit:
-    """Return an edit that runs the statement at a line in bf16."""
+    """Return an edit that runs the statement at a line in bf16, if what it assigns stays fp32."""
 
-    def edit(lines: Lines, tree: ast.Module, line: int) -> Lines | None:
-        found = [node for node in ast.walk(tree) if isinstance(node, _SIMPLE) and _covers(node, line)]
+    def edit(lines: Lines, tree: ast.Module, line: int, _: Collection[int]) -> Lines | None:
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _covers(node, line)]
         if len(found) != 1 or _trains(found[0]) or not _imports_torch(tree):
             return None
-        return _wrapped(lines, found[0], f'torch.autocast("{device}", dtype=torch.bfloat16)')
+        name, value = ast.unparse(found[0].targets[0]), found[0].value
+        wrapped = _wrapped(lines, found[0], f'torch.autocast("{device}", dtype=torch.bfloat16)')
+        if wrapped is None or name in _losses(tree):
+            return wrapped
+        calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+        if calls != [value] or not name.isidentifier():
+            return None  # the result of another function, which may be no tensor
+        last = (found[0].end_lineno or line) + 1
+        text = f"{_indent(lines[found[0].lineno - 1])}{name} = {name}.float(){_end(lines)}"
+        return [*wrapped[:last], text, *wrapped[last:]]  # some losses, and NumPy, do not accept bf16
 
     return edit
+
+
+def _losses(tree: ast.Module) -> set[str]:
+    """Return the names of variables whose ``backward`` is called."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "backward"]
+    return {node.value.id for node in attributes if isinstance(node.value, ast.Name)}
 
 
 def _wrapped(lines: Lines, node: ast.stmt, context: str) -> Lines | None:
@@ -140,8 +192,9 @@ def _wrapped(lines: Lines, node: ast.stmt, context: str) -> Lines | None:
     texts = [part for part in ast.walk(node) if isinstance(part, (ast.JoinedStr, ast.Constant))]
     if any(part.lineno != part.end_lineno for part in texts) or lines[first][: node.col_offset].strip():
         return None
-    inner = [f"    {line}" if line.strip() else line for line in lines[first:last]]
-    return [*lines[:first], f"{_indent(lines[first])}with {context}:\n", *inner, *lines[last:]]
+    step = "\t" if any(line.startswith("\t") for line in lines) else "    "
+    inner = [f"{step}{line}" if line.strip() else line for line in lines[first:last]]
+    return [*lines[:first], f"{_indent(lines[first])}with {context}:{_end(lines)}", *inner, *lines[last:]]
 
 
 def _trains(node: ast.AST) -> bool:
@@ -156,6 +209,11 @@ def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
 def _imports_torch(tree: ast.Module) -> bool:
     imports = (node for node in tree.body if isinstance(node, ast.Import))
     return any(name.name == "torch" and name.asname is None for node in imports for name in node.names)
+
+
+def _end(lines: Lines) -> str:
+    """Return the end of a file's lines."""
+    return "\r\n" if lines[0].endswith("\r\n") else "\n"
 
 
 def _indent(line: str) -> str:

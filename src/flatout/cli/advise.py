@@ -27,6 +27,7 @@ examples:
   flatout advise -m package.train --lr 0.1    a module, as for python -m
   flatout advise --seconds 20 train.py        with less time for trials
   flatout advise --json advice.json train.py  and all figures as JSON
+  flatout advise --diff my.diff train.py      and the diff, for git apply my.diff
 
 The script is ended by SystemExit(0) right after an optimizer step, so that its
 `finally` blocks and `atexit` functions run. This happens when all techniques
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_choices(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--diff", type=Path, metavar="FILE", help="write the diff, also if it is empty")
     add_program(parser)
     parser.set_defaults(plan="none", deterministic=False, dry_run=True)
 
@@ -59,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     advice = Advice.of(seen, folder)
     Console().print(advice)
     if advice.diff:
-        print(f"\nA diff, to be applied by `patch -p0`:\n\n{advice.diff}", end="")
-    write(files, {"json": advice.to_json}, print)
+        print(f"\nA diff, to be applied by `patch -p1` or `git apply` in {folder}:\n\n{advice.diff}", end="")
+    write(files, {"json": advice.to_json, "diff": advice.to_diff}, print)
     return ended.status
 
 

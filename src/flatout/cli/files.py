@@ -12,6 +12,7 @@ from flatout.core.formatting import clean
 CONTENTS = {
     "html": "a page with charts, for a browser",
     "json": "all figures",
+    "diff": "changes to the script, for patch -p1 or git apply",
     "trace": "a timeline, for https://ui.perfetto.dev",
 }
 """Content of a file, by option."""
