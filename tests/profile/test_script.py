@@ -155,6 +155,28 @@ def test_a_script_is_ended_when_the_profile_is_done(script: Path, capfd: pytest.
     assert "trained" not in out
 
 
+@pytest.mark.parametrize("caught", ["Exception", "BaseException", "SystemExit"])
+def test_a_script_that_catches_its_end_is_ended_at_its_next_update(
+    caught: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    once = f"try:\n    for _ in range(9):\n        step()\nexcept {caught}:\n    print('caught')\n"
+    path = write(tmp_path, LOOP + once + "print('goes on')\nstep()\nprint('unreachable')\n")
+    assert main(["profile", "--steps", "1", "--warmup", "5", path]) == 0
+    out = capfd.readouterr().out
+    assert "unreachable" not in out
+    assert ("goes on" in out) == (caught != "Exception")
+
+
+def test_a_sync_of_an_evaluation_is_not_in_every_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loop = "for i in range(9):\n    step()\n    opt.param_groups[0]['params'][0].sum().item()\n    if i == 2:\n"
+    path = write(tmp_path, f"{LOOP}{loop}        [x.item() for x in torch.ones(4)]\n")
+    figures = tmp_path / "profile.json"
+    assert main(["profile", "--steps", "1", "--warmup", "8", "--json", str(figures), path]) == 0
+    syncs = json.loads(figures.read_text())["syncs"]
+    places = {sync["where"].removeprefix(f"{tmp_path}/"): sync["is_in_every_step"] for sync in syncs}
+    assert places == {"script.py:12": True, "script.py:14": False}
+
+
 @pytest.mark.slow
 def test_a_script_that_keeps_going_trains_to_the_same_weights(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plain = subprocess.run([sys.executable, script, "-", "--lr", "1"], capture_output=True, text=True, check=True)

@@ -106,7 +106,8 @@ def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
     """Find lines that wait for the GPU in every step, or would wait if there were one."""
     places: dict[str, str] = {}
     for sync in () if seen.profile is None else seen.profile.syncs:
-        if sync.where and sync.per_step >= 1 and sync.phase not in ("loader_wait", "update"):
+        is_frequent = sync.per_step >= 1 and sync.is_in_every_step
+        if sync.where and is_frequent and sync.phase not in ("loader_wait", "update"):
             places.setdefault(sync.where, sync.what)
     for where, what in places.items():
         yield Cause("sync_in_loop", where, values={"call": what})

@@ -81,6 +81,7 @@ class Sync:
         code: that line.
         phase: part of the step.
         per_step: calls per step.
+        is_in_every_step: False if a searched step lacks the call, such as a call of an evaluation.
     """
 
     what: str
@@ -88,6 +89,7 @@ class Sync:
     code: str
     phase: Phase
     per_step: float
+    is_in_every_step: bool = True
 
 
 @dataclass(frozen=True)

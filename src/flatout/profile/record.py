@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -155,9 +156,15 @@ class ProfileRecording:
             yield from self._profile(profiler)
 
     def _search(self) -> Course:
-        with watching(torch.cuda.is_initialized()) as seen:
-            yield from _wait(SEARCHED_STEPS)
-        self._syncs = [Sync(*found, count / SEARCHED_STEPS) for found, count in seen.most_common()]
+        steps = []
+        for _ in range(SEARCHED_STEPS):
+            with watching(torch.cuda.is_initialized()) as seen:
+                yield False
+            steps.append(seen)
+        self._syncs = [
+            Sync(*found, count / SEARCHED_STEPS, is_in_every_step=all(found in seen for seen in steps))
+            for found, count in sum(steps, Counter()).most_common()
+        ]
 
     def _time(self) -> Course:
         self._timer = PhaseTimer()

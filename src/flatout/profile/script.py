@@ -84,7 +84,7 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
     Args:
         program: the script or module.
         course: advanced by every update of the script's first optimizer.
-        stop: end the script when the course is done.
+        stop: end the script when the course is done. Each later update ends it again, if the script catches this.
     """
     leader: Optimizer | None = None
     passed, done = 0, False
@@ -94,11 +94,12 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
     def updated(optimizer: Optimizer, *_: object) -> None:
         nonlocal leader, passed, done
         leader = optimizer if leader is None else leader
-        if optimizer is not leader or done or os.getpid() != process:
+        if os.getpid() != process:
             return
-        passed += 1
-        done = next(course, True)
-        if stop and done:
+        if optimizer is leader and not done:
+            passed += 1
+            done = next(course, True)
+        if stop and done:  # also at each later update, in case that the script catches the first
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
     error: BaseException | None = None
