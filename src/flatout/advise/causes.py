@@ -9,27 +9,31 @@ from typing import Literal
 import torch
 
 from flatout.advise.batch_trial import TIMES
-from flatout.advise.observe import CallSite
+from flatout.advise.observe import CallSite, LoaderSite
 from flatout.advise.session import Observations
 from flatout.core import formatting
 from flatout.core.machine import usable_cores
+from flatout.profile.profile_data import ProfileData
 from flatout.report.model import Row
 
 Code = Literal["starved_loader", "sync_in_loop", "fp32_matmuls", "tiny_batches", "evaluation_with_gradients", "on_cpu"]
 
-LEAST_WAIT = 0.1
-"""Share of a step that waits for data, above which a loader is called starved."""
+LEAST_GAIN_OF_WORKERS = 1.1
+"""Gain of workers above which a loader is called starved."""
 
-MOST_WAIT = 0.99
-"""Largest share of a step that waits for data, from which a gain is estimated."""
+SURE_GAIN_OF_WORKERS = 1.3
+"""Gain of workers above which a diff adds them."""
 
-SURE_GAIN = 1.3
-"""Gain of workers above which a diff adds them. Small waits are cheaper than the transfer between processes."""
+HANDOVER_SECONDS = 1e-3
+"""Time that the training process takes to receive a batch from a worker."""
+
+MOST_WAIT = 0.5
+"""Share of a step that waits for data, above which a loader is called starved although workers would not help."""
 
 LEAST_PRODUCTS = 0.2
 """Share of a step in products of matrices and convolutions, above which their precision matters."""
 
-LEAST_BATCH_GAIN = 1.5
+LEAST_BATCH_GAIN = 2.0
 """Samples per second with ``TIMES`` the samples in a batch, relative to now, above which batches are called tiny."""
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention", "lstm", "gru")
@@ -94,12 +98,24 @@ def _starved_loader(seen: Observations) -> Iterator[Cause]:
     if loader is None or profile is None:
         return
     share = profile.phases["loader_wait"] / profile.seconds
-    if share >= LEAST_WAIT:
-        measured = _gain(seen, "workers")
-        gain = 1 / (1 - min(share, MOST_WAIT)) if measured is None else measured
-        is_sure = gain >= SURE_GAIN and not loader.is_stream  # each worker would repeat a stream
-        values = {"share": formatting.share(share), "workers": str(loader.num_workers)}
-        yield Cause("starved_loader", loader.where, gain, measured is None, is_sure, values)
+    measured = _gain(seen, "workers")
+    gain = _gain_of_workers(profile, loader) if measured is None else measured
+    values = {"share": formatting.share(share), "workers": str(loader.num_workers)}
+    if gain >= LEAST_GAIN_OF_WORKERS:
+        is_sure = gain >= SURE_GAIN_OF_WORKERS and not loader.is_stream  # each worker would repeat a stream
+        yield Cause(
+            "starved_loader", loader.where, gain, measured is None, is_sure, values | {"remedy": "more_workers"}
+        )
+    elif share >= MOST_WAIT:
+        yield Cause("starved_loader", loader.where, is_sure=False, values=values | {"remedy": "cheaper_samples"})
+
+
+def _gain_of_workers(profile: ProfileData, loader: LoaderSite) -> float:
+    """Return the estimated gain of a worker for each core: neither cores nor the training itself get faster."""
+    seconds, wait, cores = profile.seconds, profile.phases["loader_wait"], usable_cores()
+    if loader.num_workers:  # they work all the time if the training waits for them
+        return seconds / max(seconds - wait, seconds * min(1.0, loader.num_workers / cores))
+    return seconds / max(seconds - wait + HANDOVER_SECONDS, seconds / cores)
 
 
 def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
@@ -117,9 +133,10 @@ def _fp32_matmuls(seen: Observations) -> Iterator[Cause]:
     """Find a model whose products of matrices take much of a step, in fp32."""
     site, share = training_site(seen), _share_of_products(seen)
     if site is not None and _is_in_fp32(site) and share >= LEAST_PRODUCTS:
-        gain = _gain(seen, "precision")
-        values = {"share": formatting.share(share), "units": "has" if has_bf16_units(site.device) else "lacks"}
-        yield Cause("fp32_matmuls", site.where, gain, is_sure=_is_worth_bf16(seen, site), values=values)
+        gain, is_worth = _gain(seen, "precision"), _is_worth_bf16(seen, site)
+        values = {"share": formatting.share(share), "remedy": "autocast" if is_worth else "no_bf16"}
+        is_sure = is_worth and site.gives_tensor
+        yield Cause("fp32_matmuls", site.where, gain if is_worth else None, is_sure=is_sure, values=values)
 
 
 def _tiny_batches(seen: Observations) -> Iterator[Cause]:
@@ -128,12 +145,14 @@ def _tiny_batches(seen: Observations) -> Iterator[Cause]:
     if profile is None or seen.sizes is None or site is None:
         return
     small, large = seen.sizes
-    more_data = (TIMES - 1) * profile.phases["loader_wait"]
-    gain = TIMES * profile.seconds / (profile.seconds + max(0.0, large - small) + more_data)
+    step = min(profile.steps, key=lambda step: step.seconds)  # other processes only slow steps down
+    more_data = (TIMES - 1) * step.phases["loader_wait"]
+    gain = TIMES * step.seconds / (step.seconds + max(0.0, large - small) + more_data)
     if gain >= LEAST_BATCH_GAIN:
         size = None if loader is None else loader.batch_size
         where = site.where if loader is None or size is None else loader.where
-        yield Cause("tiny_batches", where, gain, is_estimate=True, values={"batch": "" if size is None else str(size)})
+        values = {"batch": "" if size is None else f"of {size}", "times": f"{TIMES / gain:.1f}"}
+        yield Cause("tiny_batches", where, gain, is_estimate=True, values=values)
 
 
 def _evaluation_with_gradients(seen: Observations) -> Iterator[Cause]:
