@@ -243,6 +243,12 @@ def test_files_that_are_no_reports_are_refused(text: str, facts: str, tmp_path: 
         compare(run(), path)
 
 
+@pytest.mark.parametrize("times", [(float("nan"), 1.0), (float("inf"), 1.0), (1e308, 1e308)])
+def test_stretches_without_a_spread_are_no_error(times: tuple[float, float]) -> None:
+    (loop,) = compare(run(), run(pace(stretches=((0.5, 2.0), times) * 6))).loops
+    assert (loop.verdict, loop.speed.interval) == ("unknown", None)
+
+
 def test_a_fifo_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ValueError, match=r"^a must"):
@@ -254,6 +260,9 @@ UNMEASURED = {
     "no samples": run(Pace(1.0, 1.0, 0.0)),
     "no time": run(Pace(0.0, 0.0, 1.0)),
     "not a number": run(Pace(float("nan"), 0.0, 1.0)),
+    "endless rate": run(Pace(1.0, 0.0, float("inf"))),
+    "profile without time": profile(0.0),
+    "profile of no number": profile(float("nan")),
     "no module": script(),
 }
 

@@ -61,7 +61,7 @@ def answer(loop: ComparedLoop) -> str:
     if loop.verdict in ("faster", "slower"):
         return f"yes, b is {loop.verdict}: {speed} the speed of a ({interval}){mainly}"
     if loop.verdict == "same":
-        return f"no: b is as fast as a within {MARGIN:.0%}: {speed} ({interval})".replace("%:", " %:")
+        return f"no: b is as fast as a within {formatting.share(MARGIN, 0)}: {speed} ({interval})"
     return f"cannot tell: b runs at {speed} the speed of a ({interval})"
 
 

@@ -137,7 +137,8 @@ def _run_of(data: Any) -> MeasuredRun:
         return MeasuredRun("flatout run", tuple(_loops_of(_numbered(summaries))))
     if "profiled_steps" in data:
         _check(schema, READABLE_PROFILES)
-        return MeasuredRun("flatout profile", (_loop_of_profile(data),))
+        loop = _loop_of_profile(data)
+        return MeasuredRun("flatout profile", (loop,) if 0 < loop.batch.ms < math.inf else ())
     return MeasuredRun("flatout.optimize", tuple(_loops_of([("", serialize.from_dict(data))])))
 
 
@@ -158,13 +159,17 @@ def _loops_of(summaries: Iterable[tuple[str, Summary]]) -> Iterator[MeasuredLoop
     """Yield the loops whose tuned pace is known."""
     for name, summary in summaries:
         pace, before = summary.after, summary.before
-        if pace is None or not 0 < pace.total_ms < math.inf or not pace.samples_per_second > 0:
+        if pace is None or not _is_measured(pace):
             continue
         untuned = None
-        if before is not None and 0 < before.total_ms < math.inf and before.samples_per_second > 0:
+        if before is not None and _is_measured(before):
             untuned = _total(before).scaled(_samples(pace) / _samples(before))
         facts = _facts(summary, pace)
         yield MeasuredLoop(name, _samples(pace), _total(pace), _parts(pace), untuned, facts, summary.load_average)
+
+
+def _is_measured(pace: Pace) -> bool:
+    return 0 < pace.total_ms < math.inf and 0 < pace.samples_per_second < math.inf
 
 
 def _samples(pace: Pace) -> float:
@@ -211,7 +216,7 @@ def _environment(environment: Mapping[str, str]) -> dict[FactKind, Mapping[str, 
 
 
 def _loop_of_profile(data: Mapping[str, Any]) -> MeasuredLoop:
-    steps, samples = data["steps"], data["samples"]
+    steps, samples = data["steps"], data["samples"] or None
     batch = Estimate.of(1e3 * data["seconds"], [1e3 * step["seconds"] for step in steps], trimmed=False)
     parts = [
         LoopPart(
