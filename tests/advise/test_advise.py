@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,36 +34,43 @@ def train(updates):
 """
 
 
+ALL = """
+import subprocess, sys
+from flatout.cli import main
+loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[1]))]
+try:
+    for name in sys.argv[2:]:
+        assert main(["advise", "--seconds", "4", "--only", "precision", "--json", f"{name}.json", f"{name}.py"]) == 0
+finally:
+    for loop in loops:
+        loop.kill()
+"""
+"""Advice on several scripts, one after another, beside a number of busy loops."""
+
+
 class Done(NamedTuple):
     status: int
     stdout: str
     advice: dict[str, Any]
 
 
-def advise(script: Path, *options: str, seconds: float = 8) -> Done:
-    command = [sys.executable, "-m", "flatout", "advise", "--seconds", str(seconds), "--json", "advice.json", *options]
-    done = subprocess.run(
-        [*command, script.name],
-        cwd=script.parent,
+def advise(script: Path, *options: str, seconds: float = 1) -> Done:
+    names = ["--seconds", str(seconds), "--only", "precision", "--json", "advice.json", *options, script.name]
+    done = started("-m", "flatout", "advise", *names, folder=script.parent)
+    file = script.parent / "advice.json"
+    return Done(done.returncode, done.stdout, json.loads(file.read_text()) if file.exists() else {})
+
+
+def started(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         env=os.environ | {"FLATOUT_CACHE": "off"},
         timeout=300,
         check=False,
     )
-    file = script.parent / "advice.json"
-    return Done(done.returncode, done.stdout, json.loads(file.read_text()) if file.exists() else {})
-
-
-@contextmanager
-def busy_loops(number: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def causes_of(advice: dict[str, Any]) -> list[tuple[str, str]]:
@@ -82,53 +87,54 @@ def written(folder: Path, text: str) -> Path:
     return script
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("busy", [0, 2, 4])
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_cause_is_named(planted, busy, tmp_path):
-    script = Path(shutil.copy(SCRIPTS / f"{planted}.py", tmp_path))
-    before = script.read_text()
-    line = 1 + next(i for i, text in enumerate(before.splitlines()) if text.endswith("# planted"))
-    with busy_loops(busy):
-        done = advise(script, "--only", "precision")
-    assert done.status == 0
-    assert (planted, f"{script.name}:{line}") in causes_of(done.advice)
-    assert script.read_text() == before
-    if planted in ("starved_loader", "evaluation_with_gradients"):
-        subprocess.run(["patch", "-p1"], input=done.advice["diff"], text=True, cwd=tmp_path, check=True)
-        assert script.read_text() != before
-        compile(script.read_text(), script.name, "exec")
+@pytest.fixture(
+    scope="module",
+    params=[4, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)],
+    ids="{} busy loops".format,
+)
+def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the scripts and the advice on each, which came while other processes used the cores."""
+    folder = tmp_path_factory.mktemp("planted")
+    for name in PLANTED:
+        shutil.copy(SCRIPTS / f"{name}.py", folder)
+    done = started("-c", ALL, str(request.param), *PLANTED, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_a_patched_script_no_longer_has_the_cause(tmp_path):
-    script = Path(shutil.copy(SCRIPTS / "evaluation_with_gradients.py", tmp_path))
-    diff = advise(script, "--only", "precision").advice["diff"]
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_named(name, planted):
+    script = planted / f"{name}.py"
+    assert script.read_text() == (SCRIPTS / script.name).read_text()
+    line = 1 + next(i for i, text in enumerate(script.read_text().splitlines()) if text.endswith("# planted"))
+    assert (name, f"{script.name}:{line}") in causes_of(json.loads((planted / f"{name}.json").read_text()))
+
+
+def test_a_patched_script_no_longer_has_the_cause(planted, tmp_path):
+    name = "evaluation_with_gradients"
+    script = Path(shutil.copy(planted / f"{name}.py", tmp_path))
+    diff = json.loads((planted / f"{name}.json").read_text())["diff"]
     subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=tmp_path, check=True)
-    advice = advise(script, "--only", "precision").advice
-    assert "evaluation_with_gradients" not in dict(causes_of(advice))
-    assert boxes_of(advice)["evaluation"] is True
+    done = advise(script, "--diff", "left.diff")
+    assert name not in dict(causes_of(done.advice))
+    assert boxes_of(done.advice)["evaluation"] is True
+    assert (tmp_path / "left.diff").read_text() == done.advice["diff"]
 
 
-def test_a_script_without_these_causes_has_none_of_them(tmp_path):
-    done = advise(written(tmp_path, f"{TRAINING}train(10**9)"), "--only", "precision", seconds=3)
+def test_a_script_without_these_causes_is_ended_with_its_finally_blocks_and_functions_at_exit(tmp_path):
+    text = f"{TRAINING}\ntry:\n    train(10**9)\nfinally:\n    print('finally')\nprint('unreachable')"
+    done = advise(written(tmp_path, text))
     assert {"starved_loader", "sync_in_loop", "evaluation_with_gradients"}.isdisjoint(dict(causes_of(done.advice)))
     assert boxes_of(done.advice)["evaluation"] is True
     assert boxes_of(done.advice)["loading"] is None
-
-
-def test_a_script_is_ended_with_its_finally_blocks_and_functions_at_exit(tmp_path):
-    text = f"{TRAINING}\ntry:\n    train(10**9)\nfinally:\n    print('finally')\nprint('unreachable')"
-    done = advise(written(tmp_path, text), "--only", "precision", seconds=2)
     assert done.status == 0
     assert {"finally", "at exit"} <= set(done.stdout.splitlines())
     assert "unreachable" not in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise KeyError", 1)], ids=["returns", "exits", "raises"]
-)
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("raise KeyError", 1)], ids=["exits", "raises"])
 def test_a_script_that_ends_earlier_has_its_own_status(end, status, tmp_path):
-    done = advise(written(tmp_path, f"{TRAINING}train(4)\n{end}"), "--only", "precision")
+    done = advise(written(tmp_path, f"{TRAINING}train(4)\n{end}"))
     assert done.status == status
     assert done.advice["updates"] == 4
 
@@ -142,4 +148,4 @@ def test_a_script_that_trains_nothing_gets_no_advice(tmp_path):
 def test_a_module_is_advised_on(tmp_path):
     script = Path(shutil.copy(SCRIPTS / "tiny_batches.py", tmp_path))
     module = script.with_suffix("")
-    assert ("tiny_batches", "tiny_batches.py:11") in causes_of(advise(module, "--only", "precision", "-m").advice)
+    assert ("tiny_batches", "tiny_batches.py:11") in causes_of(advise(module, "-m").advice)

@@ -9,7 +9,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 data = TensorDataset(torch.randn(4096, 16), torch.randint(3, (4096,)))
 loader = DataLoader(data, batch_size=2, shuffle=True)  # planted
-layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
+layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.ReLU())]
 model = nn.Sequential(*layers, nn.Linear(16, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for _ in range(100):
