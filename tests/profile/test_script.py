@@ -167,6 +167,17 @@ def test_a_script_that_catches_its_end_is_ended_at_its_next_update(
     assert ("goes on" in out) == (caught != "Exception")
 
 
+def test_a_script_that_tries_again_and_again_trains_to_its_own_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    again = "for _ in range(20):\n    try:\n        step()\n    except BaseException:\n        print('caught')\n"
+    path = write(tmp_path, f"{LOOP}{again}print('own end')\n")
+    assert main(["profile", "--steps", "1", "--warmup", "5", path]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "own end" in lines
+    assert lines.count("caught") == 3
+
+
 def test_a_sync_of_an_evaluation_is_not_in_every_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loop = "for i in range(9):\n    step()\n    opt.param_groups[0]['params'][0].sum().item()\n    if i == 2:\n"
     path = write(tmp_path, f"{LOOP}{loop}        [x.item() for x in torch.ones(4)]\n")

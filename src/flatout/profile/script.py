@@ -19,6 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.core.main_program import MainProgram
 from flatout.profile.record import Course, ProfileRecording
 
+_MOST_ENDS = 3
+"""Times that a script is ended. One that catches more of them tries again and again, and trains to its own end."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -84,22 +87,23 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
     Args:
         program: the script or module.
         course: advanced by every update of the script's first optimizer.
-        stop: end the script when the course is done. Each later update ends it again, if the script catches this.
+        stop: end the script when the course is done. A script that catches this is ended again at its next updates.
     """
     leader: Optimizer | None = None
-    passed, done = 0, False
+    passed, done, ends = 0, False, 0
     next(course)
     process = os.getpid()  # a child that the script forks is not profiled, and ends as usual
 
     def updated(optimizer: Optimizer, *_: object) -> None:
-        nonlocal leader, passed, done
+        nonlocal leader, passed, done, ends
         leader = optimizer if leader is None else leader
         if os.getpid() != process:
             return
         if optimizer is leader and not done:
             passed += 1
             done = next(course, True)
-        if stop and done:  # also at each later update, in case that the script catches the first
+        if stop and done and ends < _MOST_ENDS:
+            ends += 1
             raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
 
     error: BaseException | None = None
