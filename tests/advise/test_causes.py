@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.causes import Cause, boxes_of, causes_of
 from flatout.advise.observe import CallSite, LoaderSite, Observer
 from flatout.advise.session import Observations
 from flatout.advise.text import explanation
+from flatout.autotune.recorded import RecordedCall
 from flatout.autotune.script_report import ScriptReport
 from flatout.profile.profile_data import PHASES, Operator
 from flatout.report import Gain, Row
@@ -69,6 +71,21 @@ def wasted(observer: Observer, text: str) -> list[str]:
 def test_evaluations_with_gradients(text: str, places: list[str], observer: Observer) -> None:
     assert wasted(observer, text) == places
     assert {"job.py:6", "job.py:8", "job.py:10"} <= observer.trained
+
+
+def test_modules_within_calls_by_trials_are_not_the_users(observer: Observer) -> None:
+    text = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.inner(x)
+seconds_of_sizes(Net().eval(), RecordedCall.of((x,), {}))
+"""
+    trial = {"seconds_of_sizes": seconds_of_sizes, "RecordedCall": RecordedCall}
+    exec(compile(JOB + text, "job.py", "exec"), {"observer": observer, **trial})
+    assert [site.where for site in observer.calls] == ["job.py:6"]
 
 
 def loader(workers: int, **fields: Any) -> LoaderSite:

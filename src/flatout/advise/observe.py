@@ -152,28 +152,26 @@ class Observer:
         def noting(
             self: nn.Module, *args: Any, **kwargs: Any
         ) -> Any:  # torch's profiler reads the module from ``self``
-            if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
+            is_outermost = not (torch.compiler.is_compiling() or getattr(thread, "is_called", False))
+            if not is_outermost or next(self.parameters(), None) is None:
                 return call(self, *args, **kwargs)
             site = observer._site_of(self, sys._getframe(1))
-            if site is None:
-                return call(self, *args, **kwargs)
-            if observer.wants_sample and site.is_reached and site.is_training:
+            if observer.wants_sample and site is not None and site.is_reached and site.is_training:
                 observer.sample = weakref.ref(self), RecordedCall.of(args, kwargs)
-            thread.is_called = True
+            thread.is_called = True  # modules within calls by flatout's trials are not the user's calls
             try:
                 output = call(self, *args, **kwargs)
             finally:
                 thread.is_called = False
-            site.note(self, output)
+            if site is not None:
+                site.note(self, output)
             return output
 
         return noting
 
     def _site_of(self, module: nn.Module, frame: FrameType) -> CallSite | None:
-        """Return the site of a call; None for modules without parameters, and for calls that are not the user's."""
-        parameter = next(module.parameters(), None)
-        if parameter is None:
-            return None
+        """Return the site of a call of a module with parameters; None for a call that is not the user's."""
+        parameter = next(module.parameters())
         key = type(module), module.training, *_stack_of(frame)
         if key not in self._known:
             places = places_of(frame)
