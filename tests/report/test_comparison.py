@@ -260,7 +260,6 @@ UNMEASURED = {
     "no samples": run(Pace(1.0, 1.0, 0.0)),
     "no time": run(Pace(0.0, 0.0, 1.0)),
     "not a number": run(Pace(float("nan"), 0.0, 1.0)),
-    "endless rate": run(Pace(1.0, 0.0, float("inf"))),
     "profile without time": profile(0.0),
     "profile of no number": profile(float("nan")),
     "no module": script(),
@@ -271,6 +270,14 @@ UNMEASURED = {
 def test_runs_without_a_speed_are_refused(source: Shown) -> None:
     with pytest.raises(ValueError, match=r"^b must hold a measured speed"):
         compare(run(), source)
+
+
+def test_a_file_with_an_endless_rate_is_refused(tmp_path: Path) -> None:
+    data = run().to_dict()
+    data["after"]["samples_per_second"] = float("inf")
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"^b must hold a measured speed"):
+        compare(run(), tmp_path / "b.json")
 
 
 @pytest.mark.parametrize(
