@@ -27,12 +27,13 @@ examples:
   flatout advise -m package.train --lr 0.1    a module, as for python -m
   flatout advise --seconds 20 train.py        with less time for trials
   flatout advise --json advice.json train.py  and all figures as JSON
-  flatout advise --diff my.diff train.py      and the diff, for git apply my.diff
+  flatout advise --diff my.diff train.py      and the diff, for `git apply`
 
 The script is ended by SystemExit(0) right after an optimizer step, so that its
 `finally` blocks and `atexit` functions run. This happens when all techniques
 are tried and an epoch has passed, or after --seconds. The exit status is 0, or
-that of a script that ends earlier."""
+that of a script that ends earlier. A script that catches the end three times
+trains to its own end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
