@@ -152,6 +152,13 @@ def test_other_programs_are_named(load: float | None, cores: str, disturbed: tup
     assert compare(run(load_average=0.1), b).disturbed == disturbed
 
 
+@pytest.mark.parametrize(("load", "verdict"), [(0.1, "slower"), (9.0, "unknown")])
+def test_a_small_difference_beside_other_programs_is_not_shown(load: float, verdict: str) -> None:
+    b = run(pace(0.5, 2.15), load_average=load)
+    (loop,) = compare(run(load_average=0.1), b).loops
+    assert (loop.verdict, loop.parts[1].verdict) == (verdict, verdict)
+
+
 def test_modules_of_scripts_are_compared_by_name() -> None:
     a = script(Generator=summary(), Critic=summary(), Gone=summary())
     b = script(New=summary(), Critic=summary(pace(0.5, 3.0), rows=()), Generator=summary())

@@ -11,6 +11,7 @@ import pytest
 from flatout.core.student import t_quantile
 from flatout.report import Gain
 from flatout.report.estimates import (
+    DISTURBED_START_SPREAD,
     MARGIN,
     NEGLIGIBLE,
     START_SPREAD,
@@ -67,14 +68,16 @@ def test_a_ratio_does_not_depend_on_the_unit_or_the_order() -> None:
 @pytest.mark.parametrize(
     ("noises", "counts"), [((0.02, 0.02), (12, 12)), ((0.01, 0.1), (5, 12)), ((0.05, 0.05), (3, 3))]
 )
-@pytest.mark.parametrize("correlation", [0.0, 0.3], ids=["independent", "correlated"])
+@pytest.mark.parametrize(
+    ("correlation", "spread"), [(0.0, START_SPREAD), (0.3, START_SPREAD), (0.0, DISTURBED_START_SPREAD)]
+)
 def test_intervals_of_starts_with_their_own_speed_hold_the_true_ratio(
-    correlation: float, trimmed: bool, noises: tuple[float, float], counts: tuple[int, int]
+    correlation: float, spread: float, trimmed: bool, noises: tuple[float, float], counts: tuple[int, int]
 ) -> None:
     generator = np.random.default_rng(0)
 
     def measured(ms: float, noise: float, count: int) -> Estimate:
-        start = ms * math.exp(generator.normal(0.0, START_SPREAD))
+        start = ms * math.exp(generator.normal(0.0, spread))
         deviations = generator.standard_normal(count)
         for i in range(1, count):  # stretches of training beside other programs have 0.1 to 0.4
             deviations[i] = correlation * deviations[i - 1] + math.sqrt(1 - correlation**2) * deviations[i]
@@ -85,7 +88,7 @@ def test_intervals_of_starts_with_their_own_speed_hold_the_true_ratio(
     trials, inside = 2000, 0
     for _ in range(trials):
         a, b = (measured(ms, noise, count) for ms, noise, count in zip((3.0, 2.0), noises, counts, strict=True))
-        speed = speed_ratio(a, b)
+        speed = speed_ratio(a, b, (spread, spread))
         inside += speed.low < 1.5 < speed.high
     assert (0.85 if correlation else 0.93) < inside / trials < 0.995
 

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from flatout.report import comparison_text, serialize
 from flatout.report.comparison_data import Change, ComparedLoop, ComparedPart, ComparisonData
-from flatout.report.estimates import Estimate, part_verdict, speed_ratio, speed_verdict
+from flatout.report.estimates import Estimate, Spreads, part_verdict, speed_ratio, speed_verdict
 from flatout.report.measured_loop import FactKind, MeasuredLoop, Source, measured_run
 from flatout.report.model import Gain
 from flatout.report.shown import Shown
@@ -130,11 +130,11 @@ def _changes(a: MeasuredLoop, b: MeasuredLoop, is_one_of_several: bool) -> Itera
 
 def _compared(a: MeasuredLoop, b: MeasuredLoop, *, is_one_training: bool) -> ComparedLoop:
     scale = 1.0 if a.samples is None or b.samples is None else a.samples / b.samples
-    batch = b.batch.scaled(scale)
+    batch, spreads = b.batch.scaled(scale), (a.start_spread, b.start_spread)
 
     def part(name: str, one: Estimate, other: Estimate, whole: str) -> ComparedPart:
         other = other.scaled(scale)
-        return ComparedPart(name, one.ms, other.ms, part_verdict(one, other, a.batch.ms), whole)
+        return ComparedPart(name, one.ms, other.ms, part_verdict(one, other, a.batch.ms, spreads), whole)
 
     others = {each.name: each.time for each in b.parts}
     parts = tuple(
@@ -142,13 +142,13 @@ def _compared(a: MeasuredLoop, b: MeasuredLoop, *, is_one_training: bool) -> Com
         for each in a.parts
         if each.name in others and (each.time.ms or others[each.name].ms)
     )
-    speed, compared_batch = _whole("batch", a.batch, batch)
+    speed, compared_batch = _whole("batch", a.batch, batch, spreads)
     untuned, drifted = None, False
     if a.untuned is not None and b.untuned is not None:
-        _, untuned = _whole("untuned loop", a.untuned, b.untuned.scaled(scale))
+        _, untuned = _whole("untuned loop", a.untuned, b.untuned.scaled(scale), spreads)
         drifted = is_one_training and untuned.verdict in ("faster", "slower")
         if drifted:
-            speed = speed_ratio(a.batch.relative_to(a.untuned), b.batch.relative_to(b.untuned))
+            speed = speed_ratio(a.batch.relative_to(a.untuned), b.batch.relative_to(b.untuned), spreads)
     verdict = speed_verdict(speed)
     return ComparedLoop(
         name=a.name,
@@ -163,9 +163,9 @@ def _compared(a: MeasuredLoop, b: MeasuredLoop, *, is_one_training: bool) -> Com
     )
 
 
-def _whole(name: str, a: Estimate, b: Estimate) -> tuple[Gain, ComparedPart]:
+def _whole(name: str, a: Estimate, b: Estimate, spreads: Spreads) -> tuple[Gain, ComparedPart]:
     """Return the ratio of the speeds of two loops, and the times of their batches."""
-    speed = speed_ratio(a, b)
+    speed = speed_ratio(a, b, spreads)
     return speed, ComparedPart(name, a.ms, b.ms, speed_verdict(speed))
 
 

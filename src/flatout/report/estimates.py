@@ -19,10 +19,17 @@ START_SPREAD = 0.01
 
 Memory layout, clocks and temperature differ from start to start. A report has one start and cannot show this spread
 (Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). The value is that of a quiet machine: on
-two cores of an AMD EPYC, six starts of training loops of 0.8 and 1 ms had 0.7 %. Beside other programs, twenty starts
-had 1.4 and 4 %, and small convolutions 16 %. With 2 to 3 %, a simulation calls 25 to 45 % of equal runs different. The
-claim is 5 %.
+two cores of an AMD EPYC, six starts of training loops of 0.8 and 1 ms had 0.7 %.
 """
+
+DISTURBED_START_SPREAD = 0.04
+"""The same on a machine whose other programs compete for the cores.
+
+Beside them, twenty starts of the two loops had 1.4 and 4 %. Small convolutions had 16 %, which no margin covers.
+"""
+
+Spreads = tuple[float, float]
+"""``START_SPREAD`` or ``DISTURBED_START_SPREAD`` of the first loop, and of the second."""
 
 MARGIN = 0.05
 """Largest difference of two loops that count as equally fast, relative to the time of a batch."""
@@ -78,17 +85,17 @@ class Estimate:
         return Estimate(ratio, error, min(self.freedom, other.freedom))
 
 
-def speed_ratio(a: Estimate, b: Estimate) -> Gain:
+def speed_ratio(a: Estimate, b: Estimate, spreads: Spreads = (START_SPREAD, START_SPREAD)) -> Gain:
     """Return the speed of ``b`` relative to ``a``, with its 95 % interval.
 
     The log ratio of independent means has the sum of their squared relative errors as its variance (delta method).
     Its degrees of freedom are those of Welch and Satterthwaite; for trimmed means this is the test of Yuen, "The
-    two-sample trimmed t for unequal population variances", Biometrika 61, 1974. ``START_SPREAD`` of both is added.
+    two-sample trimmed t for unequal population variances", Biometrika 61, 1974. The variances of ``spreads`` are added.
     """
     ratio = a.ms / b.ms
     if a.error_ms is None or b.error_ms is None:
         return Gain(ratio)
-    half = _half_width((a.error_ms / a.ms, a.freedom), (b.error_ms / b.ms, b.freedom), 2 * START_SPREAD**2)
+    half = _half_width((a.error_ms / a.ms, a.freedom), (b.error_ms / b.ms, b.freedom), math.hypot(*spreads) ** 2)
     return Gain(ratio, ratio * math.exp(-half), ratio * math.exp(half))
 
 
@@ -101,7 +108,9 @@ def speed_verdict(speed: Gain) -> Verdict:
     return "same" if speed.low > 1 - MARGIN and speed.high < 1 + MARGIN else "unknown"
 
 
-def part_verdict(a: Estimate, b: Estimate, batch_ms: float) -> Verdict | None:
+def part_verdict(
+    a: Estimate, b: Estimate, batch_ms: float, spreads: Spreads = (START_SPREAD, START_SPREAD)
+) -> Verdict | None:
     """Return the verdict on a part of a batch, by the interval of its difference in milliseconds.
 
     A part may take no time at all, so its ratio has no use.
@@ -110,13 +119,15 @@ def part_verdict(a: Estimate, b: Estimate, batch_ms: float) -> Verdict | None:
         a: time of the part in the first loop.
         b: time of the part in the second loop.
         batch_ms: time of a whole batch, to which ``MARGIN`` and ``NEGLIGIBLE`` refer.
+        spreads: of the two loops.
 
     Returns:
         None if the part was measured once.
     """
     if a.error_ms is None or b.error_ms is None:
         return None
-    half = _half_width((a.error_ms, a.freedom), (b.error_ms, b.freedom), START_SPREAD**2 * (a.ms**2 + b.ms**2))
+    between_starts = math.hypot(a.ms * spreads[0], b.ms * spreads[1])
+    half = _half_width((a.error_ms, a.freedom), (b.error_ms, b.freedom), between_starts**2)
     change = b.ms - a.ms
     if abs(change) > max(half, NEGLIGIBLE * batch_ms):
         return "slower" if change > 0 else "faster"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flatout.core.files import is_special
 from flatout.core.formatting import first_line
 from flatout.report import serialize
-from flatout.report.estimates import Estimate
+from flatout.report.estimates import DISTURBED_START_SPREAD, START_SPREAD, Estimate
 from flatout.report.model import Pace, Summary
 from flatout.report.shown import Shown
 
@@ -77,6 +77,11 @@ class MeasuredLoop:
         """True if other programs competed for the cores."""
         cores = self.facts["machine"].get("cores", "")
         return self.load_average is not None and cores.isdecimal() and self.load_average > int(cores)
+
+    @property
+    def start_spread(self) -> float:
+        """Spread of the loop's time between starts, relative to the time."""
+        return DISTURBED_START_SPREAD if self.is_disturbed else START_SPREAD
 
 
 @dataclass(frozen=True)
