@@ -51,7 +51,7 @@ class Combinable(OneCandidate):
 class TimedBench:
     """Bench whose updates advance a clock, and are counted."""
 
-    def __init__(self, clock: Clock, seconds: float = UPDATE) -> None:
+    def __init__(self, clock: Clock, seconds: float = UPDATE, *, is_recorded: bool = False) -> None:
         self.seconds, self.updates = seconds, 0
         torch.manual_seed(0)
         model = Net()
@@ -63,7 +63,7 @@ class TimedBench:
             self.updates += 1
             return functional.cross_entropy(output, target)
 
-        job = job_of(model, list(loader), optimizer, loader=loader, loss_fn=loss_fn)
+        job = job_of(model, list(loader), optimizer, loader=loader, loss_fn=loss_fn, is_recorded=is_recorded)
         self.bench = Bench(job, Snapshot.capture([model], optimizer, loader), Budget(60.0), rewindable=True)
 
     def count(self, work: Callable[[], Any]) -> tuple[Any, int]:
@@ -75,6 +75,15 @@ class TimedBench:
 @pytest.fixture
 def timed(clock: Clock) -> TimedBench:
     return TimedBench(clock)
+
+
+@pytest.mark.parametrize(("seconds", "is_recorded", "updates"), [(0.1, False, 2), (0.1, True, 1), (0.01, True, 3)])
+def test_updates_of_a_script_are_long_from_fewer_milliseconds(
+    clock: Clock, seconds: float, is_recorded: bool, updates: int
+) -> None:
+    timed = TimedBench(clock, seconds, is_recorded=is_recorded)
+    block = timed.bench.blocks()
+    assert timed.count(lambda: block(0))[1] == updates
 
 
 def test_the_pace_is_measured_in_the_updates_that_measure_the_noise(timed: TimedBench) -> None:

@@ -53,8 +53,11 @@ Two threads beside other programs may become forty times slower for seconds, whe
 BLOCK_SECONDS = 0.02
 """Duration of a block with one candidate, if updates are shorter."""
 
-LONG_UPDATE = 0.5
-"""Duration of an update, in seconds, up to which an untimed update precedes each block."""
+LONG_UPDATE, LONG_SCRIPT_UPDATE = 0.5, 0.02
+"""Duration of an update, in seconds, up to which an untimed update precedes each block.
+
+A script that goes on meanwhile leaves little time for trials, and none for untimed updates of this length.
+"""
 
 MOST_RESULT_BYTES = 1 << 28
 """Size of the baseline's results above which they are computed for each candidate."""
@@ -217,9 +220,14 @@ class Bench:
         return self.job.spec.accumulate * self.pace.step_ms / 1e3
 
     @property
+    def long_update(self) -> float:
+        """Seconds of an update above which it is long."""
+        return LONG_SCRIPT_UPDATE if self.job.spec.is_recorded else LONG_UPDATE
+
+    @property
     def is_long(self) -> bool:
         """True if an update is so long that the effects of toggling a candidate on its time are negligible."""
-        return self.update_seconds > LONG_UPDATE
+        return self.update_seconds > self.long_update
 
     @property
     def is_slow(self) -> bool:
@@ -249,9 +257,9 @@ class Bench:
         self.rewind()
         for batch in batches[:2]:
             took = seconds(lambda b=batch: job.stepper.step(b), job.spec.device)  # type: ignore[misc]
-            if took > LONG_UPDATE:
+            if took > self.long_update:
                 break
-        is_long = job.spec.accumulate * took > LONG_UPDATE
+        is_long = job.spec.accumulate * took > self.long_update
         steps, stretches = max(2, min(2 * len(batches), math.ceil(PACE_SECONDS / took))), 1
         if is_long:
             steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_NOISE_PAIRS
@@ -275,7 +283,7 @@ class Bench:
         update = self.job.spec.accumulate
         track.settle(update if track.queue else 0)  # workers start
         blocks = [track.stretch(update)]
-        if update * blocks[0].mean > LONG_UPDATE:
+        if update * blocks[0].mean > self.long_update:
             blocks += [track.stretch(update) for _ in range(1, max(2, stretches))]
             self._loop_pairs = self._loop_pairs or pairs_of(blocks)
         else:
