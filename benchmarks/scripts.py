@@ -36,7 +36,7 @@ TUNING_SECONDS = 120.0 / SHRINK
 WARMUP_SECONDS = 5.0
 """Time of python's updates before the turns."""
 
-TURNS, TURN_SECONDS = 10, 4.0
+TURNS, TURN_SECONDS = 8, 3.0
 
 FOLDER = Path(__file__).parents[1] / "tests" / "foreign_scripts"
 
