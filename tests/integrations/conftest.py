@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flatout.autotune import allowance, module_tuning
 from flatout.autotune.door import Auto
 from flatout.autotune.options import Options
 from flatout.integrations import framework_tuning
@@ -19,6 +20,13 @@ def restored_functions() -> Iterator[None]:
     before = replaced_functions()
     yield
     assert replaced_functions() == before
+
+
+@pytest.fixture(autouse=True)
+def long_first_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first turn come to trials also on a busy machine."""
+    for module in (allowance, module_tuning):
+        monkeypatch.setattr(module, "FIRST_SECONDS", 5.0)
 
 
 @pytest.fixture

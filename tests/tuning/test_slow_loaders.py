@@ -16,7 +16,7 @@ import flatout
 from flatout.report.model import Gain
 from flatout.run import Run
 from flatout.tuning import race, statistics
-from flatout.tuning.bench import FEWEST_NOISE_PAIRS, Bench
+from flatout.tuning.bench import FEWEST_NOISE_PAIRS, LONG_UPDATE, Bench
 from flatout.tuning.sequence import NoiseFloor
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
@@ -67,9 +67,9 @@ def test_the_trial_of_the_only_technique_replaces_a_race_that_has_no_time_left(
 @pytest.mark.parametrize(("lows", "fewest"), [([5.0], 3), ([1.4], 5), ([1.3, 1.3], 3), ([None, 1.02], 5), ([None], 5)])
 def test_a_race_of_a_large_gain_or_of_long_updates_needs_fewer_pairs(lows: list[float | None], fewest: int) -> None:
     won = [SimpleNamespace(row=SimpleNamespace(gain=None if low is None else Gain(low, low, low))) for low in lows]
-    bench: Any = SimpleNamespace(ledger=SimpleNamespace(won=won), is_long=False)
+    bench: Any = SimpleNamespace(ledger=SimpleNamespace(won=won), update_seconds=LONG_UPDATE)
     assert race._fewest_pairs(bench) == fewest
-    bench.is_long = True
+    bench.update_seconds *= 1.1
     assert race._fewest_pairs(bench) == 3
 
 

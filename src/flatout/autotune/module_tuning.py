@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from flatout.plan import CACHED, Plan
 from flatout.report import Report
 from flatout.techniques import REGISTRY, Measured, NotApplicable, StepTechnique
 from flatout.training.attachments import Attachment, attach
+from flatout.tuning.bench import TRIAL_SECONDS
 from flatout.tuning.budget import RACE_SHARE, Budget
 from flatout.tuning.cached_plan import keep, repeat
 from flatout.tuning.combination_stage import FEWEST_COMBINATIONS, decide_factors
@@ -40,8 +42,11 @@ from flatout.tuning.session import Session
 FIRST_UPDATES = 12
 """Updates of a first turn: a first step, its FLOPs, the pace and the noise."""
 
-SCREENING_UPDATES, LONG_SCREENING_UPDATES = 16, 5
-"""Updates for the screening of one combinable candidate, with its numerics: of usual updates, and of long ones."""
+SCREENING_UPDATES, LONG_SCREENING_UPDATES = 16, 3
+"""Updates for the screening of one candidate, with its numerics: of usual updates, and of long ones."""
+
+BASELINE_UPDATES, LONG_BASELINE_UPDATES = 10, 2
+"""Updates for the numerics without candidates, which a turn needs once."""
 
 WARM_COMPILE_SECONDS = 8.0
 """Seconds of a compilation whose code is in torch's cache, with the first step."""
@@ -49,8 +54,8 @@ WARM_COMPILE_SECONDS = 8.0
 EXPECTED_STEPS = 10**9
 """Length of the training, for break-even decisions: unlimited, because ``Allowance`` limits the time of tuning."""
 
-TIMES_LONGER = 4.0
-"""A technique that a turn leaves undecided is tried once more, in a turn that is so many times as long."""
+ROOM = 1.1
+"""Seconds of a turn relative to those estimated."""
 
 
 class ModuleTuning:
@@ -114,8 +119,10 @@ class ModuleTuning:
         self._key: dict[str, str] = {}
         self._cached: dict[str, Any] = {}
         """Decisions of a cached plan that are still to be repeated."""
-        self._open: dict[Measured, float] = {}
-        """Techniques without a decision, with the seconds of the turn that last tried each; 0 before the first."""
+        self._open: list[Measured] = []
+        """Techniques without a decision."""
+        self._tried: dict[Measured, float] = {}
+        """Techniques that were tried, with the seconds of all their trials."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -144,7 +151,7 @@ class ModuleTuning:
                 session.resume(budget)
                 for rule in session.ledger.rules.values():  # a dry run has turned them off
                     rule.enable()
-            self._go_on(seconds)
+            self._go_on()
             session.pause()
             toggles = (*session.ledger.rules.values(), *session.ledger.candidates)
             attach(session.job.spec.model, Attachment(toggles, lambda: self.report))
@@ -210,7 +217,7 @@ class ModuleTuning:
         session.prepare()
         self._key = key_of(session)
         session.bench.budget = budget
-        self._open = {t: 0.0 for t in techniques if session.choices.of(t) is None}
+        self._open = [t for t in techniques if session.choices.of(t) is None]
         plan = read_plan(self._key) if self._options.plan == CACHED else None
         if plan is not None and self._repeat(plan):
             return
@@ -234,33 +241,40 @@ class ModuleTuning:
             return False
         self._baseline, self._result = repeated
         session.retried, self._cached = frozenset(plan.undecided), later
-        self._open = {t: 0.0 for t in self._open if t.name in plan.undecided or t.name in later}
+        self._open = [t for t in self._open if t.name in plan.undecided or t.name in later]
         return True
 
-    def _go_on(self, seconds: float) -> None:
+    def _go_on(self) -> None:
         """Decide open techniques while there is time, race what is kept, and find out when to go on."""
         session, bench, won = self._session, self._session.bench, self._session.ledger.won
         assert self._baseline is not None
         bench.budget.reserve(shortest_race(bench))
-        tried = self._try(self._worth_trying())
-        for technique in tried:
-            if technique.name not in session.ledger.undecided or self._open[technique]:
-                del self._open[technique]
-            elif session.ledger.row(technique.name).trials or len(tried) == 1:
-                self._open[technique] = seconds
+        self._try(self._worth_trying())
         is_new = session.ledger.won != won
         if is_new:
-            self._result = race(bench)
+            self._result = self._race()
         result = self._result or RaceResult(bench.pace, bench.pace)
         worth = self._worth_trying()
         with self._unlimited():
-            for technique in self._open.keys() - set(worth):
-                session.tuner.decide(technique)  # its row tells why it is not tried
+            for technique in self._open:
+                if technique not in worth:
+                    session.tuner.decide(technique)  # its row tells why it is not tried
         self.needs = self._needed(worth)
         if self.is_done:
             self.outcome = conclude(session, self._baseline, result)
         elif is_new or self.outcome is None:
             self.outcome = outcome_of(session, self._baseline, result)
+
+    def _race(self) -> RaceResult:
+        """Race what is kept against the original. Techniques that the race reverts are open again."""
+        ledger, begun = self._session.ledger, time.perf_counter()
+        won = {decision.technique for decision in ledger.won}
+        result = race(self._session.bench)
+        reverted = won - {decision.technique for decision in ledger.won}
+        for technique in [t for t in REGISTRY if isinstance(t, Measured) and t.name in reverted]:
+            self._open.append(technique)
+            self._add_to_tried(technique, begun)
+        return result
 
     def _worth_trying(self) -> list[Measured]:
         """Return the open techniques that a trial may decide, given enough time."""
@@ -277,25 +291,51 @@ class ModuleTuning:
         finally:
             bench.budget = own
 
-    def _try(self, worth: Sequence[Measured]) -> list[Measured]:
-        """Try techniques while there is time, and return them: first the untried ones that can be combined."""
-        session, bench = self._session, self._session.bench
-        factors = self._factors(worth)
-        while len(factors) > 1 and not bench.budget.fits(self._screening_seconds(len(factors))):
-            factors.pop()
-        decided = decide_factors(session.tuner, bench, factors) if len(factors) > 1 else set()
-        tried: list[Measured] = [technique for technique in factors if technique.name in decided]
-        for technique in worth:
-            again = TIMES_LONGER * self._open[technique]
-            if technique in tried or not bench.budget.fits(max(self._shortest(technique), again)):
-                continue
-            tried.append(technique)
-            if technique.name in self._cached:
-                self._keep_cached(technique)
-            else:
-                with session.stage(f"trying {technique.title}"):
-                    session.tuner.decide(technique)
+    def _try(self, worth: Sequence[Measured]) -> None:
+        """Try techniques while there is time: first the one that this turn is for.
+
+        Untried ones that can be combined are tried together.
+        """
+        bench = self._session.bench
+        first = self._next(worth) if worth else None
+        tried: set[str] = set()
+        for technique in sorted(worth, key=lambda technique: technique is not first):
+            factors = self._factors(worth)
+            while len(factors) > 1 and not bench.budget.fits(self._screening_seconds(len(factors))):
+                factors.pop()
+            if technique in factors and len(factors) > 1:
+                tried |= self._try_together(factors)
+            if technique.name not in tried and bench.budget.fits(self._estimate(technique)):
+                self._try_alone(technique)
+
+    def _try_together(self, factors: Sequence[StepTechnique]) -> set[str]:
+        """Try combinations of techniques, and return the names of those that apply."""
+        session, begun = self._session, time.perf_counter()
+        tried = decide_factors(session.tuner, session.bench, factors)
+        for technique in factors:
+            if technique.name in tried:
+                self._note_trial(technique, begun)
         return tried
+
+    def _try_alone(self, technique: Measured) -> None:
+        session, begun = self._session, time.perf_counter()
+        if technique.name in self._cached:
+            self._keep_cached(technique)
+        else:
+            with session.stage(f"trying {technique.title}"):
+                session.tuner.decide(technique)
+        self._note_trial(technique, begun)
+
+    def _note_trial(self, technique: Measured, begun: float) -> None:
+        """Note that a technique was tried. It stays open after a short trial that has decided nothing."""
+        took = self._add_to_tried(technique, begun)
+        if technique.name not in self._session.ledger.undecided or took > TRIAL_SECONDS:
+            self._open.remove(technique)
+
+    def _add_to_tried(self, technique: Measured, begun: float) -> float:
+        took = time.perf_counter() - begun
+        self._tried[technique] = self._tried.get(technique, 0.0) + took
+        return took
 
     def _keep_cached(self, technique: Measured) -> None:
         """Keep a technique as the cached plan decided, with its numerics compared again."""
@@ -311,29 +351,49 @@ class ModuleTuning:
 
     def _factors(self, worth: Sequence[Measured]) -> list[StepTechnique]:
         """Return the untried techniques that can be combined, the most promising first."""
-        factors = [t for t in worth if isinstance(t, StepTechnique) and t.is_combinable and not self._open[t]]
+        factors = [t for t in worth if isinstance(t, StepTechnique) and t.is_combinable and t not in self._tried]
         return sorted(factors, key=lambda technique: -technique.optimistic_gain)
 
     def _needed(self, worth: Sequence[Measured]) -> float:
-        """Return the seconds of the shortest turn that can decide a technique; infinite if there is none."""
-        estimates = [max(self._shortest(technique), TIMES_LONGER * self._open[technique]) for technique in worth]
-        if len(self._factors(worth)) > 1:
-            estimates.append(self._screening_seconds(2))
-        if not estimates:
+        """Return the seconds of a turn for the next technique; infinite if there is none."""
+        if not worth:
             return math.inf
-        return (min(estimates) + shortest_race(self._session.bench)) / (1 - RACE_SHARE)
+        technique, factors = self._next(worth), self._factors(worth)
+        is_factor = technique in factors and len(factors) > 1
+        seconds = self._screening_seconds(2) if is_factor else self._estimate(technique)
+        return ROOM * max(seconds / (1 - RACE_SHARE), seconds + shortest_race(self._session.bench))
 
-    def _shortest(self, technique: Measured) -> float:
-        """Return the seconds of the shortest trial of a technique, or of its repetition from a cached plan."""
+    def _next(self, worth: Sequence[Measured]) -> Measured:
+        """Return the technique that promises to save most for the time of its trial."""
+        return max(worth, key=lambda technique: self._promise(technique) / self._estimate(technique))
+
+    def _promise(self, technique: Measured) -> float:
+        """Return the milliseconds per step that a technique saved in an earlier trial, or may save at most."""
+        session, pace = self._session, self._session.bench.pace
+        if technique in self._tried and (gain := session.ledger.row(technique.name).gain) is not None:
+            return pace.total_ms * (1 - 1 / gain.ratio)
+        return technique.most_saved(session.job, pace)
+
+    def _estimate(self, technique: Measured) -> float:
+        """Return the estimated seconds of a trial that may decide a technique, or of its repetition from a plan.
+
+        A trial takes at least as long as all the earlier ones of the technique, which decided nothing.
+        """
         if technique.name in self._cached:
             return WARM_COMPILE_SECONDS
-        return self._session.tuner.shortest_trial(technique)
+        session = self._session
+        if isinstance(technique, StepTechnique):
+            seconds = technique.setup_estimate(session.job, session.bench.pace) + self._screening_seconds(1)
+        else:
+            seconds = session.tuner.shortest_trial(technique)
+        return max(seconds, self._tried.get(technique, 0.0))
 
     def _screening_seconds(self, factors: int) -> float:
-        """Return the estimated seconds to screen so many combinable techniques, and to try combinations."""
+        """Return the estimated seconds to screen so many techniques of the step, and for the fewest pairs of blocks."""
         bench = self._session.bench
-        updates = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
-        return factors * updates * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds
+        each = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
+        once = LONG_BASELINE_UPDATES if bench.is_long else BASELINE_UPDATES
+        return (once + factors * each) * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds
 
 
 def _training_of(

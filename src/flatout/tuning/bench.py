@@ -341,22 +341,28 @@ class Bench:
                 self._results[key] = results
         return results
 
-    def stretch_steps(self) -> int:
-        """Return the number of batches per stretch: long enough to time, and whole updates."""
+    def stretch_steps(self, queue: int = 0) -> int:
+        """Return the number of batches per stretch: long enough to time, and whole updates.
+
+        Args:
+            queue: batches that workers make in advance. More than one batch is timed then.
+        """
         step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
         fewest = max(1, min(STRETCH_STEPS, int(LONGEST_FOR_STEPS / step_seconds)))
+        if self.is_long and not queue:
+            fewest = 1
         steps = min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds)))
         return per_update * math.ceil(steps / per_update)
 
     def pair_seconds(self) -> float:
         """Return the seconds of a stretch with each of two loops like this one, with settling and resting."""
         workers, queue = workers_and_queue(self.job, self.job.data.source)
-        batches = max(self.stretch_steps(), workers) + max(self._untimed_steps(), queue)
+        batches = max(self.stretch_steps(queue), workers) + max(self._untimed_steps(queue), queue)
         return 2 * batches * self.pace.total_ms / 1e3
 
-    def _untimed_steps(self) -> int:
+    def _untimed_steps(self, queue: int) -> int:
         """Return the number of untimed batches before a stretch. Effects of a change on long updates are negligible."""
-        return 0 if self.is_slow else self.job.spec.accumulate
+        return 0 if self.is_slow or (self.is_long and not queue) else self.job.spec.accumulate
 
     @property
     def fewest_seconds(self) -> float:
@@ -370,7 +376,7 @@ class Bench:
         A batch of the other loader is assumed to take as long, because its first one does.
         """
         stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_UNDECIDED)
-        return stretches * self.stretch_steps() * self.pace.total_ms / 1e3
+        return stretches * self.stretch_steps(1) * self.pace.total_ms / 1e3
 
     def trial(
         self,
@@ -408,7 +414,8 @@ class Bench:
             on_for_new: candidates that are on only while ``new`` runs.
             scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
         """
-        steps = self.stretch_steps()
+        queue = max(old.queue, new.queue)
+        steps = self.stretch_steps(queue)
         expected = max(1.0, scale) * steps * self.pace.total_ms / 1e3
         loops = LoaderLoops(
             old,
@@ -416,7 +423,7 @@ class Bench:
             self.progress,
             steps=steps,
             limit=max(FEWEST_LIMIT_SECONDS, SLOWEST_STRETCH * expected),
-            settle=self._untimed_steps(),
+            settle=self._untimed_steps(queue),
             busy=self._busy,
             on_for_new=on_for_new,
             scale=scale,

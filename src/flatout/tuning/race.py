@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from flatout.core.batches import batch_size_of
 from flatout.report.model import Gain, Pace, Row, Statistic
 from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique, Technique
-from flatout.tuning.bench import Bench, off
+from flatout.tuning.bench import LONG_UPDATE, Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_loops import LoaderComparison
@@ -84,7 +84,7 @@ def _fewest_pairs(bench: Bench) -> int:
     """Return the fewest pairs of a race. Their number depends on earlier trials only, so its interval is valid."""
     gains = [decision.row.gain for decision in bench.ledger.won]
     shown = math.prod(gain.low for gain in gains if gain is not None)
-    return FEWEST_IF_LARGE if shown > LARGE_GAIN or bench.is_long else FEWEST_PAIRS
+    return FEWEST_IF_LARGE if shown > LARGE_GAIN or bench.update_seconds > LONG_UPDATE else FEWEST_PAIRS
 
 
 def _trial_of_both(bench: Bench) -> LoaderComparison | None:

@@ -102,7 +102,8 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
             update = bench.update_seconds
             pair = Block((update,), cpu=0.0), Block((update * took / expected,), cpu=0.0)  # no CPU time is compared
     if bench.is_long and is_verified(candidate, techniques) and not _steps_to_record(candidate):
-        verification = verify(bench, candidate, techniques, limit=HOPELESS * bench.update_seconds)
+        limit = HOPELESS_WARM_UP + HOPELESS * bench.update_seconds  # the first update is a warm-up
+        verification = verify(bench, candidate, techniques, limit)
     is_apart = verification is not None and verification.pair is not None
     pair = pair or (verification and verification.pair) or _first_pair(bench, candidate)
     paired = PairedTrial(bench.noise, keeps_cpu_time=False)
