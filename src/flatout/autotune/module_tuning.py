@@ -327,9 +327,9 @@ class ModuleTuning:
         self._note_trial(technique, begun)
 
     def _note_trial(self, technique: Measured, begun: float) -> None:
-        """Note that a technique was tried. It stays open after a short trial that has decided nothing."""
-        took = self._add_to_tried(technique, begun)
-        if technique.name not in self._session.ledger.undecided or took > TRIAL_SECONDS:
+        """Note that a technique was tried. It stays open if a first or a short trial has decided nothing."""
+        was_tried, took = technique in self._tried, self._add_to_tried(technique, begun)
+        if technique.name not in self._session.ledger.undecided or (was_tried and took > TRIAL_SECONDS):
             self._open.remove(technique)
 
     def _add_to_tried(self, technique: Measured, begun: float) -> float:
@@ -382,11 +382,11 @@ class ModuleTuning:
         if technique.name in self._cached:
             return WARM_COMPILE_SECONDS
         session = self._session
+        seconds = max(session.tuner.shortest_trial(technique), self._tried.get(technique, 0.0))
         if isinstance(technique, StepTechnique):
-            seconds = technique.setup_estimate(session.job, session.bench.pace) + self._screening_seconds(1)
-        else:
-            seconds = session.tuner.shortest_trial(technique)
-        return max(seconds, self._tried.get(technique, 0.0))
+            setup = technique.setup_estimate(session.job, session.bench.pace)
+            seconds = max(seconds, setup + self._screening_seconds(1))
+        return seconds
 
     def _screening_seconds(self, factors: int) -> float:
         """Return the estimated seconds to screen so many techniques of the step, and for the fewest pairs of blocks."""
