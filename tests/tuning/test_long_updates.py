@@ -154,6 +154,22 @@ def test_a_hopeless_candidate_is_left_after_one_update(timed: TimedBench) -> Non
     assert updates == 7 + 2 + 1  # pace, the baseline's results, and one update of the candidate
 
 
+def test_the_first_update_of_a_candidate_may_prepare_code(clock: Clock) -> None:
+    timed = TimedBench(clock, seconds=0.06, is_recorded=True)
+    bench, technique, preparations = timed.bench, Combinable(timed, 0.5), [1.0]
+
+    def prepare(*_: object) -> None:
+        if timed.seconds < 0.06 and preparations:
+            clock.advance(preparations.pop())
+
+    bench.job.spec.model.register_forward_hook(prepare)
+    screening = screen(bench, technique.candidates(bench.job)[0], [technique])
+    assert not preparations
+    assert not screening.is_hopeless
+    assert screening.trial.gain is not None
+    assert screening.trial.gain.ratio == pytest.approx(2, rel=0.05)
+
+
 @pytest.mark.parametrize(("factor", "updates"), [(100.0, 1), (10.0, 1 + 4)])
 def test_a_warm_up_of_seconds_shows_that_a_candidate_of_short_updates_is_hopeless(
     factor: float, updates: int, clock: Clock
