@@ -117,7 +117,7 @@ def test_the_first_trial_is_of_what_promises_most(clock: Clock, monkeypatch: pyt
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     slowed(clock)(model)
     with engine(techniques=only("fused_optimizer", "in_memory")):
-        for _ in range(100):
+        for _ in range(200):
             for x, y in source:
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), y).backward()

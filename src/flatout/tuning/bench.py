@@ -235,6 +235,11 @@ class Bench:
         return self.job.spec.accumulate * self.pace.total_ms / 1e3 > LONG_UPDATE
 
     @property
+    def _is_timed_alone(self) -> bool:
+        """True if an update and the wait for its batches take long enough to be timed without others."""
+        return self.job.spec.accumulate * self.pace.total_ms / 1e3 > self.long_update
+
+    @property
     def updates_per_block(self) -> int:
         """Number of updates in a block."""
         return max(1, round(BLOCK_SECONDS / self.update_seconds))
@@ -349,7 +354,7 @@ class Bench:
         """
         step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
         fewest = max(1, min(STRETCH_STEPS, int(LONGEST_FOR_STEPS / step_seconds)))
-        if self.is_long and not queue:
+        if self._is_timed_alone and not queue:
             fewest = 1
         steps = min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds)))
         return per_update * math.ceil(steps / per_update)
@@ -362,7 +367,7 @@ class Bench:
 
     def _untimed_steps(self, queue: int) -> int:
         """Return the number of untimed batches before a stretch. Effects of a change on long updates are negligible."""
-        return 0 if self.is_slow or (self.is_long and not queue) else self.job.spec.accumulate
+        return 0 if self.is_slow or (self._is_timed_alone and not queue) else self.job.spec.accumulate
 
     @property
     def fewest_seconds(self) -> float:
