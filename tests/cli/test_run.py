@@ -141,8 +141,13 @@ def statuses_after_a_line(folder: Path, act: Callable[[Any], object]) -> list[in
     """Return the statuses of script.py, under python and under flatout, after something is done to its process."""
     statuses = []
     for command in (PLAIN, UNDER_FLATOUT):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen([*command, "script.py"], cwd=folder, **pipes) as process:
+        with subprocess.Popen(
+            [*command, "script.py"],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        ) as process:
             assert process.stdout is not None
             process.stdout.readline()
             act(process)
