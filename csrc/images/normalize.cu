@@ -15,8 +15,8 @@ static_assert(sizeof(Channels<kMaxChannels>) + sizeof(ImageBatch) <= 4096);
 
 template <class T, int C, Order In, Order Out>
 __global__ void __launch_bounds__(kBlockThreads)
-    group_kernel(const __grid_constant__ GroupThread<T, C, In, Out> thread,
-                 const __grid_constant__ Channels<C> channels) {
+    group_kernel(__grid_constant__ Argument<GroupThread<T, C, In, Out>> thread,
+                 __grid_constant__ Argument<Channels<C>> channels) {
   const uint32_t lane = threadIdx.x % kLanesOfWarp;
   const uint32_t group = blockIdx.x * kBlockThreads + threadIdx.x;
   if constexpr (GroupThread<T, C, In, Out>::kStaged) {
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
-    pack_kernel(const __grid_constant__ ImageBatch batch,
-                const __grid_constant__ Channels<kMaxChannels> channels) {
+    pack_kernel(__grid_constant__ Argument<ImageBatch> batch,
+                __grid_constant__ Argument<Channels<kMaxChannels>> channels) {
   // Lanes want different channels: arguments would be read one channel at a time.
   __shared__ Channel shared[kMaxChannels];
   for (int c = threadIdx.x; c < batch.channels; c += kBlockThreads) shared[c] = channels.of[c];
@@ -58,8 +58,8 @@ bool launch_groups(const ImageBatch& batch, const Channel* channels, cudaStream_
   using Thread = GroupThread<T, C, In, Out>;
   if (batch.in_order != In || batch.out_order != Out || !Thread::fits(batch)) return false;
   const Thread thread(batch);
-  group_kernel<T, C, In, Out>
-      <<<blocks_of(thread.groups()), kBlockThreads, 0, stream>>>(thread, as_argument<C>(channels, C));
+  launch("group_kernel", group_kernel<T, C, In, Out>, blocks_of(thread.groups()), kBlockThreads, stream,
+         thread, as_argument<C>(channels, C));
   return true;
 }
 
@@ -81,10 +81,9 @@ void launch_normalize(const ImageBatch& batch, const Channel* channels, cudaStre
       !launch_few_channels<T, 3>(batch, channels, stream) &&
       !launch_few_channels<T, 4>(batch, channels, stream)) {
     const int64_t packs = (batch.elements() + Pack<T>::kWidth - 1) / Pack<T>::kWidth;
-    pack_kernel<T><<<blocks_of(packs), kBlockThreads, 0, stream>>>(
-        batch, as_argument<kMaxChannels>(channels, batch.channels));
+    launch("pack_kernel", pack_kernel<T>, blocks_of(packs), kBlockThreads, stream, batch,
+           as_argument<kMaxChannels>(channels, batch.channels));
   }
-  check_cuda(cudaGetLastError(), "launch of normalize_images");
 }
 
 template void launch_normalize<float>(const ImageBatch&, const Channel*, cudaStream_t);

@@ -12,7 +12,7 @@ namespace {
 template <Kind K>
 constexpr uint32_t kThreadsOf = kHasCodes<K> ? kThreads / 2 : kThreads;
 
-__device__ uint32_t warp_max(uint32_t value) {
+[[maybe_unused]] __device__ uint32_t warp_max(uint32_t value) {
   for (uint32_t distance = kLanes / 2; distance != 0; distance /= 2)
     value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
   return value;
@@ -22,7 +22,7 @@ template <class T, class Rule, Kind K>
 __device__ void step_codes(const BlockStart<T, Rule>& start) {
   constexpr uint32_t kWarps = kThreadsOf<K> / kLanes;
   using Warp = CodesWarp<T, Rule, K>;
-  __shared__ alignas(kVectorBytes) typename Warp::Staged staged[kWarps];
+  alignas(kVectorBytes) __shared__ typename Warp::Staged staged[kWarps];
   const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Rule rule = start.rule;  // in registers
   const Warp self = Warp::of(start.place, rule, start.extras, staged[warp]);
@@ -41,8 +41,8 @@ __device__ void step_codes(const BlockStart<T, Rule>& start) {
 // One block per chunk. Skipping and every coefficient are decided on the device.
 template <class T, class Rule, Kind K, class Config>
 __global__ void __launch_bounds__(kThreadsOf<K>)
-    step_kernel(const __grid_constant__ StepBatch<> batch, const __grid_constant__ StepTable table,
-                const __grid_constant__ Config config, const __grid_constant__ Storage storage) {
+    step_kernel(__grid_constant__ Argument<StepBatch<>> batch, __grid_constant__ Argument<StepTable> table,
+                __grid_constant__ Argument<Config> config, __grid_constant__ Argument<Storage> storage) {
   const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
   if (skipped && !config.unscale_grads) return;
   static_assert(std::is_trivially_default_constructible_v<BlockStart<T, Rule>>,
@@ -84,8 +84,8 @@ void launch_batches(const Config& config, const Storage& storage, const std::vec
                 kArgumentBytes);
   for_each_batch<StepBatch<>>(tensors, [&](const StepBatch<>& batch) {
     const uint32_t blocks = batch.chunks == 0 ? 1 : batch.chunks;  // empty tensors count steps, too
-    step_kernel<T, Rule, K, Config><<<blocks, kThreadsOf<K>, 0, stream>>>(batch, table, config, storage);
-    check_cuda(cudaGetLastError(), "launch of step_kernel");
+    launch("step_kernel", step_kernel<T, Rule, K, Config>, blocks, kThreadsOf<K>, stream, batch, table,
+           config, storage);
   });
 }
 

@@ -12,7 +12,7 @@ struct Words {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    write_kernel(const __grid_constant__ Words words, uint32_t count, uint32_t* to) {
+    write_kernel(__grid_constant__ Argument<Words> words, uint32_t count, uint32_t* to) {
   const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) to[i] = words.word[i];
 }
@@ -28,9 +28,8 @@ void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream)
     // Lanes that ask for different words of an argument wait for one another: over as many blocks as
     // possible.
     const uint32_t blocks = (count + kThreads - 1) / kThreads;
-    write_kernel<<<blocks, kThreads, 0, stream>>>(
-        words, count, reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));
-    check_cuda(cudaGetLastError(), "launch of write_kernel");
+    launch("write_kernel", write_kernel, blocks, kThreads, stream, words, count,
+           reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));
   }
 }
 

@@ -33,7 +33,7 @@ __device__ Partial block_sum(Partial mine) {
 
 template <class T, Norm kNorm, bool Rewrite>
 __global__ void __launch_bounds__(kThreads)
-    check_kernel(const __grid_constant__ Table table, const __grid_constant__ Conclusion conclusion,
+    check_kernel(__grid_constant__ Argument<Table> table, __grid_constant__ Argument<Conclusion> conclusion,
                  uint32_t first_partial) {
   const auto inverse = static_cast<compute_t<T>>(conclusion.inv_scale.get());
   const Partial sum = block_sum<kNorm>(
@@ -52,13 +52,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // For gradients without elements: nothing is infinite, and all norms are 0.
-__global__ void conclude_kernel(const __grid_constant__ Conclusion conclusion) {
+__global__ void conclude_kernel(__grid_constant__ Argument<Conclusion> conclusion) {
   conclusion.write<Norm::kTwo>({0, 0});
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Table table, const __grid_constant__ DeviceScalar factor) {
+    scale_kernel(__grid_constant__ Argument<Table> table, __grid_constant__ Argument<DeviceScalar> factor) {
   const auto value = static_cast<compute_t<T>>(factor.get());
   if (value == 1) return;
   scale_chunk<T>(view_chunk<T>(table, blockIdx.x), value, threadIdx.x, blockDim.x);
@@ -70,8 +70,8 @@ void launch_checks(const std::vector<FlatTensor>& tensors, const Conclusion& con
   for_each_table<Table>(tensors, [&](const Table& table) {
     const uint32_t blocks = table.chunks();
     if (blocks == 0) return;
-    check_kernel<T, kNorm, Rewrite><<<blocks, kThreads, 0, stream>>>(table, conclusion, first_partial);
-    check_cuda(cudaGetLastError(), "launch of check_kernel");
+    launch("check_kernel", check_kernel<T, kNorm, Rewrite>, blocks, kThreads, stream, table, conclusion,
+           first_partial);
     first_partial += blocks;
   });
 }
@@ -80,8 +80,7 @@ void launch_checks(const std::vector<FlatTensor>& tensors, const Conclusion& con
 
 void begin_check(const Conclusion& conclusion, cudaStream_t stream) {
   if (conclusion.chunks == 0) {
-    conclude_kernel<<<1, 1, 0, stream>>>(conclusion);
-    check_cuda(cudaGetLastError(), "launch of conclude_kernel");
+    launch("conclude_kernel", conclude_kernel, 1, 1, stream, conclusion);
   } else {
     check_cuda(cudaMemsetAsync(conclusion.finished, 0, sizeof(*conclusion.finished), stream),
                "cudaMemsetAsync");
@@ -101,8 +100,7 @@ template <class T>
 void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream) {
   for_each_table<Table>(tensors, [&](const Table& table) {
     if (table.chunks() == 0) return;
-    scale_kernel<T><<<table.chunks(), kThreads, 0, stream>>>(table, factor);
-    check_cuda(cudaGetLastError(), "launch of scale_kernel");
+    launch("scale_kernel", scale_kernel<T>, table.chunks(), kThreads, stream, table, factor);
   });
 }
 
@@ -126,7 +124,7 @@ bool kernels_run() {
   // Minor versions are compatible within a major one; the table-sized kernel arguments need 12.1.
   if (driver / 1000 < runtime / 1000 || driver < 12010) return false;
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, conclude_kernel) == cudaSuccess;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(conclude_kernel)) == cudaSuccess;
 }
 
 }  // namespace flatout
