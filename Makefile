@@ -32,10 +32,10 @@ PARALLEL := -n $(shell expr $(JOBS) + 1) --dist loadfile
 native := $(shell find csrc cmake -not -name '.*' 2>/dev/null) CMakeLists.txt
 python := $(shell find src -not -name '.*' -not -path '*__pycache__*' 2>/dev/null)
 headers := $(filter %.h %.cuh,$(native))
-formatted := $(filter %.h %.cuh %.cpp %.cu,$(native))
+formatted := $(filter %.h %.cuh %.cpp %.cu,$(native)) $(shell find tests/emulated_cuda -name '*.h' -o -name '*.cpp')
 tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 
-.PHONY: demo test test-scripts lint format test-torches gpu-check clean FORCE
+.PHONY: demo test test-scripts test-emulated lint format test-torches gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
@@ -47,6 +47,15 @@ test: $(VENV)/.native $(VENV)/.dev
 # Whole training scripts of 19 kinds, each by python and twice by flatout run. A script is a process of its own.
 test-scripts: $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) tests/foreign_scripts $(ARGS)
+
+# tests/gpu on emulated devices: the kernels compiled by g++, torch's replaced by the CPU's.
+#   make test-emulated ARGS="--seeds 1 2 3 --order lazy"
+EMULATED := build/emulated
+test-emulated: $(VENV)/.native $(VENV)/.dev
+	$(VENV)/bin/cmake -S . -B $(EMULATED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(VENV)/bin/python -DFLATOUT_CUDA=EMULATED -DFLATOUT_WERROR=ON
+	$(VENV)/bin/cmake --build $(EMULATED)
+	$(VENV)/bin/python -m tests.emulated_cuda.run --build $(EMULATED) tests/gpu/test_*.py $(ARGS)
 
 # ---- the environment ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+// host_check.cpp: checks and scaling as check.cu runs them, with its sums in the same order.
+#include <algorithm>
+#include <array>
+
+#include "core/cuda_launch.h"
+#include "host.h"
+
+namespace harness {
+
+using namespace flatout;
+
+namespace {
+
+// Sum over the lanes of a warp in lane 0. A lane past the end reads its own value, as __shfl_down_sync says.
+template <Norm kNorm>
+Partial warp_sum(const Partial* lanes) {
+  Partial lane[32];
+  std::copy(lanes, lanes + 32, lane);
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const auto before = std::to_array(lane);
+    for (int l = 0; l < 32; ++l) lane[l].add<kNorm>(before[l + offset < 32 ? l + offset : l]);
+  }
+  return lane[0];
+}
+
+// Calls share(thread) for the threads of a block.
+template <Norm kNorm, class Share>
+Partial block_sum(const Share& share) {
+  Partial threads[kThreads], warps[32] = {};
+  for (uint32_t thread = 0; thread < kThreads; ++thread) threads[thread] = share(thread);
+  for (int warp = 0; warp < kThreads / 32; ++warp) warps[warp] = warp_sum<kNorm>(threads + warp * 32);
+  return warp_sum<kNorm>(warps);
+}
+
+template <class T, Norm kNorm, bool Rewrite>
+void check(const std::vector<FlatTensor>& tensors, const Conclusion& conclusion, uint32_t first_partial) {
+  const auto inverse = static_cast<compute_t<T>>(conclusion.inv_scale.get());
+  for_each_table<GradTable<>>(tensors, [&](const auto& table) {
+    for (uint32_t block = 0; block < table.chunks(); ++block) {
+      const auto view = view_chunk<T>(table, block);
+      conclusion.partials[first_partial++] = block_sum<kNorm>(
+          [&](uint32_t thread) { return check_chunk<kNorm, Rewrite, T>(view, inverse, thread, kThreads); });
+      if (++*conclusion.finished != conclusion.chunks) continue;
+      conclusion.write<kNorm>(block_sum<kNorm>(
+          [&](uint32_t thread) { return conclusion.add_partials<kNorm>(thread, kThreads); }));
+    }
+  });
+}
+
+}  // namespace
+
+template <class T>
+void check_on_host(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,
+                   const Conclusion& conclusion, uint32_t first_partial) {
+  if (rewrite) return check<T, Norm::kTwo, true>(tensors, conclusion, first_partial);
+  with_norm(norm,
+            [&](auto kind) { check<T, decltype(kind)::value, false>(tensors, conclusion, first_partial); });
+}
+
+template <class T>
+void scale_on_host(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor) {
+  const auto value = static_cast<compute_t<T>>(factor.get());
+  for_each_table<GradTable<>>(tensors, [&](const auto& table) {
+    if (value == 1) return;
+    for (uint32_t block = 0; block < table.chunks(); ++block)
+      for (uint32_t thread = 0; thread < kThreads; ++thread)
+        scale_chunk<T>(view_chunk<T>(table, block), value, thread, kThreads);
+  });
+}
+
+#define INSTANTIATE(T)                                                                                     \
+  template void check_on_host<T>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t); \
+  template void scale_on_host<T>(const std::vector<FlatTensor>&, const DeviceScalar&)
+INSTANTIATE(float);
+INSTANTIATE(double);
+INSTANTIATE(f16);
+INSTANTIATE(bf16);
+
+}  // namespace harness

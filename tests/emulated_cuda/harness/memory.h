@@ -1,0 +1,54 @@
+// memory.h: memory of a case, described once, and its copies on the host and on an emulated device.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace harness {
+
+// Bytes that lie `misalignment` bytes beside a multiple of 64. An empty region has no address.
+struct Region {
+  std::vector<char> bytes;
+  std::size_t misalignment = 0;
+  bool operator==(const Region&) const = default;
+};
+using Regions = std::vector<Region>;
+
+template <class T>
+Region region_of(const std::vector<T>& values, std::size_t misalignment = 0) {
+  const char* begin = reinterpret_cast<const char*>(values.data());
+  return {{begin, begin + values.size() * sizeof(T)}, misalignment};
+}
+template <class T>
+const T* elements(const Region& region) {
+  return reinterpret_cast<const T*>(region.bytes.data());
+}
+
+// A copy of regions. A few regions of a device lie between guard pages each, many lie side by side.
+class Memory {
+ public:
+  enum class Place { kHost, kDevice };
+  Memory(const Regions& regions, Place place);
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory();
+
+  template <class T = void>
+  T* at(std::size_t region) const {
+    return static_cast<T*>(address_[region]);
+  }
+  // The regions as they are now. Throws if the bytes between them have changed.
+  Regions read() const;
+
+ private:
+  struct Allocation {
+    char* begin;
+    std::size_t bytes;
+  };
+  Place place_;
+  Regions regions_;  // as they were at first
+  std::vector<Allocation> allocations_;
+  std::vector<void*> address_;
+};
+
+}  // namespace harness

@@ -1,0 +1,25 @@
+// stream.h: a stream of an emulated device, which is current while the stream exists.
+#pragma once
+
+#include "core/cuda_launch.h"
+
+namespace harness {
+
+class Stream {
+ public:
+  explicit Stream(int device) {
+    flatout::check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    flatout::check_cuda(cudaStreamCreate(&stream_), "cudaStreamCreate");
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
+
+  operator cudaStream_t() const { return stream_; }
+  void synchronize() const { flatout::check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace harness

@@ -1,0 +1,48 @@
+"""What calls do on the emulated devices."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+EMULATED = "EMULATED_CUDA_BUILD" in os.environ
+"""True where this process has emulated devices."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Calls of the CUDA runtime by the calling thread, and operations of the devices, in order.
+
+    Attributes:
+        calls: names of functions.
+        operations: such as ``kernel step_kernel`` or ``copy to host``.
+    """
+
+    calls: list[str]
+    operations: list[str]
+
+
+def recorded(run: Callable[[], object]) -> Record:
+    """Run a function, wait for the devices, and return what they did. The last wait is not recorded."""
+    torch.cuda.synchronize()
+    runtime = ctypes.CDLL(None)
+    runtime.emulated_cuda_record.restype = ctypes.c_size_t
+    runtime.emulated_cuda_begin_record()
+    run()
+    calls = _lines(runtime)
+    torch.cuda.synchronize()
+    lines = _lines(runtime)
+    return Record(
+        [line.removeprefix("call ") for line in calls if line.startswith("call ")],
+        [line.split(": ", 1)[1] for line in lines if line.startswith("stream ")],
+    )
+
+
+def _lines(runtime: ctypes.CDLL) -> list[str]:
+    text = ctypes.create_string_buffer(runtime.emulated_cuda_record(None, 0))
+    runtime.emulated_cuda_record(text, ctypes.c_size_t(len(text)))
+    return text.raw.decode().splitlines()

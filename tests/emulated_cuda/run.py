@@ -1,0 +1,137 @@
+"""Runs tests on the emulated devices, a process for each file, and prints a table of them.
+
+python -m tests.emulated_cuda.run --build build/emulated --seeds 1 2 3 tests/gpu/test_*.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 300
+"""Seconds of a file."""
+
+
+def environment(build: Path, seed: int, order: str) -> dict[str, str]:
+    """Return the variables with which a process has emulated devices.
+
+    Args:
+        build: folder of the build with ``FLATOUT_CUDA=EMULATED``.
+        seed: of the order of operations, blocks and threads.
+        order: when operations run: ``random``, ``lazy`` or ``eager``.
+    """
+    runtime, here = build / "tests" / "emulated_cuda", ROOT / "tests" / "emulated_cuda"
+    return {
+        **os.environ,
+        "EMULATED_CUDA_BUILD": str(build),
+        "EMULATED_CUDA_SEED": str(seed),
+        "EMULATED_CUDA_ORDER": order,
+        "FLATOUT_FAIL_WITHOUT_GPU": "1",
+        "LD_LIBRARY_PATH": os.pathsep.join([str(runtime), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep),
+        "LD_PRELOAD": str(runtime / "libcudart.so.13"),
+        "OMP_NUM_THREADS": "1",  # operations run on one thread, which would start a pool of its own
+        "PYTHONPATH": os.pathsep.join(map(str, [here / "torch_shim", ROOT / "src", ROOT])),
+    }
+
+
+@dataclass
+class Result:
+    """Result of one file.
+
+    Attributes:
+        file: its name.
+        counts: tests by outcome: passed, failed, skipped.
+        reasons: why tests were skipped.
+        seconds: time of the process.
+        error: what the process wrote, if a test failed or the process ended early; else empty.
+    """
+
+    file: str
+    counts: Counter[str]
+    reasons: Counter[str]
+    seconds: float
+    error: str
+
+
+def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Sequence[str]) -> Result:
+    """Run the tests of a file in a process of its own."""
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.emulated_cuda.unsupported", "-p", "no:cacheprovider"]
+    begun = time.perf_counter()
+    try:
+        # Not the file descriptor: what the runtime writes before it ends a process would be lost.
+        ended = subprocess.run(
+            [*command, "--capture=sys", f"--junitxml={report}", str(file), *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
+        status, output = ended.returncode, ended.stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        status, output = 1, f"{output.decode() if isinstance(output, bytes) else output}\nmore than {LIMIT} s"
+    seconds = time.perf_counter() - begun
+    counts, reasons = Counter[str](), Counter[str]()
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        skip, has_failed = case.find("skipped"), {"failure", "error"} & {child.tag for child in case}
+        counts["failed" if has_failed else "passed" if skip is None else "skipped"] += 1
+        if skip is not None:
+            reasons[skip.get("message", "")] += 1
+    return Result(file.name, counts, reasons, seconds, output if status else "")
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """Return the results as a table."""
+    table = Table("file", "passed", "failed", "skipped", "s", "why skipped")
+    for each in results:
+        why = "\n".join(f"{count} × {reason}" for reason, count in each.reasons.items())
+        counts = [str(each.counts[outcome] or "") for outcome in ("passed", "failed", "skipped")]
+        table.add_row(each.file, *counts, f"{each.seconds:.0f}", why, style="red" if each.error else "")
+    return table
+
+
+def main() -> int:
+    """Run the files, print their results, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="files at a time")
+    parser.add_argument("--order", choices=["random", "lazy", "eager"], default="random")
+    parser.add_argument("files", type=Path, nargs="+")
+    options, arguments = parser.parse_known_args()
+    console, build = Console(), options.build.resolve()
+    has_failed = False
+    for seed in options.seeds:
+        variables = environment(build, seed, options.order)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            jobs = [
+                pool.submit(run_file, file, variables, build / f"{file.stem}.xml", arguments) for file in options.files
+            ]
+            results = [job.result() for job in jobs]
+        console.print(f"seed {seed}, {options.order} order")
+        console.print(table_of(results))
+        for each in results:
+            if each.error:
+                has_failed = True
+                console.print(each.error, markup=False, highlight=False)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
