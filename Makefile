@@ -48,12 +48,22 @@ test: $(VENV)/.native $(VENV)/.dev
 test-scripts: $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) tests/foreign_scripts $(ARGS)
 
-# tests/gpu on emulated devices: the kernels compiled by g++, torch's replaced by the CPU's.
-#   make test-emulated ARGS="--seeds 1 2 3 --order lazy"
+# The kernels without a GPU: compiled by g++, compared with the optimizers' definitions, also under AddressSanitizer.
 EMULATED := build/emulated
-test-emulated: $(VENV)/.native $(VENV)/.dev
+EMULATED_KERNELS := $(EMULATED)/tests/emulated_cuda/emulated_kernels
+.PHONY: configure-emulated test-kernels
+configure-emulated: $(VENV)/.flatout
 	$(VENV)/bin/cmake -S . -B $(EMULATED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(VENV)/bin/python -DFLATOUT_CUDA=EMULATED -DFLATOUT_WERROR=ON
+
+test-kernels: configure-emulated
+	$(VENV)/bin/cmake --build $(EMULATED) --target emulated_kernels emulated_kernels_asan
+	$(EMULATED_KERNELS)
+	$(EMULATED_KERNELS)_asan --small
+
+# tests/gpu on emulated devices, with torch's kernels replaced by the CPU's.
+#   make test-emulated ARGS="--seeds 1 2 3 --order lazy"
+test-emulated: configure-emulated $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/cmake --build $(EMULATED)
 	$(VENV)/bin/python -m tests.emulated_cuda.run --build $(EMULATED) tests/gpu/test_*.py $(ARGS)
 
