@@ -5,6 +5,7 @@
 // Functions" of the CUDA C++ Programming Guide. With ThreadSanitizer each thread of a kernel is a fiber of
 // its own, so that a missing barrier or fence is a data race.
 #include <link.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -65,6 +66,9 @@ namespace emulated {
 namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
+// Stacks begin at different cache lines. At equal ones, the stacks of a block would share a few sets of the
+// caches, and each switch would miss.
+constexpr std::size_t kColors = 61, kColorBytes = 17 * 64;
 constexpr unsigned kMostThreads = 1024, kLanes = 32, kSavedRegisters = 6;
 constexpr unsigned kNoSynchronization = 1;  // of __tsan_switch_to_fiber
 constexpr int kPoison = 0xFF;
@@ -73,14 +77,45 @@ enum class State { kReady, kAtBarrier, kInWarpOperation, kDone };
 
 struct Block;
 
+// A stack, and where it was left.
+struct Context {
+  void* stack = nullptr;
+  std::size_t bytes = 0;
+  void* pointer = nullptr;
+  void* tsan = nullptr;
+  void* asan = nullptr;  // fake stack
+};
+
+void switch_to(Context& from, const Context& to) {
+  if (__tsan_switch_to_fiber != nullptr) __tsan_switch_to_fiber(to.tsan, kNoSynchronization);
+  if (__sanitizer_start_switch_fiber != nullptr)
+    __sanitizer_start_switch_fiber(&from.asan, to.stack, to.bytes);
+  emulated_switch(&from.pointer, to.pointer);
+  if (__sanitizer_finish_switch_fiber != nullptr)
+    __sanitizer_finish_switch_fiber(from.asan, nullptr, nullptr);
+}
+
+// Marsaglia, "Xorshift RNGs" (2003): a division for each switch would take longer than the switch.
+class Random {
+ public:
+  explicit Random(unsigned seed) : state_(seed * 2654435769u | 1u) {}
+  // A number below `limit`.
+  std::uint32_t below(std::size_t limit) {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 17;
+    state_ ^= state_ << 5;
+    return static_cast<std::uint32_t>(std::uint64_t{state_} * limit >> 32);
+  }
+
+ private:
+  std::uint32_t state_;
+};
+
 struct Fiber {
   Thread built_in{};
   Block* block = nullptr;
   State state = State::kDone;
-  void* stack = nullptr;
-  void* stack_pointer = nullptr;
-  void* tsan = nullptr;
-  void* asan = nullptr;  // fake stack
+  Context context;
   // Warp operation that it waits in. The first lane of a mask counts those that have come.
   WarpOperation operation{};
   unsigned argument = 0, arrived_mask = 0, arrived = 0;
@@ -100,17 +135,16 @@ struct Fiber {
 
 // One OS thread, which runs a block at a time.
 struct Block {
+  explicit Block(unsigned seed);
+
   std::vector<Fiber> fibers{kMostThreads};
+  std::vector<Fiber*> ready;
   Fiber* current = nullptr;
-  void* scheduler_pointer = nullptr;
-  void* scheduler_tsan = nullptr;
-  void* scheduler_asan = nullptr;
-  const void* scheduler_stack = nullptr;
-  std::size_t scheduler_stack_bytes = 0;
+  Context scheduler;
   const Job* job = nullptr;
   unsigned size = 0, live = 0, at_barrier = 0;
   int barrier_line = 0;
-  std::minstd_rand random;
+  Random random;
   // Their addresses stand for synchronizations in ThreadSanitizer. Barriers take turns: a thread that is late
   // to leave one must not see what others did before they came to the next one.
   char launch = 0, end = 0, barriers[2] = {};
@@ -118,8 +152,10 @@ struct Block {
 
   void run(const Job* job, unsigned index, dim3 blocks, dim3 threads);
   void start(Fiber& fiber);
-  void resume(Fiber& fiber);
+  Fiber* take_ready();  // in random order; null if none is ready
   void pass_barrier();
+  void end_thread(Fiber& fiber);
+  [[noreturn]] void report_deadlock();
 };
 
 thread_local Block* block_of_thread = nullptr;
@@ -140,53 +176,63 @@ void release(void* address) {
   std::abort();
 }
 
+// Lets another fiber of the block run; the scheduler, if none is ready.
 void leave(Fiber& fiber) {
   Block& block = *fiber.block;
-  if (__tsan_switch_to_fiber != nullptr) __tsan_switch_to_fiber(block.scheduler_tsan, kNoSynchronization);
-  if (__sanitizer_start_switch_fiber != nullptr)
-    __sanitizer_start_switch_fiber(&fiber.asan, block.scheduler_stack, block.scheduler_stack_bytes);
-  emulated_switch(&fiber.stack_pointer, block.scheduler_pointer);
-  if (__sanitizer_finish_switch_fiber != nullptr)
-    __sanitizer_finish_switch_fiber(fiber.asan, &block.scheduler_stack, &block.scheduler_stack_bytes);
+  if (fiber.state == State::kReady) block.ready.push_back(&fiber);
+  Fiber* next = block.take_ready();
+  if (next == &fiber) return;
+  block.current = next;
+  switch_to(fiber.context, next == nullptr ? block.scheduler : next->context);
 }
 
 // First function of every fiber, which serves one thread after another.
 [[noreturn]] void serve() {
   Fiber& fiber = *block_of_thread->current;
   Block& block = *fiber.block;
-  if (__sanitizer_finish_switch_fiber != nullptr)
-    __sanitizer_finish_switch_fiber(nullptr, &block.scheduler_stack, &block.scheduler_stack_bytes);
+  if (__sanitizer_finish_switch_fiber != nullptr) __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
   for (;;) {
     acquire(&block.launch);
     block.job->run(block.job);
     release(&block.end);
-    fiber.state = State::kDone;
+    block.end_thread(fiber);
     leave(fiber);
   }
 }
 
-void Block::start(Fiber& fiber) {
-  if (fiber.stack != nullptr) return;
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK;
-  fiber.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
-  if (fiber.stack == MAP_FAILED) end_process("no memory for a stack", fiber);
-  mprotect(fiber.stack, 4096, PROT_NONE);
-  auto** top = reinterpret_cast<void**>(static_cast<char*>(fiber.stack) + kStackBytes);
-  *--top = nullptr;  // a function begins with a stack pointer that is 8 beside a multiple of 16
-  *--top = reinterpret_cast<void*>(&serve);
-  fiber.stack_pointer = top - kSavedRegisters;
-  if (__tsan_create_fiber != nullptr) fiber.tsan = __tsan_create_fiber(0);
+Block::Block(unsigned seed) : random(seed) {
+  pthread_attr_t attributes;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &scheduler.stack, &scheduler.bytes);
+  pthread_attr_destroy(&attributes);
+  if (__tsan_get_current_fiber != nullptr) scheduler.tsan = __tsan_get_current_fiber();
 }
 
-void Block::resume(Fiber& fiber) {
-  current = &fiber;
-  if (__tsan_switch_to_fiber != nullptr) __tsan_switch_to_fiber(fiber.tsan, kNoSynchronization);
-  if (__sanitizer_start_switch_fiber != nullptr)
-    __sanitizer_start_switch_fiber(&scheduler_asan, fiber.stack, kStackBytes);
-  emulated_switch(&scheduler_pointer, fiber.stack_pointer);
-  if (__sanitizer_finish_switch_fiber != nullptr)
-    __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
-  current = nullptr;
+void Block::start(Fiber& fiber) {
+  Context& context = fiber.context;
+  if (context.stack != nullptr) return;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK;
+  context.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  if (context.stack == MAP_FAILED) end_process("no memory for a stack", fiber);
+  context.bytes = kStackBytes;
+  mprotect(context.stack, 4096, PROT_NONE);
+  const std::size_t color = static_cast<std::size_t>(&fiber - fibers.data()) % kColors;
+  char* begin = static_cast<char*>(context.stack) + kStackBytes - color * kColorBytes;
+  auto** top = reinterpret_cast<void**>(begin);
+  *--top = nullptr;  // a function begins with a stack pointer that is 8 beside a multiple of 16
+  *--top = reinterpret_cast<void*>(&serve);
+  context.pointer = top - kSavedRegisters;
+  if (__tsan_create_fiber != nullptr) context.tsan = __tsan_create_fiber(0);
+}
+
+Fiber* Block::take_ready() {
+  if (ready.empty())
+    for (unsigned i = 0; i < size; ++i)
+      if (fibers[i].state == State::kReady) ready.push_back(&fibers[i]);
+  if (ready.empty()) return nullptr;
+  Fiber* next = std::exchange(ready[random.below(ready.size())], ready.back());
+  ready.pop_back();
+  return next;
 }
 
 void Block::pass_barrier() {
@@ -196,13 +242,27 @@ void Block::pass_barrier() {
     if (fibers[i].state == State::kAtBarrier) fibers[i].state = State::kReady;
 }
 
+// At a barrier, an exit counts as arrival.
+void Block::end_thread(Fiber& fiber) {
+  fiber.state = State::kDone;
+  if (--live != 0 && at_barrier == live) pass_barrier();
+}
+
+void Block::report_deadlock() {
+  const auto waits = [&](State state) {
+    return std::find_if(fibers.begin(), fibers.end(),
+                        [&](const Fiber& fiber) { return fiber.state == state; });
+  };
+  if (const auto lane = waits(State::kInWarpOperation); lane != fibers.end())
+    end_process("deadlock: lanes that a mask names never come", *lane);
+  end_process("deadlock at __syncthreads", *waits(State::kAtBarrier));
+}
+
 void Block::run(const Job* own_job, unsigned index, dim3 blocks, dim3 threads) {
   job = own_job;
   size = live = threads.x;
   at_barrier = 0;
-  if (__tsan_get_current_fiber != nullptr) scheduler_tsan = __tsan_get_current_fiber();
   release(&launch);  // happens before every thread
-  std::vector<Fiber*> ready(size);
   for (unsigned i = 0; i < size; ++i) {
     Fiber& fiber = fibers[i];
     fiber.block = this;
@@ -211,28 +271,10 @@ void Block::run(const Job* own_job, unsigned index, dim3 blocks, dim3 threads) {
     fiber.arrived = 0;
     fiber.read_atomic = nullptr;
     start(fiber);
-    ready[i] = &fiber;
   }
-  while (live != 0) {
-    if (ready.empty()) {
-      for (unsigned i = 0; i < size; ++i)
-        if (fibers[i].state == State::kReady) ready.push_back(&fibers[i]);
-      if (ready.empty()) {
-        for (unsigned i = 0; i < size; ++i)
-          if (fibers[i].state == State::kInWarpOperation)
-            end_process("deadlock: lanes that a mask names never come", fibers[i]);
-        for (unsigned i = 0; i < size; ++i)
-          if (fibers[i].state == State::kAtBarrier) end_process("deadlock at __syncthreads", fibers[i]);
-      }
-    }
-    const std::size_t which = random() % ready.size();
-    Fiber& fiber = *std::exchange(ready[which], ready.back());
-    ready.pop_back();
-    resume(fiber);
-    if (fiber.state == State::kReady) ready.push_back(&fiber);
-    if (fiber.state == State::kDone && --live != 0 && at_barrier == live)
-      pass_barrier();  // an exit counts as arrival
-  }
+  current = take_ready();
+  switch_to(scheduler, current->context);
+  if (live != 0) report_deadlock();
   acquire(&end);
 }
 
@@ -298,9 +340,8 @@ class Pool {
   }
 
   void work(unsigned index) {
-    auto& block = *new Block;
+    auto& block = *new Block(Runtime::get().settings.seed * kThreads + index + 1);
     block_of_thread = &block;
-    block.random.seed(Runtime::get().settings.seed * kThreads + index + 1);
     for (unsigned long seen = 0;;) {
       std::unique_lock lock(mutex_);
       wake_.wait(lock, [&] { return generation_ != seen; });
@@ -429,12 +470,12 @@ void emulated_threadfence() {
 
 void emulated_atomic_begin(const void*) {
   Block& block = *block_of_thread;
-  if (block.random() % 4 == 0) std::this_thread::yield();  // another block may come between
+  if (block.random.below(4) == 0) std::this_thread::yield();  // another block may come between
   while (atomic_lock.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
   if (__tsan_switch_to_fiber == nullptr) return;
   Fiber& fiber = *block.current;
   if (fiber.courier == nullptr) {  // a new fiber knows what its maker knows
-    __tsan_switch_to_fiber(block.scheduler_tsan, kNoSynchronization);
+    __tsan_switch_to_fiber(block.scheduler.tsan, kNoSynchronization);
     fiber.courier = __tsan_create_fiber(0);
   }
   __tsan_switch_to_fiber(fiber.courier, kNoSynchronization);
@@ -448,7 +489,7 @@ void emulated_atomic_end(const void* address) {
   release(const_cast<void*>(address));
   if (__tsan_switch_to_fiber != nullptr) {
     release(&fiber.courier_end);
-    __tsan_switch_to_fiber(fiber.tsan, kNoSynchronization);
+    __tsan_switch_to_fiber(fiber.context.tsan, kNoSynchronization);
     acquire(&fiber.courier_end);
   }
   fiber.read_atomic = address;
