@@ -1,9 +1,14 @@
 // api_device.cpp: devices, versions and errors.
 //
-// Models "Device Management", "Version Management" and "Error Handling" of the CUDA Runtime API. The numbers
-// are an H100's, but for the memory.
+// Models "Device Management", "Version Management", "Error Handling" and "Interactions with the CUDA Driver
+// API" of the CUDA Runtime API, and "Context Management" of the CUDA Driver API. The numbers are an H100's,
+// but for the memory.
+#include <cuda.h>
+
+#include <cstdint>
 #include <cstdio>
-#include <cstring>
+#include <map>
+#include <string_view>
 
 #include "runtime.h"
 
@@ -216,26 +221,54 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-// Driver API, which torch and flatout ask for contexts.
-int cuInit(unsigned) { return 0; }
+// Driver API, which torch and flatout ask for contexts. Only primary contexts exist.
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 
-int cuDriverGetVersion(int* version) { return cudaDriverGetVersion(version); }
+CUresult cuDriverGetVersion(int* version) {
+  *version = Runtime::get().settings.driver;
+  return CUDA_SUCCESS;
+}
 
-int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
   *flags = 0;
   *is_active = 0;
-  return call(__func__, Needs::kDriver, [&](Runtime& runtime, Lock&) {
+  const cudaError_t error = call(__func__, Needs::kDriver, [&](Runtime& runtime, Lock&) {
     if (!is_device(runtime, device)) return cudaErrorInvalidDevice;
     *is_active = runtime.has_context[static_cast<std::size_t>(device)];
     return cudaSuccess;
   });
+  return static_cast<CUresult>(error);  // the two kinds of errors have the same numbers
+}
+
+CUresult cuCtxGetDevice(CUdevice* device) {
+  *device = emulated::context_device();
+  return *device == emulated::kNoContext ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+
+// The handle of a context is its device's index, counted from 1.
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  const int device = emulated::context_device();
+  *context =
+      device == emulated::kNoContext ? nullptr : reinterpret_cast<CUcontext>(std::intptr_t{device} + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+  const auto handle = reinterpret_cast<std::intptr_t>(context);
+  emulated::set_context_device(handle == 0 ? emulated::kNoContext : static_cast<int>(handle - 1));
+  return CUDA_SUCCESS;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
                                              unsigned long long, cudaDriverEntryPointQueryResult* found) {
-  *function = nullptr;
-  if (std::strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0)
-    *function = reinterpret_cast<void*>(&cuDevicePrimaryCtxGetState);
+  const std::map<std::string_view, void*> functions = {
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(&cuCtxGetCurrent)},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(&cuCtxGetDevice)},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(&cuCtxSetCurrent)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(&cuDevicePrimaryCtxGetState)},
+  };
+  const auto known = functions.find(symbol);
+  *function = known == functions.end() ? nullptr : known->second;
   if (found != nullptr)
     *found = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;

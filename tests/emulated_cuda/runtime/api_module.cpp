@@ -2,6 +2,7 @@
 //
 // They are device code, and so none of them runs: torch_shim replaces their operators. The exception is the
 // kernel behind torch.cuda._sleep, which keeps a stream busy.
+#include <cmath>
 #include <map>
 #include <string>
 #include <thread>
@@ -75,9 +76,9 @@ cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments,
       std::fprintf(stderr, "emulated CUDA: %s is not emulated\n", name.c_str());
       return cudaErrorInvalidDeviceFunction;
     }
-    const std::chrono::duration<double, std::nano> time(*static_cast<long long*>(arguments[0]) / kClockGhz);
+    const std::chrono::nanoseconds time(std::llround(*static_cast<long long*>(arguments[0]) / kClockGhz));
     return runtime.enqueue(runtime.stream_of(handle),
-                           {"sleep", [time] { std::this_thread::sleep_for(time); }, 0});
+                           {"sleep", [time] { std::this_thread::sleep_for(time); }, 0, time});
   });
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 blocks, dim3 threads, void** arguments,

@@ -13,7 +13,7 @@
 namespace emulated {
 namespace {
 
-thread_local int device_of_thread = 0;
+thread_local int device_of_thread = 0, context_of_thread = kNoContext;
 thread_local bool is_executor = false;
 const pid_t process = getpid();
 
@@ -44,8 +44,10 @@ void describe_bad_access(int number, siginfo_t* info, void*) {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
-int current_device() { return device_of_thread; }
-void set_current_device(int device) { device_of_thread = device; }
+int current_device() { return context_of_thread == kNoContext ? device_of_thread : context_of_thread; }
+void set_current_device(int device) { device_of_thread = context_of_thread = device; }
+int context_device() { return context_of_thread; }
+void set_context_device(int device) { context_of_thread = device; }
 
 Settings Settings::read() {
   Settings settings;
@@ -125,7 +127,7 @@ cudaError_t Runtime::enqueue(Stream* stream, Work work, std::vector<CompletionPt
   start();
   const std::vector<CompletionPtr> before = unfinished_before(stream);
   after.insert(after.end(), before.begin(), before.end());
-  Operation operation{std::move(work), std::move(after), std::make_shared<Completion>()};
+  Operation operation{std::move(work), Clock::now(), std::move(after), std::make_shared<Completion>()};
   stream->tail = operation.completion;
   stream->queue.push_back(std::move(operation));
   work_.notify_all();
@@ -207,6 +209,13 @@ Stream* Runtime::next_ready() {
   return ready.empty() ? nullptr : ready[random() % ready.size()];
 }
 
+// A device begins an operation as soon as it is queued and all before it are done.
+static Clock::time_point begin_of(const Operation& operation) {
+  Clock::time_point begin = operation.queued;
+  for (const CompletionPtr& one : operation.after) begin = std::max(begin, one->at);
+  return begin;
+}
+
 void Runtime::execute() {
   is_executor = true;
   Lock lock(mutex_);
@@ -229,11 +238,13 @@ void Runtime::execute() {
     is_running_ = true;
     memory.open(operation.work.devices);
     lock.unlock();
+    const auto begun = Clock::now();
     if (operation.work.run) operation.work.run();
+    const auto took = Clock::now() - begun;
     lock.lock();
     is_running_ = false;
     operation.completion->done = true;
-    operation.completion->at = Clock::now();
+    operation.completion->at = begin_of(operation) + operation.work.lasts.value_or(took);
     Operation finished = std::move(stream->queue.front());
     stream->queue.pop_front();
     if (stream->is_destroyed && stream->queue.empty()) forget(stream);
@@ -280,7 +291,10 @@ class Call {
     if (runtime.settings.devices == 0) return cudaErrorNoDevice;
     Lock lock(runtime.mutex_);
     if (runtime.broken_context != cudaSuccess) return runtime.broken_context;
-    if (needs == Needs::kContext) runtime.has_context[static_cast<std::size_t>(current_device())] = true;
+    if (needs == Needs::kContext) {
+      set_context_device(current_device());
+      runtime.has_context[static_cast<std::size_t>(current_device())] = true;
+    }
     return body(runtime, lock);
   }
 };

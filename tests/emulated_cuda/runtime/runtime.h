@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -27,7 +28,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 struct Completion {
   bool done = false;
-  Clock::time_point at{};
+  Clock::time_point at{};  // on the device's clock, which other work on this machine does not delay
 };
 using CompletionPtr = std::shared_ptr<Completion>;
 
@@ -35,11 +36,13 @@ using CompletionPtr = std::shared_ptr<Completion>;
 struct Work {
   std::string name;
   std::function<void()> run;
-  unsigned devices;  // whose memory it may access
+  unsigned devices;                        // whose memory it may access
+  std::optional<Clock::duration> lasts{};  // on the device's clock; as long as it really takes, if not given
 };
 
 struct Operation {
   Work work;
+  Clock::time_point queued;
   std::vector<CompletionPtr> after;
   CompletionPtr completion;
 };
@@ -152,9 +155,13 @@ class Runtime {
   bool is_started_ = false, is_stopping_ = false, is_running_ = false;
 };
 
-// Index of the calling thread's device.
+// The calling thread's device: that of its context; without one, the device that it chose last, or 0.
 int current_device();
 void set_current_device(int device);
+// Device of the calling thread's context: kNoContext if it has none.
+constexpr int kNoContext = -1;
+int context_device();
+void set_context_device(int device);
 extern thread_local cudaError_t last_error;
 extern thread_local cudaStreamCaptureMode capture_mode;
 
