@@ -11,7 +11,7 @@ optimization=-O0
 [[ $sanitizer == thread ]] && optimization=-O1
 mkdir -p build
 case $part in
-  prefetch) sources=$(ls csrc/prefetch/*.cpp | grep -v bindings) ;;
+  prefetch) sources="$(ls csrc/prefetch/*.cpp | grep -v bindings) csrc/core/fork_guard.cpp" ;;
   step_timer) sources=csrc/mfu/counter.cpp ;;
 esac
 # shellcheck disable=SC2086  # a list of files

@@ -1,22 +1,16 @@
-// cuda_launch.h: what all kernels share on the CUDA side of the fence: no torch headers here.
+// cuda_launch.h: launches of kernels, without torch headers.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
+
+#include "core/cuda_runtime.h"
 
 namespace flatout {
 
 inline constexpr int kThreads = 512;
-
-inline void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // or the next launch of anybody would report it
-  throw std::runtime_error(std::string("flatout: ") + what + " failed: " + cudaGetErrorString(error));
-}
 
 // A kernel's argument of any size, marked __grid_constant__: nvcc leaves it where the launch has put it. A
 // host compiler would copy it for each thread, so it passes a reference.

@@ -15,46 +15,12 @@ std::unique_ptr<StepTimer> make_event_timer(Counter&, int) {
 
 #else
 
-#include <cuda_runtime_api.h>
-
-#include <stdexcept>
-#include <string>
-
+#include "core/cuda_runtime.h"
+#include "core/fork_guard.h"
 #include "mfu/clock_timer.h"
 
 namespace flatout::mfu {
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // or the next launch of anybody would report it
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-// Makes `device` current, and relaxes stream capture: polling an event while another stream records a CUDA
-// graph would otherwise break that capture.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) {
-      check(cudaSetDevice(device), "cudaSetDevice");
-      switched_ = true;
-    }
-    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
-  }
-  ~DeviceGuard() {
-    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
-    if (switched_) static_cast<void>(cudaSetDevice(previous_));
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = 0;
-  bool switched_ = false;
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 // A pool of events; it grows to as many as the host ever was ahead of the device.
 class EventClock {
@@ -66,8 +32,10 @@ class EventClock {
     spare_.push_back(create());  // fails here, not in the first step, where the driver is too old
   }
 
+  // A forked child must not call CUDA.
   ~EventClock() {
-    // At the interpreter's end the context may be gone already: nothing to tell anybody then.
+    if (fork_guard_.forked()) return;
+    const DeviceGuard guard(device_, std::nothrow);
     for (cudaEvent_t event : all_) static_cast<void>(cudaEventDestroy(event));
   }
 
@@ -79,7 +47,7 @@ class EventClock {
   Instant now(std::uintptr_t stream) {
     if (spare_.empty()) spare_.push_back(create());
     cudaEvent_t event = spare_.back();
-    check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
+    check_cuda(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
     spare_.pop_back();
     return event;
   }
@@ -92,34 +60,27 @@ class EventClock {
       static_cast<void>(cudaGetLastError());
       return std::nullopt;
     }
-    check(status, "cudaEventElapsedTime");
+    check_cuda(status, "cudaEventElapsedTime");
     return milliseconds * 1e-3;
   }
 
   void recycle(Instant event) { spare_.push_back(event); }
 
   bool is_recording(std::uintptr_t stream) const {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t asked = cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status);
-    if (asked == cudaErrorStreamCaptureImplicit) {
-      // The default stream may not be used while a blocking stream of another thread is recorded.
-      static_cast<void>(cudaGetLastError());
-      return true;
-    }
-    check(asked, "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
+    return is_capturing(reinterpret_cast<cudaStream_t>(stream));
   }
 
  private:
   cudaEvent_t create() {
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
     all_.push_back(event);
     spare_.reserve(all_.size());  // recycling never fails
     return event;
   }
 
   const int device_;
+  const ForkGuard fork_guard_;
   std::vector<cudaEvent_t> all_, spare_;
 };
 

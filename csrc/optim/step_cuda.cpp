@@ -32,9 +32,7 @@ class CudaBucket final : public Bucket {
   // Kept while the same tensors step on the same stream: only there torch's allocator knows when the memory
   // is free again. What a CUDA graph replays is its own, written and freed within it.
   Tensor table_of(const std::vector<FlatTensor>& tensors, cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    if (status != cudaStreamCaptureStatusNone) return new_table(tensors, stream);
+    if (is_capturing(stream)) return new_table(tensors, stream);
     if (!table_.has_value() || stream_ != stream || which_ != which()) {
       table_.reset();  // whatever fails below, no table is taken for another's
       which_ = which();

@@ -231,7 +231,7 @@ class PyCopied {
 
   void block(cuda::Stream stream) const {
     require(copied_->ticket->done(), "block must be called after wait");
-    if (copied_->event) copied_->event->block(stream, device_);
+    if (copied_->event) copied_->event->block(stream);
   }
 
   bool finished() const { return copied_->finished(); }

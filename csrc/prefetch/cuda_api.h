@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "prefetch/fork_guard.h"
+#include "core/fork_guard.h"
 
 namespace flatout::prefetch {
 
@@ -33,11 +33,10 @@ bool is_pinned(const void* data);
 void copy_to_device_async(void* to, const void* from, std::size_t bytes, Stream stream);
 void wait_event(Stream stream, EventHandle event);
 
-// An event of our own, made on the current device of the calling thread: without timing, and a thread that
-// waits for it sleeps instead of spinning.
+// An event of a device, without timing. A thread that waits for it sleeps instead of spinning.
 class Event {
  public:
-  Event();
+  explicit Event(int device);
   ~Event();
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -45,12 +44,13 @@ class Event {
   void record(Stream stream);
   bool done() const;
   void synchronize() const;
-  // Makes later work on `stream`, a stream of `device`, wait for what was recorded.
-  void block(Stream stream, int device) const;
+  // Makes later work on `stream`, a stream of the event's device, wait for what was recorded.
+  void block(Stream stream) const;
 
  private:
+  const int device_;
   EventHandle handle_ = 0;
-  ForkGuard guard_;
+  ForkGuard fork_guard_;
 };
 
 }  // namespace cuda

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "core/fork_guard.h"
 #include "prefetch/cuda_api.h"
-#include "prefetch/fork_guard.h"
 
 namespace flatout::prefetch {
 

@@ -113,7 +113,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
     return;
   }
   cuda::enter_thread(device_);
-  copied->event = std::make_unique<cuda::Event>();
+  copied->event = std::make_unique<cuda::Event>(device_);
   reap(max_in_flight_ - 1);
   try {
     enqueue(transfers, pinned, stream, fence, *copied);

@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-#include "prefetch/fork_guard.h"
+#include "core/fork_guard.h"
 
 namespace flatout::prefetch {
 

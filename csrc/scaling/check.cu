@@ -117,14 +117,4 @@ template void launch_check<bf16>(const std::vector<FlatTensor>&, Norm, bool, con
                                  cudaStream_t);
 template void launch_scale<bf16>(const std::vector<FlatTensor>&, const DeviceScalar&, cudaStream_t);
 
-bool kernels_run() {
-  int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || cudaRuntimeGetVersion(&runtime) != cudaSuccess)
-    return false;
-  // Minor versions are compatible within a major one; the table-sized kernel arguments need 12.1.
-  if (driver / 1000 < runtime / 1000 || driver < 12010) return false;
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(conclude_kernel)) == cudaSuccess;
-}
-
 }  // namespace flatout

@@ -18,7 +18,5 @@ void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrit
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);
 template <class T>
 void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream);
-// True when the current device can run the kernels: a driver new enough, code for its architecture.
-bool kernels_run();
 
 }  // namespace flatout

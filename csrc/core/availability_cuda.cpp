@@ -1,0 +1,34 @@
+// availability_cuda.cpp: tells whether the kernels run on a device, as operators.
+#include <torch/csrc/stable/library.h>
+
+#include "core/availability.h"
+#include "core/cuda_glue.h"
+
+namespace flatout {
+namespace {
+
+bool cuda_kernels_run(int64_t device) {
+  if (current_stream_function() == nullptr) return false;
+  STD_TORCH_CHECK(device >= 0 && device <= INT8_MAX, "device must be the index of a GPU, got ", device);
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
+  const bool run = cudaSetDevice(static_cast<int>(device)) == cudaSuccess && kernels_run();
+  static_cast<void>(cudaGetLastError());  // "no" is an answer, not an error to leave behind
+  return run;
+}
+
+// Needs no GPU, so that a machine without one can test it.
+bool stream_lookup_works() { return current_stream_function() != nullptr; }
+
+}  // namespace
+}  // namespace flatout
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flatout, m) { m.def("cuda_kernels_run(int device) -> bool"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(flatout_testing, m) { m.def("stream_lookup_works() -> bool"); }
+
+STABLE_TORCH_LIBRARY_IMPL(flatout, CompositeExplicitAutograd, m) {
+  m.impl("cuda_kernels_run", TORCH_BOX(&flatout::cuda_kernels_run));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flatout_testing, CompositeExplicitAutograd, m) {
+  m.impl("stream_lookup_works", TORCH_BOX(&flatout::stream_lookup_works));
+}

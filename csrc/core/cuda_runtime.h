@@ -1,0 +1,56 @@
+// cuda_runtime.h: the CUDA runtime without torch: errors, the current device, stream capture, the driver.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <new>
+
+struct CUctx_st;
+
+namespace flatout {
+
+// Throws std::runtime_error that names the call. Clears the error first, so that no later call reports it.
+void check_cuda(cudaError_t error, const char* call);
+
+// Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Makes `device` current for a scope, with relaxed captures.
+//
+// The end of the scope restores the driver's context instead of the device: since CUDA 12.0, cudaSetDevice
+// creates a context on a device that had none, which takes hundreds of megabytes of its memory.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  // For destructors: ignores errors, because at the end of the process the driver may be gone.
+  DeviceGuard(int device, std::nothrow_t) noexcept;
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  cudaError_t switch_to(int device) noexcept;
+
+  const RelaxedCapture relaxed_;
+  CUctx_st* previous_ = nullptr;  // null: the thread had no context
+  bool has_switched_ = false;
+};
+
+// True if work on the stream is recorded into a graph instead of run. True also for the default stream while
+// a blocking stream is captured, because no work may be queued on it then.
+bool is_capturing(cudaStream_t stream);
+
+// True if the driver runs this library's kernels. Drivers of one major version are compatible with each
+// other, but kernel arguments of more than 4 KiB require 12.1.
+bool driver_is_new_enough();
+
+}  // namespace flatout

@@ -1,0 +1,102 @@
+"""Devices that flatout uses, and those that it leaves alone. Each test runs a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulated_cuda.record import EMULATED
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
+
+HAS_CONTEXT = """
+import ctypes
+def has_context(device):
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+    return bool(active.value)
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+def test_training_on_the_second_device_takes_no_memory_of_the_first() -> None:
+    run(
+        HAS_CONTEXT
+        + """
+import threading, torch, flatout, flatout.optim
+from flatout.amp import GradScaler
+from flatout.mfu import MfuCounter
+
+device = torch.device("cuda", 1)
+counter = MfuCounter(device=device, phases_every=1)
+
+def train():
+    scaler = GradScaler("cuda")
+    with counter.step():  # before torch has made a device current in this thread
+        model = torch.nn.Linear(8, 4).to(device)
+        optimizer = flatout.optim.AdamW(model.parameters())
+    for batch in [torch.randn(16, 8) for _ in range(5)]:
+        with counter.step(samples=16):
+            scaler.scale(model(batch.to(device)).square().mean()).backward()
+            scaler.step(optimizer, max_grad_norm=1.0)
+            scaler.update()
+            optimizer.zero_grad()
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+torch.cuda.synchronize(device)
+assert counter.steps == 6
+assert has_context(1)
+assert not has_context(0)
+assert torch.cuda.current_device() == 0
+"""
+    )
+
+
+def test_the_current_device_stays_current() -> None:
+    run(
+        """
+import torch, flatout
+from flatout.data import Prefetcher
+from flatout.mfu import MfuCounter
+
+on_first = torch.ones(3, device="cuda:0")
+counter = MfuCounter(device="cuda:1")
+for batch in Prefetcher([torch.ones(3)] * 3, "cuda:1"):
+    with counter.step():
+        batch.add_(1)
+    assert torch.ones(1, device="cuda").device.index == 0
+    on_first.add_(1)
+assert (on_first == 4).all()
+"""
+    )
+
+
+def test_a_forked_child_leaves_the_events_of_its_parent_alone() -> None:
+    process = run(
+        """
+import gc, os, torch
+from flatout.mfu import MfuCounter
+
+counter = MfuCounter(device="cuda:0")
+with counter.step():
+    torch.ones(3, device="cuda:0")
+torch.cuda.synchronize()
+child = os.fork()
+if child == 0:
+    del counter
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+    assert process.stderr == ""  # the emulated runtime reports each call of a forked child
