@@ -51,7 +51,7 @@ test-scripts: $(VENV)/.native $(VENV)/.dev
 # The kernels without a GPU: compiled by g++, compared with the optimizers' definitions, also under AddressSanitizer.
 EMULATED := build/emulated
 EMULATED_KERNELS := $(EMULATED)/tests/emulated_cuda/emulated_kernels
-.PHONY: configure-emulated test-kernels
+.PHONY: configure-emulated build-emulated test-kernels test-emulated-all
 configure-emulated: $(VENV)/.flatout
 	$(VENV)/bin/cmake -S . -B $(EMULATED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(VENV)/bin/python -DFLATOUT_CUDA=EMULATED -DFLATOUT_WERROR=ON
@@ -61,11 +61,29 @@ test-kernels: configure-emulated
 	$(EMULATED_KERNELS)
 	$(EMULATED_KERNELS)_asan --small
 
-# tests/gpu on emulated devices, with torch's kernels replaced by the CPU's.
-#   make test-emulated ARGS="--seeds 1 2 3 --order lazy"
-test-emulated: configure-emulated $(VENV)/.native $(VENV)/.dev
+# tests/gpu and tests/emulated_cuda on emulated devices, with torch's kernels replaced by the CPU's.
+#   make test-emulated ARGS="--seeds 1 2 3 --orders lazy"
+#   make test-emulated ARGS=mutants      bugs planted one at a time: each must be found
+build-emulated: configure-emulated $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/cmake --build $(EMULATED)
-	$(VENV)/bin/python -m tests.emulated_cuda.run --build $(EMULATED) tests/gpu/test_*.py $(ARGS)
+
+test-emulated: build-emulated
+ifeq ($(ARGS),mutants)
+	$(VENV)/bin/python -m tests.emulated_cuda.mutants --build build/mutants
+else
+	$(VENV)/bin/python -m tests.emulated_cuda.run --build $(EMULATED) $(ARGS)
+endif
+
+# Everything on emulated devices: all cases and orders, slow tests, sanitizers, mutants.
+#   make test-emulated-all SEED=2
+SEED ?= 1
+test-emulated-all: build-emulated
+	$(VENV)/bin/cmake --build $(EMULATED) --target emulated_kernels emulated_kernels_asan emulated_kernels_tsan
+	EMULATED_CUDA_SEED=$(SEED) $(EMULATED_KERNELS)
+	EMULATED_CUDA_SEED=$(SEED) $(EMULATED_KERNELS)_asan
+	EMULATED_CUDA_SEED=$(SEED) $(EMULATED_KERNELS)_tsan --small
+	$(VENV)/bin/python -m tests.emulated_cuda.run --build $(EMULATED) --seeds $(SEED) --orders random lazy eager --all
+	$(VENV)/bin/python -m tests.emulated_cuda.mutants --build build/mutants
 
 # ---- the environment ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """Runs tests on the emulated devices, a process for each file, and prints a table of them.
 
-python -m tests.emulated_cuda.run --build build/emulated --seeds 1 2 3 tests/gpu/test_*.py
+python -m tests.emulated_cuda.run --build build/emulated --seeds 1 2 3 --orders random lazy
+
+Without files, all of tests/gpu and of this folder run. Other arguments go to pytest, such as -k or --all, which runs
+slow tests, too.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 300
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+LIMIT = 600
 """Seconds of a file."""
 
 
@@ -33,7 +37,7 @@ def environment(build: Path, seed: int, order: str) -> dict[str, str]:
         seed: of the order of operations, blocks and threads.
         order: when operations run: ``random``, ``lazy`` or ``eager``.
     """
-    runtime, here = build / "tests" / "emulated_cuda", ROOT / "tests" / "emulated_cuda"
+    runtime = build / "tests" / "emulated_cuda"
     return {
         **os.environ,
         "EMULATED_CUDA_BUILD": str(build),
@@ -43,7 +47,7 @@ def environment(build: Path, seed: int, order: str) -> dict[str, str]:
         "LD_LIBRARY_PATH": os.pathsep.join([str(runtime), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep),
         "LD_PRELOAD": str(runtime / "libcudart.so.13"),
         "OMP_NUM_THREADS": "1",  # operations run on one thread, which would start a pool of its own
-        "PYTHONPATH": os.pathsep.join(map(str, [here / "torch_shim", ROOT / "src", ROOT])),
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE / "torch_shim", ROOT / "src", ROOT])),
     }
 
 
@@ -112,19 +116,21 @@ def main() -> int:
     parser.add_argument("--build", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="files at a time")
-    parser.add_argument("--order", choices=["random", "lazy", "eager"], default="random")
-    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--orders", choices=["random", "lazy", "eager"], nargs="+", default=["random"])
+    parser.add_argument("files", type=Path, nargs="*")
     options, arguments = parser.parse_known_args()
     console, build = Console(), options.build.resolve()
+    files = options.files or sorted([*ROOT.glob("tests/gpu/test_*.py"), *HERE.rglob("test_*.py")])
     has_failed = False
-    for seed in options.seeds:
-        variables = environment(build, seed, options.order)
+    for seed, order in product(options.seeds, options.orders):
+        variables = environment(build, seed, order)
         with ThreadPoolExecutor(options.jobs) as pool:
             jobs = [
-                pool.submit(run_file, file, variables, build / f"{file.stem}.xml", arguments) for file in options.files
+                pool.submit(run_file, file, variables, build / f"{file.parent.name}-{file.stem}.xml", arguments)
+                for file in files
             ]
             results = [job.result() for job in jobs]
-        console.print(f"seed {seed}, {options.order} order")
+        console.print(f"seed {seed}, {order} order")
         console.print(table_of(results))
         for each in results:
             if each.error:

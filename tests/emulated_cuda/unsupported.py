@@ -1,4 +1,4 @@
-"""Tests of tests/gpu that have no meaning on emulated devices, with the reason."""
+"""Plugin for pytest: skips tests of tests/gpu that have no meaning on emulated devices, and on request slow ones."""
 
 from __future__ import annotations
 
@@ -27,12 +27,30 @@ UNSUPPORTED = {
 """Reasons, by the beginning of a test's name."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what has no meaning. Fail if a name is of no test."""
-    files = {item.path.name for item in items}
+SLOW = {
+    "test_update_path_options.py::test_thousands_of_tensors_equal_one": ("[5000-Adam]", "[5000-SGD]", "[5000-Lion]"),
+    "test_update_path_options.py::test_2000_tensors_take_two_launches_and_no_wait": ("-Adam]", "-SGD]", "-Lion]"),
+}
+"""Tests that take 3 to 10 seconds each, and how their names end: other rules run the same code between the kernels."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run slow tests, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what has no meaning, and what is slow. Fail if a name is of no test."""
     for name, reason in UNSUPPORTED.items():
-        skipped = [item for item in items if f"{item.path.name}::{item.name}".startswith(name)]
-        if name.split("::")[0] in files and not skipped:
-            raise pytest.UsageError(f"no test begins with {name}")
-        for item in skipped:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        _skip(items, name, ("",), reason)
+    for name, ends in SLOW.items():
+        if not config.getoption("--all"):
+            _skip(items, name, ends, "slow: make test-emulated-all")
+
+
+def _skip(items: list[pytest.Item], begin: str, ends: tuple[str, ...], reason: str) -> None:
+    named = {item: f"{item.path.name}::{item.name}" for item in items}
+    skipped = [item for item, name in named.items() if name.startswith(begin) and name.endswith(ends)]
+    if not skipped and any(item.path.name == begin.split("::")[0] for item in items):
+        raise pytest.UsageError(f"no test begins with {begin}")
+    for item in skipped:
+        item.add_marker(pytest.mark.skip(reason=reason))

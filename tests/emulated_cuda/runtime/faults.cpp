@@ -51,10 +51,12 @@ void emulated_cuda_break(int error) {
   emulated::Runtime::get().broken_context = static_cast<cudaError_t>(error);
 }
 
-void emulated_cuda_heal() {
+int emulated_cuda_heal() {
   const std::lock_guard lock(mutex);
+  const auto left = static_cast<int>(faults.size());
   faults.clear();
   emulated::Runtime::get().broken_context = cudaSuccess;
+  return left;
 }
 
 void emulated_cuda_begin_record() {

@@ -19,7 +19,8 @@ extern "C" {
 // Lets the n-th call from now of a function of the runtime return an error. A sticky error stays, as after an
 // illegal access: every later call of the process returns it.
 void emulated_cuda_fail(const char* function, int nth, int error, int is_sticky);
-void emulated_cuda_heal();
+// Ends all errors. Returns how many of the requested ones have not occurred.
+int emulated_cuda_heal();
 // Breaks the context: every later call returns the error, as after an assertion of a kernel.
 void emulated_cuda_break(int error);
 // Records the calls of this thread and the operations of all devices from now on, in an empty record.

@@ -1,0 +1,33 @@
+"""Errors of the CUDA runtime on request."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+MEMORY_ALLOCATION, ILLEGAL_ADDRESS, LAUNCH_OUT_OF_RESOURCES = 2, 700, 701
+"""Numbers of cudaError_t."""
+
+
+@dataclass
+class Fault:
+    """Whether a requested error has occurred, once its block has ended."""
+
+    has_occurred: bool = False
+
+
+@contextmanager
+def failing(function: str, nth: int, error: int, *, is_sticky: bool = False) -> Iterator[Fault]:
+    """Let the ``nth`` call of a function of the runtime from now on return an error.
+
+    A sticky error stays until the end of the block: all later calls return it, as after an illegal access.
+    """
+    runtime = ctypes.CDLL(None)
+    runtime.emulated_cuda_fail(function.encode(), nth, error, is_sticky)
+    fault = Fault()
+    try:
+        yield fault
+    finally:
+        fault.has_occurred = runtime.emulated_cuda_heal() == 0
