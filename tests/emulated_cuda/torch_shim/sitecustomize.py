@@ -1,4 +1,4 @@
-"""Gives every process that finds this folder on its path the emulated devices, and flatout's build for them."""
+"""Emulated devices, and flatout built for them, in every process that finds this folder on its path."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import importlib.util
 import os
 import sys
 import warnings
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-BUILD = Path(os.environ["EMULATED_CUDA_BUILD"])
+BUILD, SOURCES = Path(os.environ["EMULATED_CUDA_BUILD"]), Path(__file__).parents[3] / "src"
 
 
-class NativeCore:
-    """Finds flatout's native core in the build."""
+class FlatoutFinder:
+    """Finder of flatout's sources beside this folder and of its native core in the build, not of an installed one."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != "flatout.native._host":
-            return None
-        return importlib.util.spec_from_file_location(name, next(BUILD.glob("_host*.so")))
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name == "flatout.native._host":
+            return importlib.util.spec_from_file_location(name, next(BUILD.glob("_host*.so")))
+        if name == "flatout":
+            return PathFinder.find_spec(name, [str(SOURCES)])
+        return PathFinder.find_spec(name, path) if name.startswith("flatout.") else None
 
 
 def replace_kernels() -> None:
@@ -35,5 +38,5 @@ def replace_kernels() -> None:
         operators.register()
 
 
-sys.meta_path.insert(0, NativeCore)  # type: ignore[arg-type]
+sys.meta_path.insert(0, FlatoutFinder)  # type: ignore[arg-type]
 replace_kernels()
