@@ -268,4 +268,4 @@ def test_batches_may_be_dropped_while_their_copies_run(copier):
 
 
 def test_torch_road_is_chosen_without_a_ring():
-    assert type(make_copier(DEVICE, 2, None, fresh=True)) is TorchCopier
+    assert type(make_copier(DEVICE, 2, None, fresh=True, transforms=False)) is TorchCopier

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flatout.core.batches import cloned, map_tensors, move_object, tensors_of
+from flatout.core.batches import cloned, map_tensors, move_object
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
@@ -95,7 +95,8 @@ class Prefetcher(Forwarding):
         else:
             if self._ring is None:
                 self._ring = make_ring(self.device, self.depth)
-            copier = make_copier(self.device, self.depth, self._ring, fresh=self._source.is_fresh)
+            fresh, transforms = self._source.is_fresh, self.transform is not None
+            copier = make_copier(self.device, self.depth, self._ring, fresh=fresh, transforms=transforms)
             epoch = self._source.open(None if self._ring is None else self._ring.device)
             iterator = _Ahead(self, epoch, copier)
         self._live.add(iterator)
@@ -233,7 +234,7 @@ class _Entry:
     place: _Position
     batch: Any = None
     copy: Copy | None = None
-    transformed: tuple[Any, torch.cuda.Event | None] | None = None
+    is_transformed: bool = False
     error: Exception | None = None
 
 
@@ -312,7 +313,7 @@ class _Ahead(_PassThrough):
         if entry.copy is None:
             # A copy of containers and objects, because the loader may reuse them for the next batch.
             entry.batch = map_tensors(self._kept, entry.batch, self._moved)
-            entry.copy = self._copier.start(tensors_of(entry.batch))
+            entry.copy = self._copier.start(entry.batch)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a clone of a device tensor that the loader may overwrite: the copier passes it on without a copy."""
@@ -329,10 +330,11 @@ class _Ahead(_PassThrough):
     def _transform(self, entry: _Entry) -> None:
         """Run the user's transform behind the copy, on its stream."""
         transform = self._prefetcher.transform
-        if transform is None or entry.transformed is not None or entry.copy is None:
+        if transform is None or entry.is_transformed or entry.copy is None:
             return
         try:
-            entry.transformed = entry.copy.run(lambda tensors: transform(self._rebuilt(entry.batch, tensors)))
+            entry.copy.apply(transform)
+            entry.is_transformed = True
         except Exception as error:
             entry.error = error
 
@@ -340,16 +342,7 @@ class _Ahead(_PassThrough):
         assert entry.copy is not None
         if self._prefetcher._copying is not None:
             self._prefetcher._copying()
-        if entry.transformed is None:
-            return self._rebuilt(entry.batch, entry.copy.tensors())
-        batch, done = entry.transformed
-        if done is not None:
-            torch.cuda.current_stream(self._prefetcher.device).wait_event(done)
-        return batch
-
-    def _rebuilt(self, batch: Any, tensors: list[torch.Tensor]) -> Any:
-        left = iter(tensors)
-        return map_tensors(lambda _: next(left), batch)
+        return entry.copy.take()
 
     def close(self) -> None:
         """End the copying thread and drop what was fetched ahead."""

@@ -1,18 +1,19 @@
 """Copies of host batches to a device on a side stream.
 
-Fences replace ``record_stream``. Device tensors are allocated under the side stream. So the allocator may give a
-tensor's memory to the next batch as soon as the user drops the tensor, while kernels that read it are still queued on
-the user's stream. Therefore every copy waits for a fence, an event that is recorded on the user's stream when the copy
-is requested. It comes after all work that used memory which is free at that time. Each other stream on which batches
-were yielded (of an evaluation or of another thread) has such a fence, too. The side stream is private, so nothing
-allocates from its pool without a fence.
+Memory of a batch belongs to its *home*: the stream that is current when the copy is requested. The copy waits for a
+fence, an event that is recorded on the home after the allocation. So the copy runs after all work that used the memory
+before, and after work that the allocator enqueues, such as the fill of deterministic mode. The stream that takes the
+batch waits for the copy. A later user of the memory on that stream therefore comes after the copy.
 
-Nothing may run on the side stream between an allocation and its fence. The native copier allocates before its thread
-enqueues the fence. So it allocates bare storage, because in deterministic mode torch fills every new tensor.
+``record_stream`` is called only if another stream than the home takes the batch. With a transform, the home is the side
+stream, because the transform reads and allocates there.
+
+A batch that is dropped keeps its memory until the side stream has passed its copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,48 +21,50 @@ import torch
 from torch import Tensor
 
 from flatout import native
+from flatout.core.batches import map_tensors, tensors_of, tensors_within
 from flatout.native import _host
 
 
 class Copy(Protocol):
-    """A batch's tensors on their way."""
+    """A batch on its way to the device."""
 
     def release_sources(self) -> None:
-        """Wait until whoever made the batch may overwrite it."""
+        """Wait until the loader may overwrite the batch."""
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors on the device; work that the caller enqueues from now on sees their values."""
+    def apply(self, transform: Callable[[Any], Any]) -> None:
+        """Replace the batch by ``transform(batch)``, on the stream of the copies."""
 
-    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
-        """Call ``work`` with the tensors, on the stream of their copies; the event is behind what it enqueues."""
+    def take(self) -> Any:
+        """Return the batch. Work that the caller enqueues from now on sees its values."""
 
 
 class Copier(Protocol):
     """Starts copies, in order."""
 
-    def start(self, sources: list[Tensor]) -> Copy:
-        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
+    def start(self, batch: Any) -> Copy:
+        """Begin to copy the tensors of ``batch``. An allocation that fails raises here and changes nothing."""
 
     def close(self) -> None:
         """Wait for copies under way and end the threads."""
 
 
-def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool) -> Copier:
-    """The fastest copier that works here: native threads and CUDA streams, or torch alone.
+def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool, transforms: bool) -> Copier:
+    """Return the fastest copier that works here: native threads and CUDA streams, or torch alone.
 
     Args:
-        device: where to.
+        device: device of the copies.
         depth: batches ahead.
-        ring: what :func:`make_ring` gave for ``device``.
-        fresh: pinned batches are never written again by whoever made them, so they need no staging.
+        ring: the result of :func:`make_ring` for ``device``.
+        fresh: the loader never writes to a pinned batch again, so pinned batches need no staging.
+        transforms: ``apply`` is called for each copy.
     """
     if ring is not None:
-        return NativeCopier(device, depth, ring, fresh=fresh)
-    return TorchCopier(device, fresh=fresh) if device.type == "cuda" else DirectCopier(device)
+        return NativeCopier(device, depth, ring, fresh=fresh, transforms=transforms)
+    return TorchCopier(device, fresh=fresh, transforms=transforms) if device.type == "cuda" else DirectCopier(device)
 
 
 def make_ring(device: torch.device, depth: int) -> Any:
-    """Pinned staging memory for :class:`NativeCopier`; ``None`` where that one does not work."""
+    """Return pinned staging memory for :class:`NativeCopier`, or ``None`` where that class does not work."""
     if device.type == "cuda" and native.BUILT_WITH_CUDA and _host.cuda_usable():
         return _host.Ring(device=_index_of(device), max_idle=depth + 2)
     return None
@@ -75,7 +78,7 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Our stream on ``device``: one per process, because each stream keeps a memory pool of its own."""
+    """Return our stream on ``device``. A process has one, because each stream keeps a memory pool of its own."""
     index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
@@ -87,39 +90,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[index]
 
 
-_consumers: dict[int, set[torch.cuda.Stream]] = {}
-"""Streams that batches were handed out on, by device."""
-
-
-def _consumer_of(side: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The current stream of the side stream's device, which has batches handed out on it."""
-    stream = torch.cuda.current_stream(side.device)
-    _consumers.setdefault(side.device.index, set()).add(stream)
-    return stream
-
-
-def _wait_for_consumers(side: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Have the side stream wait for all streams but the current one that have had batches; the current one."""
-    current = torch.cuda.current_stream(side.device)
-    for stream in _consumers.get(side.device.index, set()) - {current}:
-        side.wait_stream(stream)
-    return current
-
-
-def _run_on(
-    side: torch.cuda.Stream, work: Callable[[list[Tensor]], Any], tensors: list[Tensor]
-) -> tuple[Any, torch.cuda.Event]:
-    # The same fence as for copies: what `work` allocates may be memory that queued kernels still read.
-    side.wait_stream(_wait_for_consumers(side))
-    with torch.cuda.stream(side):
-        result = work(tensors)
-        done = torch.cuda.Event()
-        done.record(side)
-    return result, done
-
-
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is bytes on the host that may be copied as they are."""
+    """Return True if ``tensor`` is bytes on the host that may be copied as they are."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
@@ -130,164 +102,210 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy of it without gaps, in the strides that ``.to`` would give it."""
+    """Return ``tensor``, or a copy of it without gaps, in the strides that ``.to`` would give it."""
     if tensor.is_contiguous():
         return tensor
     like = torch.empty_like(tensor)
     return tensor if like.stride() == tensor.stride() else like.copy_(tensor)
 
 
+def _allocate(batch: Any, device: torch.device) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return tensors on the device for those of a batch, and the (source, output) pairs that are yet to be copied."""
+    outputs: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for source in tensors_of(batch):
+        if not _is_plain(source):
+            outputs.append(source.to(device))
+            continue
+        source = _dense(source)
+        outputs.append(torch.empty_like(source, device=device))
+        if source.numel():
+            pairs.append((source, outputs[-1]))
+    return outputs, pairs
+
+
+class _Copy:
+    """A batch on its way to a device without streams.
+
+    Args:
+        batch: the batch, with the tensors that are copied.
+        outputs: the tensors on the device, in order. The list is emptied when the batch is rebuilt with them.
+        copied: the native copy, if there is one.
+    """
+
+    def __init__(self, batch: Any, outputs: list[Tensor], copied: Any = None) -> None:
+        self._batch = batch
+        self._outputs = outputs
+        self._copied = copied
+        self._is_rebuilt = False
+
+    def release_sources(self) -> None:
+        if self._copied is not None:
+            self._copied.wait()
+
+    def apply(self, transform: Callable[[Any], Any]) -> None:
+        self._batch = transform(self.take())
+
+    def take(self) -> Any:
+        if not self._is_rebuilt:
+            self.release_sources()
+            outputs, self._is_rebuilt = iter(self._outputs[:]), True
+            self._outputs.clear()
+            self._batch = map_tensors(lambda _: next(outputs), self._batch)
+        return self._batch
+
+
+class _CudaCopy(_Copy):
+    """A batch in memory of the stream ``home``, with all work on that stream."""
+
+    def __init__(self, batch: Any, outputs: list[Tensor], home: torch.cuda.Stream, copied: Any = None) -> None:
+        super().__init__(batch, outputs, copied)
+        self._home = home
+        self._applied: torch.cuda.Event | None = None
+
+    def apply(self, transform: Callable[[Any], Any]) -> None:
+        # `record_stream` does not reach memory that objects hide. The allocator may give that memory to `transform`.
+        self._home.wait_stream(torch.cuda.current_stream(self._home.device))
+        with torch.cuda.stream(self._home):
+            super().apply(transform)
+        self._applied = self._home.record_event()
+
+    def take(self) -> Any:
+        batch, current = super().take(), torch.cuda.current_stream(self._home.device)
+        if self._applied is None:
+            self._order(current)
+        else:
+            current.wait_event(self._applied)
+        if current != self._home:
+            _record(batch, current)
+        return batch
+
+    def _order(self, stream: torch.cuda.Stream) -> None:
+        """Have later work on ``stream`` wait for the copies."""
+        if stream != self._home:
+            stream.wait_stream(self._home)
+
+
+def _record(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that ``stream`` uses the memory of a batch."""
+    for tensor in tensors_within(batch):
+        if tensor.is_cuda:
+            with contextlib.suppress(NotImplementedError):  # sparse and quantized tensors cannot
+                tensor.record_stream(stream)
+
+
+def _home(side: torch.cuda.Stream, transforms: bool) -> torch.cuda.Stream:
+    """Return the stream that owns the next batch's memory. Its work comes after that of the current stream."""
+    current = torch.cuda.current_stream(side.device)
+    if not transforms:
+        return current
+    side.wait_stream(current)
+    return side
+
+
 class NativeCopier:
     """Stages batches through the ring on a native thread, and copies them on the side stream."""
 
-    def __init__(self, device: torch.device, depth: int, ring: Any, *, fresh: bool = False) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, depth: int, ring: Any, *, fresh: bool = False, transforms: bool = False
+    ) -> None:
+        self._device = device
         self._fresh = fresh
-        self._on_cuda = device.type == "cuda"
-        index = -1
-        if self._on_cuda:
-            self._side = _side_stream(device)
-            index = self._side.device.index
+        self._transforms = transforms
+        self._side = _side_stream(device) if device.type == "cuda" else None
+        index = -1 if self._side is None else self._side.device.index
         self._stager = _host.Stager(ring, threads=1, device=index, max_in_flight=depth + 1)
 
-    def start(self, sources: list[Tensor]) -> Copy:
-        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
-        outputs: list[Tensor] = []
-        staged: list[Tensor] = []
-        transfers: list[tuple[int, int, int]] = []
-        for source in sources:
-            if not _is_plain(source):
-                outputs.append(source.to(self.device))
-                continue
-            source = _dense(source)
-            output = self._empty_like(source)
-            outputs.append(output)
-            if source.numel():
-                staged.append(source)
-                transfers.append((source.data_ptr(), output.data_ptr(), source.numel() * source.element_size()))
-        if not transfers:
-            return _Ready(outputs)
-        if not self._on_cuda:
-            return _NativeCopy(self._stager.copy(transfers, self._fresh, 0, 0, (staged, outputs)), outputs)
-        fence = torch.cuda.Event()
-        fence.record(_wait_for_consumers(self._side))
-        # The stager holds the owner until the copy ends: the sources, and the outputs until `tensors` takes them.
-        stream, owner = self._side.cuda_stream, (staged, outputs, fence)
-        copied = self._stager.copy(transfers, self._fresh, stream, fence.cuda_event, owner)
-        return _NativeCopy(copied, outputs, self._side)
+    def start(self, batch: Any) -> Copy:
+        """Begin to copy the tensors of ``batch``. An allocation that fails raises here and changes nothing."""
+        if self._side is None:
+            outputs, pairs = _allocate(batch, self._device)
+            return _Copy(batch, outputs, self._copy(pairs, outputs))
+        home, fence = _home(self._side, self._transforms), torch.cuda.Event()
+        with torch.cuda.stream(home):
+            outputs, pairs = _allocate(batch, home.device)
+        if not pairs:
+            return _CudaCopy(batch, outputs, home)
+        fence.record(home)
+        copied = self._copy(pairs, (outputs, fence), self._side.cuda_stream, fence.cuda_event)
+        return _NativeCopy(batch, outputs, home, copied)
 
-    def _empty_like(self, source: Tensor) -> Tensor:
-        """Allocate memory for a copy of a dense ``source``, without enqueuing any work."""
-        if not self._on_cuda:
-            return torch.empty_like(source)
-        device = self._side.device
-        with torch.cuda.stream(self._side):
-            storage = torch.UntypedStorage(source.numel() * source.element_size(), device=device)
-            return torch.empty(0, dtype=source.dtype, device=device).set_(storage, 0, source.shape, source.stride())
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], owned: Any, stream: int = 0, fence: int = 0) -> Any:
+        """Start a native copy. The stager holds the sources and ``owned`` until the device has passed the copy."""
+        transfers = [(source.data_ptr(), output.data_ptr(), source.nbytes) for source, output in pairs]
+        return self._stager.copy(transfers, self._fresh, stream, fence, ([source for source, _ in pairs], owned))
 
     def close(self) -> None:
         """Wait for copies under way and end the thread."""
         self._stager.close()
 
 
-class _NativeCopy:
-    def __init__(self, copied: Any, outputs: list[Tensor], side: torch.cuda.Stream | None = None) -> None:
-        self._copied = copied
-        self._outputs = outputs
-        self._side = side
+class _NativeCopy(_CudaCopy):
+    """A copy by the stager. The stager holds a batch that is dropped until the copy ends."""
 
-    def release_sources(self) -> None:
-        self._copied.wait()
-
-    def tensors(self) -> list[Tensor]:
-        outputs = self._take()
-        if self._side is not None:
-            self._copied.block(_consumer_of(self._side).cuda_stream)
-        return outputs
-
-    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
-        outputs = self._take()
-        return (work(outputs), None) if self._side is None else _run_on(self._side, work, outputs)
-
-    def _take(self) -> list[Tensor]:
-        """Take the outputs from the stager. Once a copy is enqueued, all later uses of its memory run after it."""
-        self._copied.wait()
-        outputs = self._outputs[:]
-        self._outputs.clear()
-        return outputs
+    def _order(self, stream: torch.cuda.Stream) -> None:
+        self._copied.block(stream.cuda_stream)
 
 
 class TorchCopier:
     """The same through torch alone, for a build without CUDA or a driver that is too old for ours."""
 
-    def __init__(self, device: torch.device, *, fresh: bool = False) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, fresh: bool = False, transforms: bool = False) -> None:
         self._fresh = fresh
+        self._transforms = transforms
         self._side = _side_stream(device)
 
-    def start(self, sources: list[Tensor]) -> Copy:
-        """Begin to copy ``sources``; an allocation that fails raises here and changes nothing."""
-        consumer = _wait_for_consumers(self._side)
-        self._side.wait_stream(consumer)
-        outputs: list[Tensor] = []
+    def start(self, batch: Any) -> Copy:
+        """Begin to copy the tensors of ``batch``. An allocation that fails raises here and changes nothing."""
+        home = _home(self._side, self._transforms)
+        with torch.cuda.stream(home):
+            outputs, pairs = _allocate(batch, home.device)
+        staged = [(self._pinned(source), output) for source, output in pairs]
+        self._side.wait_stream(home)
         with torch.cuda.stream(self._side):
-            for source in sources:
-                if not _is_plain(source):
-                    with torch.cuda.stream(consumer):
-                        outputs.append(source.to(self.device))
-                    continue
-                # torch's host allocator keeps the pinned copy until the stream has passed it.
-                direct = self._fresh and source.is_pinned()
-                pinned = source if direct else torch.empty_like(source, pin_memory=True).copy_(source)
-                outputs.append(pinned.to(self.device, non_blocking=True))
-            done = torch.cuda.Event()
-            done.record(self._side)
-        return _TorchCopy(outputs, done, self._side)
+            for source, output in staged:  # torch's host allocator keeps the source until the stream has passed it
+                output.copy_(source, non_blocking=True)
+        return _TorchCopy(batch, outputs, home, self._side.record_event(), self._side)
+
+    def _pinned(self, source: Tensor) -> Tensor:
+        direct = self._fresh and source.is_pinned()
+        return source if direct else torch.empty_like(source, pin_memory=True).copy_(source)
 
     def close(self) -> None:
         """Nothing to end: torch's copies have no thread."""
 
 
-class _TorchCopy:
-    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event, side: torch.cuda.Stream) -> None:
-        self._outputs = outputs
+class _TorchCopy(_CudaCopy):
+    def __init__(
+        self,
+        batch: Any,
+        outputs: list[Tensor],
+        home: torch.cuda.Stream,
+        done: torch.cuda.Event,
+        side: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(batch, outputs, home)
         self._done = done
         self._side = side
 
-    def release_sources(self) -> None:
-        """Nothing to wait for: staging was done by the caller."""
+    def _order(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._done)
 
-    def tensors(self) -> list[Tensor]:
-        _consumer_of(self._side).wait_event(self._done)
-        return self._outputs
-
-    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
-        return _run_on(self._side, work, self._outputs)
+    def __del__(self) -> None:
+        """Have a batch that nobody took keep its memory until its copy ends."""
+        if self._side != self._home:
+            _record(self._outputs, self._side)
 
 
 class DirectCopier:
     """``Tensor.to`` for devices that are neither CPU nor CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
 
-    def start(self, sources: list[Tensor]) -> Copy:
-        """Copy ``sources``."""
-        return _Ready([source.to(self.device) for source in sources])
+    def start(self, batch: Any) -> Copy:
+        """Copy the tensors of ``batch``."""
+        return _Copy(batch, [source.to(self._device) for source in tensors_of(batch)])
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-class _Ready:
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def release_sources(self) -> None:
-        """Nothing to wait for."""
-
-    def tensors(self) -> list[Tensor]:
-        return self._outputs
-
-    def run(self, work: Callable[[list[Tensor]], Any]) -> tuple[Any, torch.cuda.Event | None]:
-        return work(self._outputs), None
