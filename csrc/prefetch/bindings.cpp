@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -244,9 +245,11 @@ class PyCopied {
 // Stager plus what keeps the Python objects alive that its jobs read and write.
 class PyStager {
  public:
-  PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
-      : device_(device), stager_(std::make_shared<Stager>(std::move(ring), threads, device, max_in_flight)) {
+  PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight, int helpers)
+      : device_(device),
+        stager_(std::make_shared<Stager>(std::move(ring), threads, device, max_in_flight, helpers)) {
     require(threads <= most_threads, "threads must be at most 1024");
+    require(helpers >= 0 && helpers <= most_threads, "helpers must be 0 to 1024");
     require(device >= host_device, "device must be the index of a GPU, or -1");
   }
   ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
@@ -323,7 +326,7 @@ void bind_prefetch(py::module_& module) {
              require(device >= host_device, "device must be the index of a GPU, or -1");
              return std::make_shared<Ring>(device, max_idle);
            }),
-           arg("device"), arg("max_idle"))
+           arg("device"), arg("max_idle") = std::numeric_limits<std::size_t>::max())
       .def("clear", &Ring::clear, "Frees the idle buffers.")
       .def_property_readonly("device", &Ring::device, "The device that the memory is pinned for, or -1.")
       .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
@@ -346,8 +349,8 @@ void bind_prefetch(py::module_& module) {
 
   py::class_<PyStager>(module, "Stager",
                        "Threads that gather and copy batches, in the order they were asked to.")
-      .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t>(), arg("ring").none(false),
-           arg("threads") = 1, arg("device") = host_device, arg("max_in_flight") = 4)
+      .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t, int>(), arg("ring").none(false),
+           arg("threads") = 1, arg("device") = host_device, arg("max_in_flight") = 4, arg("helpers") = 0)
       .def("gather", &PyStager::gather, arg("columns").none(false), arg("indices"), arg("first"),
            arg("count"), arg("batches"), arg("owner"),
            "So many batches of `count` rows each: those of indices[0], indices[1], ..., or from `first` on "

@@ -2,6 +2,7 @@
 #include "prefetch/stager.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <exception>
 #include <system_error>
@@ -34,12 +35,78 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + staging_alignment - 1) / staging_alignment * staging_alignment;
 }
 
+// Staged and copied at a time, so that the device copies a piece while the next ones are staged: long enough
+// to reach the bus's speed. Staging memory comes in pieces, so that batches of all sizes use the same
+// buffers.
+constexpr std::size_t piece_bytes = std::size_t{4} * 1024 * 1024;
+
+// A stretch of one transfer, and its place in a piece.
+struct Segment {
+  Transfer transfer;
+  std::size_t offset;
+};
+using Piece = std::vector<Segment>;
+
+std::vector<Piece> cut(const std::vector<Transfer>& transfers) {
+  std::vector<Piece> pieces;
+  std::size_t used = piece_bytes;
+  for (Transfer left : transfers) {
+    while (left.bytes != 0) {
+      if (used == piece_bytes) {
+        pieces.emplace_back();
+        used = 0;
+      }
+      const std::size_t bytes = std::min(left.bytes, piece_bytes - used);
+      pieces.back().push_back({{left.from, left.to, bytes}, used});
+      used += aligned(bytes);
+      left = {left.from + bytes, left.to + bytes, left.bytes - bytes};
+    }
+  }
+  return pieces;
+}
+
+// A power of two: few sizes, so that a buffer that comes back fits a later piece.
+std::size_t capacity_for(const Piece& piece) {
+  return std::bit_ceil(piece.back().offset + piece.back().transfer.bytes);
+}
+
+void fill(const Piece& piece, std::byte* staged) {
+  for (const auto& [transfer, offset] : piece) std::memcpy(staged + offset, transfer.from, transfer.bytes);
+}
+
+// Pieces that threads fill. They read the sources and the pieces, so this waits at its end, whatever
+// happened.
+class Filling {
+ public:
+  Filling(Worker& helpers, const std::vector<Piece>& pieces) : helpers_(helpers), pieces_(pieces) {
+    tickets_.reserve(pieces.size());
+  }
+  ~Filling() {  // NOLINT(bugprone-exception-escape): a copy of memory throws nothing
+    for (const auto& ticket : tickets_) helpers_.help(*ticket);
+  }
+  Filling(const Filling&) = delete;
+  Filling& operator=(const Filling&) = delete;
+
+  void start(std::byte* staged) {
+    const Piece& piece = pieces_[tickets_.size()];
+    tickets_.push_back(helpers_.submit([&piece, staged](std::size_t) { fill(piece, staged); }));
+  }
+  void wait(std::size_t piece) { helpers_.help(*tickets_[piece]); }
+
+ private:
+  Worker& helpers_;
+  const std::vector<Piece>& pieces_;
+  std::vector<std::shared_ptr<Ticket>> tickets_;
+};
+
 }  // namespace
 
-Stager::Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight)
+Stager::Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight, int helpers)
     : ring_(std::move(ring)),
       device_(device),
       max_in_flight_(std::max<std::size_t>(max_in_flight, 1)),
+      has_helpers_(helpers > 0),
+      helpers_(std::max(helpers, 1)),
       worker_(threads) {}
 
 Stager::~Stager() { close(); }
@@ -109,7 +176,7 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
                       cuda::EventHandle fence, const std::shared_ptr<Copied>& copied) {
   if (device_ == host_device) {
     enqueue(transfers, pinned, stream, fence, *copied);
-    copied->slot.reset();
+    copied->slots.clear();
     return;
   }
   cuda::enter_thread(device_);
@@ -132,31 +199,44 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
 void Stager::enqueue(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
                      cuda::EventHandle fence, Copied& copied) {
   const bool on_device = device_ != host_device;
-  std::vector<bool> direct(transfers.size());
-  std::size_t staged_bytes = 0;
-  for (std::size_t i = 0; i < transfers.size(); ++i) {
-    direct[i] = on_device && pinned == PinnedSources::direct && cuda::is_pinned(transfers[i].from);
-    if (!direct[i]) staged_bytes += aligned(transfers[i].bytes);
-  }
-  if (staged_bytes != 0) copied.slot = ring_->acquire(staged_bytes);
-
   if (on_device && fence != 0) cuda::wait_event(stream, fence);
-  std::size_t offset = 0;
-  for (std::size_t i = 0; i < transfers.size(); ++i) {
-    const auto [from, to, bytes] = transfers[i];
-    if (bytes == 0) continue;
-    const std::byte* source = from;
-    if (!direct[i]) {
-      std::byte* staged = copied.slot->data() + offset;
-      std::memcpy(staged, from, bytes);
-      source = staged;
-      offset += aligned(bytes);
-    }
-    if (on_device) {
-      cuda::copy_to_device_async(to, source, bytes, stream);
+  std::vector<Transfer> staged;
+  for (const Transfer& transfer : transfers) {
+    if (on_device && pinned == PinnedSources::direct && cuda::is_pinned(transfer.from)) {
+      send(transfer.to, transfer.from, transfer.bytes, stream);
     } else {
-      std::memcpy(to, source, bytes);
+      staged.push_back(transfer);
     }
+  }
+  stage(staged, stream, copied);
+}
+
+void Stager::stage(const std::vector<Transfer>& transfers, cuda::Stream stream, Copied& copied) {
+  const std::vector<Piece> pieces = cut(transfers);
+  if (pieces.size() > 1 && has_helpers_) {
+    try {
+      helpers_.start();
+    } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch)
+      // This thread stages alone.
+    }
+  }
+  Filling filling(helpers_, pieces);
+  for (const Piece& piece : pieces) {
+    copied.slots.push_back(ring_->acquire(capacity_for(piece)));
+    filling.start(copied.slots.back()->data());
+  }
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    filling.wait(i);
+    for (const auto& [transfer, offset] : pieces[i])
+      send(transfer.to, copied.slots[i]->data() + offset, transfer.bytes, stream);
+  }
+}
+
+void Stager::send(std::byte* to, const std::byte* from, std::size_t bytes, cuda::Stream stream) const {
+  if (device_ == host_device) {
+    std::memcpy(to, from, bytes);
+  } else {
+    cuda::copy_to_device_async(to, from, bytes, stream);
   }
 }
 
@@ -172,7 +252,7 @@ void Stager::reap(std::size_t allowed) {
     {
       const std::lock_guard lock(mutex_);
       while (!in_flight_.empty() && in_flight_.front()->event->done()) {
-        in_flight_.front()->slot.reset();
+        in_flight_.front()->slots.clear();
         in_flight_.pop_front();
       }
       if (in_flight_.size() <= allowed) return;
@@ -185,6 +265,7 @@ void Stager::reap(std::size_t allowed) {
 void Stager::close() noexcept {
   if (guard_.forked()) return;
   worker_.close();
+  helpers_.close();
   try {
     reap(0);
   } catch (const std::exception&) {

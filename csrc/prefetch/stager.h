@@ -30,7 +30,7 @@ struct Gathered {
 
 // A batch on its way to the device.
 struct Copied {
-  Slot slot;  // staging memory of what was not pinned; back in the ring after the copy
+  std::vector<Slot> slots;  // staging memory of what was not pinned; back in the ring after the copy
   std::unique_ptr<cuda::Event> event;  // null on a host device; recorded when the ticket is done
   std::shared_ptr<Ticket> ticket;
 
@@ -49,9 +49,11 @@ enum class PinnedSources : std::uint8_t { direct, staged };
 
 class Stager {
  public:
+  // Gathers on `threads` threads, and stages copies on one thread and `helpers` more.
+  //
   // At most `max_in_flight` staged copies wait for the device at a time: a host that runs ahead of its GPU is
   // held there, and pinned memory stays bounded.
-  Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight);
+  Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight, int helpers);
   ~Stager();
   Stager(const Stager&) = delete;
   Stager& operator=(const Stager&) = delete;
@@ -80,6 +82,8 @@ class Stager {
                 cuda::EventHandle fence, const std::shared_ptr<Copied>& copied);
   void enqueue(const std::vector<Transfer>& transfers, PinnedSources pinned, cuda::Stream stream,
                cuda::EventHandle fence, Copied& copied);
+  void stage(const std::vector<Transfer>& transfers, cuda::Stream stream, Copied& copied);
+  void send(std::byte* to, const std::byte* from, std::size_t bytes, cuda::Stream stream) const;
   void hold_until_passed(const std::shared_ptr<Copied>& copied, cuda::Stream stream);
   void reap(std::size_t allowed);
 
@@ -90,6 +94,8 @@ class Stager {
   std::mutex mutex_;
   std::deque<std::shared_ptr<Copied>> in_flight_;
   std::atomic<bool> has_waited_ = false;
+  const bool has_helpers_;
+  Worker helpers_;
   Worker worker_;  // last: its threads end before what they use
 };
 

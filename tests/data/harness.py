@@ -228,7 +228,7 @@ class CopyingPrefetcher(Prefetcher):
 
     def __iter__(self) -> Iterator[Any]:
         if self._ring is None:
-            self._ring = _host.Ring(device=-1, max_idle=self.depth + 2)
+            self._ring = _host.Ring(device=-1)
         iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring))
         self._live.add(iterator)
         return iterator

@@ -94,7 +94,7 @@ class Prefetcher(Forwarding):
             iterator = _PassThrough(self, self._source.open())
         else:
             if self._ring is None:
-                self._ring = make_ring(self.device, self.depth)
+                self._ring = make_ring(self.device)
             fresh, transforms = self._source.is_fresh, self.transform is not None
             copier = make_copier(self.device, self.depth, self._ring, fresh=fresh, transforms=transforms)
             epoch = self._source.open(None if self._ring is None else self._ring.device)

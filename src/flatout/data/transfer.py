@@ -14,6 +14,7 @@ A batch that is dropped keeps its memory until the side stream has passed its co
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -63,10 +64,10 @@ def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool, tra
     return TorchCopier(device, fresh=fresh, transforms=transforms) if device.type == "cuda" else DirectCopier(device)
 
 
-def make_ring(device: torch.device, depth: int) -> Any:
+def make_ring(device: torch.device) -> Any:
     """Return pinned staging memory for :class:`NativeCopier`, or ``None`` where that class does not work."""
     if device.type == "cuda" and native.BUILT_WITH_CUDA and _host.cuda_usable():
-        return _host.Ring(device=_index_of(device), max_idle=depth + 2)
+        return _host.Ring(device=_index_of(device))
     return None
 
 
@@ -214,7 +215,9 @@ class NativeCopier:
         self._transforms = transforms
         self._side = _side_stream(device) if device.type == "cuda" else None
         index = -1 if self._side is None else self._side.device.index
-        self._stager = _host.Stager(ring, threads=1, device=index, max_in_flight=depth + 1)
+        # One thread copies from memory to memory at a fraction of the speed of the bus.
+        helpers = min(4, (os.cpu_count() or 1) // 4) - 1
+        self._stager = _host.Stager(ring, device=index, max_in_flight=depth + 1, helpers=max(helpers, 0))
 
     def start(self, batch: Any) -> Copy:
         """Begin to copy the tensors of ``batch``. An allocation that fails raises here and changes nothing."""
