@@ -9,6 +9,7 @@
 #include <deque>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -50,6 +51,13 @@ std::size_t bytes_of(std::size_t count, std::size_t each) {
   require(!__builtin_mul_overflow(count, each, &bytes) && bytes <= most_bytes,
           "count must not ask for more than 2^56 bytes");
   return bytes;
+}
+
+// Pinned memory that a ring still holds is freed with it, which waits for the device.
+void delete_without_gil(Ring* ring) {
+  std::optional<ReleaseGil> nogil;
+  if (PyGILState_Check() == 1) nogil.emplace();  // else on a thread of ours
+  delete ring;
 }
 
 // The tensors that batches are gathered from; keeps them alive.
@@ -324,10 +332,10 @@ void bind_prefetch(py::module_& module) {
                                           "Host buffers, reused; pinned for a device, or ordinary.")
       .def(py::init([](int device, std::size_t max_idle) {
              require(device >= host_device, "device must be the index of a GPU, or -1");
-             return std::make_shared<Ring>(device, max_idle);
+             return std::shared_ptr<Ring>(new Ring(device, max_idle), delete_without_gil);
            }),
            arg("device"), arg("max_idle") = std::numeric_limits<std::size_t>::max())
-      .def("clear", &Ring::clear, "Frees the idle buffers.")
+      .def("clear", &Ring::clear, py::call_guard<flatout::ReleaseGil>(), "Frees the idle buffers.")
       .def_property_readonly("device", &Ring::device, "The device that the memory is pinned for, or -1.")
       .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
       .def_property_readonly("allocations", &Ring::allocations, "Buffers made so far.");

@@ -48,7 +48,8 @@ HostBuffer::~HostBuffer() {
 
 struct Ring::State {
   std::mutex mutex;
-  std::deque<std::unique_ptr<HostBuffer>> idle;  // most recently returned last
+  std::deque<std::unique_ptr<HostBuffer>> idle;     // most recently returned last
+  std::deque<std::unique_ptr<HostBuffer>> surplus;  // pinned, to be freed
   std::size_t allocations = 0;
 };
 
@@ -66,7 +67,9 @@ Slot Ring::acquire(std::size_t bytes) {
   guard_.check();
   std::unique_ptr<HostBuffer> buffer;
   {
+    std::deque<std::unique_ptr<HostBuffer>> freed;  // after the lock
     const std::lock_guard lock(state_->mutex);
+    freed.swap(state_->surplus);
     // The smallest that fits, but none much too large: a user who keeps every batch's labels must not keep
     // buffers of the size of its images with them. Newest first among equals: it is the warmest in the cache.
     auto best = state_->idle.rend();
@@ -89,22 +92,22 @@ Slot Ring::acquire(std::size_t bytes) {
 }
 
 void Ring::give_back(std::unique_ptr<HostBuffer> buffer) noexcept {
-  if (guard_.forked()) return;  // frees it, without the lock that the parent may have held
-  std::unique_ptr<HostBuffer> surplus;
+  if (guard_.forked()) return;         // frees it, without the lock that the parent may have held
+  std::unique_ptr<HostBuffer> oldest;  // freed after the lock
   const std::lock_guard lock(state_->mutex);
-  if (max_idle_ == 0) return;
   state_->idle.push_back(std::move(buffer));
-  if (state_->idle.size() > max_idle_) {
-    surplus = std::move(state_->idle.front());
-    state_->idle.pop_front();
-  }
+  if (state_->idle.size() <= max_idle_) return;
+  oldest = std::move(state_->idle.front());
+  state_->idle.pop_front();
+  if (device_ != host_device) state_->surplus.push_back(std::move(oldest));
 }
 
 void Ring::clear() {
   if (guard_.forked()) return;
-  std::deque<std::unique_ptr<HostBuffer>> freed;
+  std::deque<std::unique_ptr<HostBuffer>> idle, surplus;  // freed after the lock
   const std::lock_guard lock(state_->mutex);
-  freed.swap(state_->idle);
+  idle.swap(state_->idle);
+  surplus.swap(state_->surplus);
 }
 
 std::size_t Ring::allocations() const {

@@ -35,7 +35,8 @@ using Slot = std::shared_ptr<HostBuffer>;
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
   // Of memory pinned for `device`; host_device: of ordinary memory. Keeps at most `max_idle` returned
-  // buffers; what comes back beyond that is freed, the oldest first.
+  // buffers; what comes back beyond that is freed, the oldest first. A free of pinned memory waits for the
+  // device, so the next thread that acquires does it, never the one that lets go of a buffer.
   Ring(int device, std::size_t max_idle);
   ~Ring();
   Ring(const Ring&) = delete;

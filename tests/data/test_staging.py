@@ -28,7 +28,8 @@ def test_every_byte_of_a_batch_arrives(sizes, helpers):
     outputs = [torch.zeros_like(source) for source in sources]
     ring = _host.Ring(device=-1)
     stager = _host.Stager(ring, helpers=helpers)
-    transfers = [(source.data_ptr(), output.data_ptr(), source.nbytes) for source, output in zip(sources, outputs)]
+    pairs = zip(sources, outputs, strict=True)
+    transfers = [(source.data_ptr(), output.data_ptr(), source.nbytes) for source, output in pairs]
     for repeats in range(3):
         copied = stager.copy(transfers, False, 0, 0, (sources, outputs))
         copied.wait()

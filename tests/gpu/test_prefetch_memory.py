@@ -1,4 +1,4 @@
-"""Memory of prefetched batches under an allocator that reuses and unmaps memory in stream order."""
+"""Memory of prefetched batches: on the device in stream order, and pinned on the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from flatout import native
+from flatout.data import InMemoryLoader, Prefetcher
 from flatout.native import _host
+from tests.emulated_cuda.record import EMULATED, recorded
 
+NATIVE = native.BUILT_WITH_CUDA and _host.cuda_usable()
+needs_native = pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels and a driver for them")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none found")
 
-SCRIPT = """
+STREAM_ORDERED = """
 import json, sys
 from unittest import mock
 import torch
@@ -71,16 +76,92 @@ print(json.dumps(result))
 """
 
 
+def run_script(script, *arguments, timeout=300, **variables):
+    """Run a script in a process of its own, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("copier", ["native", "torch"])
 def test_memory_in_stream_order(copier):
     """With cudaMallocAsync, memory of a dropped batch is gone when its own stream comes to the free."""
-    if copier == "native" and not (native.BUILT_WITH_CUDA and _host.cuda_usable()):
+    if copier == "native" and not NATIVE:
         pytest.skip("needs a build with CUDA kernels and a driver that is new enough for them")
     # An emulated device that is lazy runs operations late, in random order.
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "EMULATED_CUDA_ORDER": "lazy"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, copier], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    output = run_script(
+        STREAM_ORDERED, copier, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync", EMULATED_CUDA_ORDER="lazy"
     )
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout.splitlines()[-1]).values()) == {0}
+    assert set(json.loads(output.splitlines()[-1]).values()) == {0}
+
+
+FREE_UNDER_WORK = """
+import ctypes, sys
+import torch
+from flatout.data import Prefetcher
+
+prefetcher = Prefetcher([torch.zeros(1024)] * 3, "cuda")
+list(prefetcher)
+torch.cuda.synchronize()
+needs_the_gil = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+assert ctypes.CDLL("libcudart.so.13").cudaLaunchHostFunc(stream, needs_the_gil, None) == 0
+if sys.argv[1] == "closed":
+    prefetcher.close()
+else:
+    del prefetcher
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("end", ["closed", "deleted"])
+def test_pinned_memory_is_freed_without_the_gil(end):
+    """A device waits for a Python function, and the free waits for the device."""
+    run_script(FREE_UNDER_WORK, end, EMULATED_CUDA_ORDER="lazy", timeout=60)
+
+
+def batches_of_many_sizes(kind):
+    """Return a loader of batches whose sizes change."""
+    data = TensorDataset(torch.randn(80, 1 << 14), torch.arange(80))
+    sizes = [1, 80, 3, 20, 5, 64, 7, 50, 9, 40, 33, 2, 70, 11, 60, 4]
+    loader = DataLoader(data, batch_sampler=[list(range(size)) for size in sizes])
+    return InMemoryLoader(loader) if kind == "in memory" else list(loader)
+
+
+@needs_native
+@pytest.mark.skipif(not EMULATED, reason="needs the record of an emulated device")
+@pytest.mark.parametrize("kind", ["staged", "in memory"])
+def test_a_training_thread_frees_no_pinned_memory(kind):
+    """A free waits for all work of the device."""
+    prefetcher = Prefetcher(batches_of_many_sizes(kind), "cuda")
+
+    def epoch():
+        for batch in prefetcher:
+            batch[0].sum()
+
+    assert "cudaFreeHost" not in recorded(epoch).calls
+
+
+@needs_native
+@pytest.mark.skipif(not EMULATED, reason="needs the record of an emulated device")
+def test_a_large_batch_is_copied_in_pieces():
+    """The device copies a piece while the next ones are staged."""
+    batch = {"x": torch.randn(10 << 18), "y": torch.arange(7), "z": torch.arange(9)}
+    record = recorded(lambda: list(Prefetcher([batch], "cuda")))
+    assert record.operations.count("copy to device") == 5
+
+
+@needs_native
+def test_sizes_that_change_need_no_new_staging_memory():
+    prefetcher = Prefetcher(batches_of_many_sizes("staged"), "cuda")
+    for _ in range(8):
+        list(prefetcher)
+    buffer_sizes = 6  # powers of two from 128 KiB to 4 MiB
+    assert prefetcher._ring.allocations <= (prefetcher.depth + 1) * buffer_sizes
