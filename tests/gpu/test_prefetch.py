@@ -51,6 +51,16 @@ class Numbered:
             yield {"x": self.buffer.fill_(number), "number": number, "y": torch.tensor([number])}
 
 
+class Refilled:
+    """Collate function that fills one pinned buffer again and again."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(SHAPE, pin_memory=True)
+
+    def __call__(self, numbers):
+        return self.buffer.fill_(numbers[0])
+
+
 def delay(cycles: int = 20_000_000) -> None:
     """Hold the current stream up for about ten milliseconds."""
     torch.cuda._sleep(cycles)
@@ -71,6 +81,23 @@ def test_values_under_a_delayed_consumer(copier, depth, pinned):
             del batch
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+def test_a_pinned_buffer_of_a_collate_function_may_be_refilled(copier):
+    loader = DataLoader(range(8), collate_fn=Refilled(), pin_memory=True)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for number, batch in enumerate(Prefetcher(loader, DEVICE, 3)):
+        delay()
+        wrong += (batch != number).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
+def test_batches_that_torch_has_pinned_need_no_staging():
+    """Memory of torch's pin thread is new for each batch."""
+    prefetcher = Prefetcher(DataLoader(torch.arange(64.0), 8, num_workers=1, pin_memory=True), DEVICE)
+    assert torch.cat(list(prefetcher)).tolist() == list(range(64))
+    assert prefetcher._ring.allocations == 0
 
 
 def test_filling_new_memory_waits_for_a_delayed_consumer(copier):

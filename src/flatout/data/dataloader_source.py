@@ -21,7 +21,9 @@ class DataLoaderSource(Source):
         super().__init__(loader, "")
         self._dataloader = loader
         self._persistent: DataLoader | None = None
-        self.is_fresh = loader.pin_memory
+        # torch's pin thread copies each batch of a worker. Without workers, torch passes on a batch that the collate
+        # function has pinned and may fill again.
+        self.is_fresh = loader.pin_memory and loader.num_workers > 0
 
     def _iterate(self) -> tuple[DataLoader, Any]:
         """Return a twin of the loader and an iterator over the twin. A twin with persistent workers is reused."""
