@@ -25,7 +25,8 @@ STREAM_ORDERED = """
 import json, sys
 from unittest import mock
 import torch
-from flatout.data import Prefetcher
+from torch.utils.data import DataLoader, TensorDataset
+from flatout.data import InMemoryLoader, Prefetcher
 
 assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 BATCHES = 20
@@ -59,6 +60,20 @@ def wrong_values_after_a_close():
         tensors.append(torch.full((64, 1024), 7.0, device="cuda"))
     return sum(int((tensor != 7).sum()) for tensor in tensors)
 
+def sum_of_rows_gathered_on_the_device(streams):
+    loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(1024.0)), 64, shuffle=True), device="cuda")
+    sums = [torch.zeros((), device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(BATCHES):
+        batches = iter(loader)
+        for number in range(16):
+            with torch.cuda.stream(streams[number % len(streams)]):
+                torch.cuda._sleep(1_000_000)
+                sums[number % len(streams)] += next(batches)[0].sum()
+        del batches
+    torch.cuda.synchronize()
+    return sum(map(int, sums))
+
 def doubled(batch):
     return {"x": batch["x"] * 2 / 2, "number": batch["number"]}
 
@@ -71,6 +86,7 @@ with mock.patch("flatout.data.prefetcher.make_ring", return_value=None) if sys.a
         "transform, two streams": wrong_values([current, other], doubled),
         "labels of a transform": wrong_values([current, other], lambda batch: batch),
         "close": wrong_values_after_a_close(),
+        "rows": sum_of_rows_gathered_on_the_device([current, other]) - BATCHES * 1024 * 1023 // 2,
     }
 print(json.dumps(result))
 """

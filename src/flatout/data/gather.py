@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -111,27 +112,25 @@ class DeviceGather:
     def __init__(self, columns: Sequence[Tensor]) -> None:
         self._columns = columns
         self._words = [_words(column) for column in columns]
-        self._copied: torch.cuda.Event | None = None
 
     def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
         if indices is None:
             stop = first + count * batches
-            return (slice(begin, begin + count) for begin in range(first, stop, count))
-        device = self._words[0].device
+            return ((slice(begin, begin + count), None) for begin in range(first, stop, count))
+        device, home = self._words[0].device, None
         if device.type == "cuda":
             indices = indices.pin_memory()  # from other memory the copy would wait for the stream
-        indices = indices.to(device, non_blocking=True)
-        if device.type == "cuda":
-            self._copied = torch.cuda.current_stream(device).record_event()
-        return iter(indices.split(count))
+            home = torch.cuda.current_stream(device)
+        return zip(indices.to(device, non_blocking=True).split(count), itertools.repeat(home))
 
     def take(self, started: Any, ahead: int) -> list[Tensor]:
-        rows = next(started)
+        rows, home = next(started)
         if isinstance(rows, slice):
             gathered = [words[rows].clone() for words in self._words]
         else:
-            if self._copied is not None:  # the user may have changed streams
-                torch.cuda.current_stream(self._words[0].device).wait_event(self._copied)
+            if home is not None and (current := torch.cuda.current_stream(home.device)) != home:
+                current.wait_stream(home)
+                rows.record_stream(current)
             gathered = [words.index_select(0, rows) for words in self._words]
         return [_rows_like(column, words) for column, words in zip(self._columns, gathered, strict=True)]
 
