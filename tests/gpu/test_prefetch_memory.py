@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from flatout.data import InMemoryLoader, Prefetcher
+from flatout.training.graph_recorder import CudaRecorder
 
 assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 BATCHES = 20
@@ -74,6 +75,16 @@ def sum_of_rows_gathered_on_the_device(streams):
     torch.cuda.synchronize()
     return sum(map(int, sums))
 
+def wrong_results_of_warm_up_steps():
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number in range(BATCHES):
+        loss = recorder.aside(lambda: torch.full((64, 1024), float(number), device="cuda"))
+        torch.cuda._sleep(1_000_000)
+        wrong += (loss != number).sum()
+        del loss
+    return int(wrong)
+
 def doubled(batch):
     return {"x": batch["x"] * 2 / 2, "number": batch["number"]}
 
@@ -87,6 +98,7 @@ with mock.patch("flatout.data.prefetcher.make_ring", return_value=None) if sys.a
         "labels of a transform": wrong_values([current, other], lambda batch: batch),
         "close": wrong_values_after_a_close(),
         "rows": sum_of_rows_gathered_on_the_device([current, other]) - BATCHES * 1024 * 1023 // 2,
+        "warm-up steps": wrong_results_of_warm_up_steps(),
     }
 print(json.dumps(result))
 """

@@ -13,7 +13,6 @@ A batch that is dropped keeps its memory until the side stream has passed its co
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor
 
 from flatout import native
-from flatout.core.batches import map_tensors, tensors_of, tensors_within
+from flatout.core.batches import map_tensors, tensors_of
+from flatout.core.streams import share_with
 from flatout.native import _host
 
 
@@ -178,21 +178,13 @@ class _CudaCopy(_Copy):
         else:
             current.wait_event(self._applied)
         if current != self._home:
-            _record(batch, current)
+            share_with(current, batch)
         return batch
 
     def _order(self, stream: torch.cuda.Stream) -> None:
         """Have later work on ``stream`` wait for the copies."""
         if stream != self._home:
             stream.wait_stream(self._home)
-
-
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that ``stream`` uses the memory of a batch."""
-    for tensor in tensors_within(batch):
-        if tensor.is_cuda:
-            with contextlib.suppress(NotImplementedError):  # sparse and quantized tensors cannot
-                tensor.record_stream(stream)
 
 
 def _home(side: torch.cuda.Stream, transforms: bool) -> torch.cuda.Stream:
@@ -297,7 +289,7 @@ class _TorchCopy(_CudaCopy):
     def __del__(self) -> None:
         """Have a batch that nobody took keep its memory until its copy ends."""
         if self._side != self._home:
-            _record(self._outputs, self._side)
+            share_with(self._side, self._outputs)
 
 
 class DirectCopier:

@@ -11,6 +11,7 @@ import torch
 
 from flatout.core.errors import Unsuitable
 from flatout.core.random_state import RandomState
+from flatout.core.streams import share_with
 
 Result = TypeVar("Result")
 
@@ -53,17 +54,16 @@ class CudaRecorder:
         self._pool: Any = None
 
     def aside(self, work: Callable[[], Result]) -> Result:
-        """Run the work on the side stream.
-
-        Memory allocated there is safe to free on any stream, because both streams wait for each other.
-        """
+        """Run the work on the side stream, and share its result with the current stream."""
         current, side = torch.cuda.current_stream(self._device), self._stream()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
-                return work()
+                result = work()
         finally:
             current.wait_stream(side)
+        share_with(current, result)
+        return result
 
     def strictly(self, work: Callable[[], Result]) -> Result:
         """Reject work that waits for the device, and work that draws random numbers on the host.
