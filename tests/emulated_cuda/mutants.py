@@ -73,6 +73,7 @@ def on_devices(*arguments: str, order: str = "lazy") -> Check:
 
 
 PREFETCH = on_devices("tests/gpu/test_prefetch.py")
+MEMORY = on_devices("tests/gpu/test_prefetch_memory.py", "-k", "stream_order")
 UPDATES = on_devices("tests/gpu/test_update_path.py")
 OPTIONS = on_devices("tests/gpu/test_update_path_options.py", "-k", "table or graph or streams or freed")
 DEVICES = on_devices("tests/emulated_cuda/test_devices.py")
@@ -111,14 +112,14 @@ MUTANTS = [
         "slot reused early",
         "csrc/prefetch/stager.cpp",
         "  hold_until_passed(copied, stream);\n}",
-        "  hold_until_passed(copied, stream);\n  copied->slot.reset();\n}",
+        "  hold_until_passed(copied, stream);\n  copied->slots.clear();\n}",
         PREFETCH,
     ),
     Mutant(
         "consumer does not wait",
         "src/flatout/data/transfer.py",
-        "            self._copied.block(_consumer_of(self._side).cuda_stream)\n",
-        "            _consumer_of(self._side)\n",
+        "        self._copied.block(stream.cuda_stream)\n",
+        "        pass\n",
         PREFETCH,
     ),
     Mutant(
@@ -127,6 +128,13 @@ MUTANTS = [
         "  if (on_device && fence != 0) cuda::wait_event(stream, fence);\n",
         "",
         PREFETCH,
+    ),
+    Mutant(
+        "memory freed under a reader",
+        "src/flatout/core/streams.py",
+        "                tensor.record_stream(stream)\n",
+        "                pass\n",
+        MEMORY,
     ),
     Mutant(
         "memset on the wrong stream",
