@@ -65,8 +65,9 @@ def test_an_update_is_done_or_raises_and_has_changed_nothing(function: str, nth:
     "function",
     ["cudaHostAlloc", "cudaMemcpyAsync", "cudaEventRecordWithFlags", "cudaStreamWaitEvent", "cudaEventCreateWithFlags"],
 )
-def test_a_prefetcher_gives_right_batches_or_raises(function: str, nth: int) -> None:
-    batches = [torch.full((1000 + i,), float(i)) for i in range(8)]
+@pytest.mark.parametrize("size", [1000, 3 << 20])  # the second one is staged in four pieces
+def test_a_prefetcher_gives_right_batches_or_raises(size: int, function: str, nth: int) -> None:
+    batches = [torch.full((size + i,), float(i)) for i in range(1, 9)]
     loader = Prefetcher(batches, "cuda")
     seen = []
     with failing(function, nth, MEMORY_ALLOCATION) as fault:
