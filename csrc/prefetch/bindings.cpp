@@ -231,7 +231,7 @@ class Batches {
 // A batch on its way to the device, as Python sees it.
 class PyCopied {
  public:
-  PyCopied(std::shared_ptr<Copied> copied, int device) : copied_(std::move(copied)), device_(device) {}
+  explicit PyCopied(std::shared_ptr<Copied> copied) : copied_(std::move(copied)) {}
 
   void wait() {
     const ReleaseGil nogil;
@@ -247,7 +247,6 @@ class PyCopied {
 
  private:
   std::shared_ptr<Copied> copied_;
-  int device_;
 };
 
 // Stager plus what keeps the Python objects alive that its jobs read and write.
@@ -286,7 +285,7 @@ class PyStager {
     auto copied = stager_->copy(std::move(jobs),
                                 pinned_direct ? PinnedSources::direct : PinnedSources::staged, stream, fence);
     copies_.push_back({copied, std::move(owner)});
-    return {std::move(copied), device_};
+    return PyCopied(std::move(copied));
   }
 
   void close() {

@@ -22,10 +22,20 @@ void require(bool condition, const char* what) {
   }
 }
 
+// Copies a table through the ring: a large one in pieces.
+void copy(Stager& stager, const std::vector<std::int64_t>& table) {
+  std::vector<std::int64_t> to(table.size());
+  const auto* from = reinterpret_cast<const std::byte*>(table.data());
+  auto copied = stager.copy({{from, reinterpret_cast<std::byte*>(to.data()), table.size() * 8}},
+                            PinnedSources::staged, 0, 0);
+  copied->ticket->wait();
+  require(to == table, "copied table");
+}
+
 // One consumer: gathers random rows through its own stager, holds some batches, drops others on another
 // thread.
-void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>& table, int rounds,
-             unsigned seed) {
+void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>& table,
+             const std::vector<std::int64_t>& large, int rounds, unsigned seed) {
   const std::int64_t rows = static_cast<std::int64_t>(table.size()) / 8;
   const auto* bytes = reinterpret_cast<const std::byte*>(table.data());
   const auto columns = std::make_shared<const std::vector<Column>>(std::vector<Column>{
@@ -37,7 +47,7 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
   for (int round = 0; round < rounds; ++round) {
     std::vector<std::int64_t> indices(64);
     for (auto& index : indices) index = static_cast<std::int64_t>(random() % static_cast<unsigned>(rows));
-    Stager stager(ring, 1 + static_cast<int>(random() % 3), host_device, 2);
+    Stager stager(ring, 1 + static_cast<int>(random() % 3), host_device, 2, static_cast<int>(random() % 3));
     std::vector<std::shared_ptr<Gathered>> pending;
     for (int batch = 0; batch < 8; ++batch)  // every other one of consecutive rows
       pending.push_back(stager.gather(columns, batch % 2 == 0 ? indices.data() : nullptr, 10 * batch, 64));
@@ -55,12 +65,8 @@ void consume(const std::shared_ptr<Ring>& ring, const std::vector<std::int64_t>&
     }
     std::thread([slots = std::move(held)]() mutable { slots.clear(); }).join();
 
-    std::vector<std::int64_t> copy(table.size());
-    const auto* from = reinterpret_cast<const std::byte*>(table.data());
-    auto copied = stager.copy({{from, reinterpret_cast<std::byte*>(copy.data()), table.size() * 8}},
-                              PinnedSources::staged, 0, 0);
-    copied->ticket->wait();
-    require(copy == table, "copied table");
+    copy(stager, table);
+    if (round % 25 == 0) copy(stager, large);
 
     std::vector<std::int64_t> bad = indices;  // others are still being gathered
     bad[random() % 64] = rows;
@@ -122,10 +128,12 @@ int main() {
   }
   std::vector<std::int64_t> table(8 * 1000);
   std::iota(table.begin(), table.end(), 0);
+  std::vector<std::int64_t> large((std::size_t{9} << 20) / 8 + 3);  // three pieces
+  std::iota(large.begin(), large.end(), 0);
   const auto ring = std::make_shared<Ring>(host_device, 6);
   std::vector<std::thread> consumers;
   for (unsigned seed = 0; seed < 4; ++seed) {
-    consumers.emplace_back([&, seed] { consume(ring, table, 100, seed); });
+    consumers.emplace_back([&, seed] { consume(ring, table, large, 100, seed); });
   }
   for (auto& consumer : consumers) consumer.join();
   require(ring->idle() <= 6, "ring bound");
