@@ -11,7 +11,7 @@ from flatout.core.batches import tensors_within
 
 
 def share_with(stream: torch.cuda.Stream, batch: Any) -> None:
-    """Have the CUDA memory of a batch outlive the work that is queued on ``stream`` when the memory is freed.
+    """Delay the reuse of a batch's CUDA memory after its free until the work then queued on ``stream`` has run.
 
     Args:
         stream: uses the memory, and is not the stream that allocated it.

@@ -287,7 +287,7 @@ class _TorchCopy(_CudaCopy):
         stream.wait_event(self._done)
 
     def __del__(self) -> None:
-        """Have a batch that nobody took keep its memory until its copy ends."""
+        """Keep the memory of a batch that was not taken until its copy ends."""
         if self._side != self._home:
             share_with(self._side, self._outputs)
 
