@@ -1,7 +1,9 @@
 // python.cpp: the stateful classes, bound with pybind11. Torch-free: tensors cross as pointers or DLPack.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "cache/bindings.h"
+#include "core/cuda_versions.h"
 #include "mfu/bindings.h"
 #include "prefetch/bindings.h"
 
@@ -12,6 +14,7 @@ PYBIND11_MODULE(_host, m) {
 #else
   m.attr("built_with_cuda") = false;
 #endif
+  m.def("cuda_versions", &flatout::cuda_versions);
   flatout::bind_mfu(m);
   bind_prefetch(m);
   bind_cache(m);

@@ -22,6 +22,7 @@ import torch
 from flatout import native
 from flatout.cli import facts
 from flatout.core import machine
+from flatout.native import _host
 
 GIB = 2**30
 HEADER = "usr/include/python3/Python.h"
@@ -111,6 +112,7 @@ class Machine:
         torch_cuda: CUDA version of torch's build, None for a CPU build.
         torch_code: architectures of torch's build.
         built_with_kernels: whether flatout was built with its CUDA kernels.
+        cuda_versions: of the driver and of flatout's CUDA runtime, as ``_host.cuda_versions`` returns them.
         nvml: module that ``import pynvml`` returns, None if pynvml is not installed.
         cudnn: version number, None without cuDNN.
         commands: programs on the PATH.
@@ -130,6 +132,7 @@ class Machine:
     torch_cuda: str | None = "13.0"
     torch_code: tuple[str, ...] = ("sm_75", "sm_80", "sm_90")
     built_with_kernels: bool = True
+    cuda_versions: tuple[int, int] = (13000, 13000)
     nvml: DoctorNvml | None = None
     cudnn: int | Exception | None = 92400
     commands: tuple[str, ...] = ("g++", "nsys", "ncu")
@@ -204,6 +207,7 @@ def on(fake: Machine, root: Path) -> Iterator[None]:
         put(torch.cuda, "get_device_capability", lambda: raise_or_return(fake.gpus)[0].capability)
         put(torch.cuda, "get_arch_list", lambda: list(fake.torch_code))
         put(native, "BUILT_WITH_CUDA", fake.built_with_kernels)
+        put(_host, "cuda_versions", lambda: fake.cuda_versions)
         put(native, "has_cuda_kernels", lambda index: raise_or_return(fake.gpus)[index].runs_kernels)
         yield
 

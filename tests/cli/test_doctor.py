@@ -132,8 +132,13 @@ WRONG = {
     "a GPU before Ampere": (gpu(name="Tesla T4", capability=(7, 5)), [("no-bfloat16", "note")], []),
     "a GPU that flatout's kernels do not run on": (
         gpu(name="NVIDIA H100 PCIe", runs_kernels=False),
-        [("kernels-cannot-run", "slow")],
-        ["CUDA 13.0", "sm_90"],
+        [("kernels-for-other-gpus", "slow")],
+        ["sm_90"],
+    ),
+    "a driver that serves torch, and not flatout's kernels": (
+        replace(gpu(runs_kernels=False), torch_cuda="12.6", cuda_versions=(12040, 13000)),
+        [("driver-too-old", "slow")],
+        ["CUDA 13.0", "CUDA 12 toolkit"],
     ),
     "a GPU that no table knows": (gpu(name="NVIDIA A40", capability=(8, 6)), [("peak-unknown", "note")], []),
     "a GPU that fails": (

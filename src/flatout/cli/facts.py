@@ -95,6 +95,7 @@ def _gpu(index: int, properties: Any) -> dict[str, Any]:
         "built_for": ", ".join(built_for),
         "cannot_run_torch": not _runs_code(built_for, major, minor),
         "cannot_run_kernels": native.BUILT_WITH_CUDA and not native.has_cuda_kernels(index),
+        "old_driver": native.old_driver(),
         "without_data_sheet": gpu_of(properties.name.partition(" MIG ")[0]) is None,
     }
 

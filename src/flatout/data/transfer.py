@@ -66,7 +66,7 @@ def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool, tra
 
 def make_ring(device: torch.device) -> Any:
     """Return pinned staging memory for :class:`NativeCopier`, or ``None`` where that class does not work."""
-    if device.type == "cuda" and native.BUILT_WITH_CUDA and _host.cuda_usable():
+    if device.type == "cuda" and native.has_cuda_runtime():
         return _host.Ring(device=_index_of(device))
     return None
 
@@ -83,7 +83,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
-        if native.BUILT_WITH_CUDA and _host.cuda_usable():
+        if native.has_cuda_runtime():
             torch.cuda.current_stream(device)  # torch makes the device's context before we use it
             _side_streams[index] = torch.cuda.ExternalStream(_host.create_stream(index), device=device)
         else:

@@ -36,6 +36,7 @@ torch.ops.load_library(str(_operators()))
 
 # After torch, so that its libraries are loaded first; the fakes need the operators.
 from flatout.native import _host, fakes  # noqa: E402, F401
+from flatout.native.driver import OldDriver, old_driver, warn_of_old_driver  # noqa: E402
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True when the CUDA kernels were compiled in."""
@@ -55,12 +56,17 @@ if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_avai
 def has_cuda_kernels(device: int | None = None) -> bool:
     """True when the CUDA kernels can run: compiled in, for this device, with a driver new enough.
 
+    Warns of a driver that is too old, once per process.
+
     Args:
         device: index of a GPU; default: the current one.
     """
     if device is None and torch.cuda.is_available():
         device = torch.cuda.current_device()
-    return device is not None and _kernels_run(device)
+    if device is not None and _kernels_run(device):
+        return True
+    warn_of_old_driver()
+    return False
 
 
 @functools.cache
@@ -68,4 +74,15 @@ def _kernels_run(device: int) -> bool:
     return BUILT_WITH_CUDA and torch.cuda.is_available() and bool(torch.ops.flatout.cuda_kernels_run(device))
 
 
-__all__ = ["BUILT_WITH_CUDA", "has_cuda_kernels"]
+def has_cuda_runtime() -> bool:
+    """True when flatout's own CUDA runtime works with the driver, which copies and streams need.
+
+    Warns of a driver that is too old, once per process.
+    """
+    is_usable = _host.cuda_usable()
+    if not is_usable:
+        warn_of_old_driver()
+    return is_usable
+
+
+__all__ = ["BUILT_WITH_CUDA", "OldDriver", "has_cuda_kernels", "has_cuda_runtime", "old_driver"]

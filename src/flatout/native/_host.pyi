@@ -10,6 +10,9 @@ from flatout.mfu.flop_count import FlopCount
 
 built_with_cuda: bool
 
+def cuda_versions() -> tuple[int, int]:
+    """Return the newest CUDA that the driver supports, and flatout's own: 1000 x major + 10 x minor, 0 for none."""
+
 # Address, Extent and Handle cannot be checked and are trusted. Wrong values of other arguments raise.
 Address = int
 """Address of memory that the caller keeps valid, such as ``tensor.data_ptr()``."""

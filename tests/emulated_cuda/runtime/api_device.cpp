@@ -102,7 +102,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
+  *version = Runtime::get().settings.runtime;
   return cudaSuccess;
 }
 

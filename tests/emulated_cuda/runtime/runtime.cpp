@@ -58,6 +58,7 @@ Settings Settings::read() {
   settings.delay_us = static_cast<unsigned>(std::atoi(setting("EMULATED_CUDA_DELAY_US", "100")));
   settings.devices = std::atoi(setting("EMULATED_CUDA_DEVICES", "2"));
   settings.driver = std::atoi(setting("EMULATED_CUDA_DRIVER", "13000"));
+  settings.runtime = std::atoi(setting("EMULATED_CUDA_RUNTIME", std::to_string(CUDART_VERSION).c_str()));
   settings.prints = std::getenv("EMULATED_CUDA_PRINT") != nullptr;
   return settings;
 }
@@ -287,7 +288,7 @@ class Call {
       Lock lock(runtime.mutex_);
       return body(runtime, lock);
     }
-    if (runtime.settings.driver / 1000 < CUDART_VERSION / 1000) return cudaErrorInsufficientDriver;
+    if (runtime.settings.driver / 1000 < runtime.settings.runtime / 1000) return cudaErrorInsufficientDriver;
     if (runtime.settings.devices == 0) return cudaErrorNoDevice;
     Lock lock(runtime.mutex_);
     if (runtime.broken_context != cudaSuccess) return runtime.broken_context;

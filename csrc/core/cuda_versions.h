@@ -1,0 +1,24 @@
+// cuda_versions.h: versions of the NVIDIA driver and of the CUDA runtime in this library.
+#pragma once
+
+#include <utility>
+
+#ifdef FLATOUT_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace flatout {
+
+// 1000 x major + 10 x minor: the newest CUDA that the driver supports, and the runtime's own. A driver that
+// is not installed is 0, as are both in a build without CUDA.
+inline std::pair<int, int> cuda_versions() {
+  int driver = 0, runtime = 0;
+#ifdef FLATOUT_WITH_CUDA
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) runtime = 0;
+  static_cast<void>(cudaGetLastError());
+#endif
+  return {driver, runtime};
+}
+
+}  // namespace flatout

@@ -1,0 +1,57 @@
+"""Comparison of the NVIDIA driver with the CUDA runtime that flatout was built with."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+from flatout.native import _host
+
+_OLDEST_DRIVER = 12010
+"""Oldest driver, because the kernels' arguments take more than 4 KiB."""
+
+
+@dataclass(frozen=True)
+class OldDriver:
+    """Driver that is too old for flatout's CUDA kernels.
+
+    Attributes:
+        supports: newest CUDA that the driver supports, such as ``"12.4"``.
+        built_with: CUDA that flatout was built with.
+        fix: the remedy.
+    """
+
+    supports: str
+    built_with: str
+    fix: str
+
+
+def old_driver() -> OldDriver | None:
+    """Return the driver if it is too old for flatout's CUDA kernels, else None. Without a driver: None."""
+    driver, runtime = _host.cuda_versions()
+    # Minor versions are compatible within a major version.
+    needed = max(runtime // 1000 * 1000, _OLDEST_DRIVER)
+    if driver == 0 or runtime == 0 or driver >= needed:
+        return None
+    fix = f"install a driver for CUDA {_text(needed)} or newer"
+    if driver >= _OLDEST_DRIVER:
+        fix += f", or build flatout with a CUDA {driver // 1000} toolkit"
+    return OldDriver(_text(driver), _text(runtime), fix)
+
+
+def _text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@functools.cache
+def warn_of_old_driver() -> None:
+    """Warn if the driver is too old for flatout's CUDA kernels, once per process."""
+    old = old_driver()
+    if old is not None:
+        warnings.warn(
+            f"flatout's CUDA kernels cannot run: the NVIDIA driver supports CUDA {old.supports}, flatout was built "
+            f"with CUDA {old.built_with}. torch's own operations run instead. To get the kernels, {old.fix}.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,73 @@
+"""Fall back of a process whose driver is too old for flatout's kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.emulated_cuda.record import EMULATED
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: make test-emulated")
+
+SCRIPT = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    from flatout import native
+    from flatout.cli import diagnosis
+    from flatout.data import Prefetcher
+    from flatout.optim import SGD
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = [native.has_cuda_kernels() for _ in range(2)]
+    x = torch.ones(3, device=device, requires_grad=True)
+    optimizer = SGD([x], lr=0.5)
+    for batch in Prefetcher([torch.ones(3)] * 2, device):
+        (x * batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [[f.name, f.verdict, f.found, f.fix] for f in diagnosis.examine() if f.topic == "GPU"]
+ours = [str(w.message) for w in caught if w.category is RuntimeWarning and "flatout" in str(w.message)]
+print(json.dumps({"device": device, "kernels": kernels, "x": x.tolist(), "warnings": ours, "found": found}))
+"""
+
+
+def process(driver: int, runtime: int) -> dict[str, object]:
+    """Train a little in a process with such versions of CUDA, and return what the process reports."""
+    variables = {"EMULATED_CUDA_DRIVER": str(driver), "EMULATED_CUDA_RUNTIME": str(runtime)}
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    report: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    assert report["x"] == [0.0, 0.0, 0.0]
+    return report
+
+
+def test_a_driver_that_is_just_new_enough() -> None:
+    report = process(12010, 12080)
+    assert (report["device"], report["kernels"], report["warnings"]) == ("cuda", [True, True], [])
+    assert not any(name.endswith("kernels") for name, *_ in report["found"])  # type: ignore[attr-defined]
+
+
+def test_a_driver_that_serves_torch_and_not_the_kernels() -> None:
+    report = process(12000, 12080)
+    assert (report["device"], report["kernels"]) == ("cuda", [False, False])
+    (warning,) = report["warnings"]  # type: ignore[misc]
+    kernels = [rest for name, *rest in report["found"] if name == "cuda:0 kernels"]  # type: ignore[attr-defined]
+    ((verdict, found, fix),) = kernels
+    assert verdict == "slow"
+    for text in (warning, found + fix):
+        assert all(version in text for version in ("12.0", "12.8", "12.1"))
+
+
+def test_a_driver_that_serves_neither() -> None:
+    report = process(12000, 13000)
+    assert (report["device"], report["kernels"]) == ("cpu", [False, False])
+    (warning,) = report["warnings"]  # type: ignore[misc]
+    assert all(version in warning for version in ("12.0", "13.0"))
