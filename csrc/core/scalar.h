@@ -123,6 +123,30 @@ FLATOUT_HD void split(float value, bf16& high, int16_t& remainder) {
   remainder = static_cast<int16_t>(word);
 }
 
+// a * b + c, rounded once. All else is rounded at each operation, because every compiler is kept from
+// contracting by itself: so a step has the same bits on any device.
+FLATOUT_HD float fused_multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+FLATOUT_HD double fused_multiply_add(double a, double b, double c) {
+#ifdef __CUDA_ARCH__
+  return __fma_rn(a, b, c);
+#else
+  return __builtin_fma(a, b, c);
+#endif
+}
+
+// torch.lerp's bits: from the nearer end, so that weights of 0 and 1 are exact.
+template <class Acc>
+FLATOUT_HD Acc interpolate(Acc from, Acc to, Acc weight) {
+  const bool near = weight < Acc(0.5);
+  return fused_multiply_add(near ? weight : weight - 1, to - from, near ? from : to);
+}
+
 // The type in which a dtype is computed: double for double, float for everything narrower.
 template <class T>
 struct Compute {

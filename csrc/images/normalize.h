@@ -35,14 +35,6 @@ struct Channel {
   }
 };
 
-FLATOUT_HD float fused_multiply_add(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-
 // `x` is a whole number from 0 to 255.
 FLATOUT_HD float normalize(float x, const Channel& channel) {
   constexpr float kInverse = 1.0f / 255,

@@ -1,4 +1,5 @@
-// rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels.
+// rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. It
+// rounds where torch.optim's operations round, and fuses what they fuse.
 //
 // A *config* holds what a whole step shares; `at(step)` derives from it the *rule* for tensors at one step
 // count: a handful of numbers in the compute type. A rule updates one element, given as its streams x = {w,
@@ -35,7 +36,7 @@ struct StepConfig {
 // A gradient with coupled weight decay. Without it an infinite weight has no say: 0 x inf would be NaN.
 template <class Acc>
 FLATOUT_HD Acc with_decay(Acc gradient, Acc l2, Acc weight) {
-  return l2 == 0 ? gradient : gradient + l2 * weight;
+  return l2 == 0 ? gradient : fused_multiply_add(l2, weight, gradient);
 }
 
 // Adam and AdamW as torch.optim defines them; the coefficients of the variant that is off are neutral.
@@ -46,15 +47,15 @@ struct AdamRule {
   Acc factor;                                      // gradient scale x clip coefficient, negated to maximize
   Acc keep;                                        // 1 - lr * weight_decay (decoupled), else 1
   Acc l2;                                          // weight_decay (coupled), else 0
-  Acc beta1, beta2, new1, new2;                    // new = 1 - beta
+  Acc beta2, new1, new2;                           // new = 1 - beta
   Acc step_size;                                   // lr / (1 - beta1^step)
   Acc inv_bias2;                                   // 1 / sqrt(1 - beta2^step)
   Acc eps;
 
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     const Acc g = with_decay(x[1] * factor, l2, x[0]);
-    const Acc m = beta1 * x[2] + new1 * g;
-    const Acc v = beta2 * x[3] + new2 * g * g;
+    const Acc m = interpolate(x[2], g, new1);
+    const Acc v = fused_multiply_add(new2 * g, g, beta2 * x[3]);
     Acc largest = v;
     if constexpr (Amsgrad) {
       largest = (v > x[4] || v != v) ? v : x[4];  // NaN spreads, as in torch.maximum
@@ -98,7 +99,6 @@ struct AdamConfig : StepConfig {
     rule.factor = static_cast<Acc>(factor());
     rule.keep = static_cast<Acc>(decoupled ? 1 - rate * weight_decay : 1);
     rule.l2 = static_cast<Acc>(decoupled ? 0 : weight_decay);
-    rule.beta1 = static_cast<Acc>(beta1);
     rule.beta2 = static_cast<Acc>(beta2);
     rule.new1 = static_cast<Acc>(1 - beta1);
     rule.new2 = static_cast<Acc>(1 - beta2);
@@ -123,10 +123,10 @@ struct SgdRule {
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     Acc direction = with_decay(x[1] * factor, l2, x[0]);
     if constexpr (Momentum) {
-      x[2] = keep * x[2] + add * direction;
-      direction = Nesterov ? direction + ahead * x[2] : x[2];
+      x[2] = fused_multiply_add(add, direction, keep * x[2]);
+      direction = Nesterov ? fused_multiply_add(ahead, x[2], direction) : x[2];
     }
-    x[0] -= lr * direction;
+    x[0] = fused_multiply_add(-lr, direction, x[0]);
   }
 };
 
@@ -174,10 +174,10 @@ struct LionRule {
 
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     const Acc g = x[1] * factor;
-    const Acc c = beta1 * x[2] + new1 * g;
+    const Acc c = fused_multiply_add(new1, g, beta1 * x[2]);
     const Acc sign = c > 0 ? Acc(1) : c < 0 ? Acc(-1) : c;  // of 0 and NaN: itself, as torch.sign
     x[0] = x[0] * keep - lr * sign;
-    x[2] = beta2 * x[2] + new2 * g;
+    x[2] = fused_multiply_add(new2, g, beta2 * x[2]);
   }
 };
 

@@ -49,7 +49,7 @@ struct Extras {
   bool stochastic;  // round 16-bit results by chance
   RandomKey key;    // its stream is filled in per stream
 
-  FLATOUT_HD Acc average(Acc old, Acc weight) const { return old + ema_new * (weight - old); }
+  FLATOUT_HD Acc average(Acc old, Acc weight) const { return interpolate(old, weight, ema_new); }
   FLATOUT_HD Philox random(int stream, uint32_t group) const {
     RandomKey mine = key;
     mine.stream = static_cast<uint32_t>(stream);

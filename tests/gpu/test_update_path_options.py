@@ -129,6 +129,27 @@ def test_stochastic_rounding_and_masters_are_bit_equal_to_the_cpus(additions, mo
     assert any(a.numel() and a.unique().numel() > 100 for a in here), "or nothing was rounded"
 
 
+def random_steps(device: str, name: str, dtype: torch.dtype, additions: dict[str, Any]) -> list[Any]:
+    """Bits after steps of the CPU's loops or of the kernels, which divide the work in different ways."""
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters([100_003, 0, 5, 16_384], dtype)]
+    optimizer = getattr(fo, name)(
+        params, **{"lr": 1e-2, "weight_decay": 0.1, **RULES[name].with_state[-1], **additions}
+    )
+    for step in range(3):
+        generator = torch.Generator().manual_seed(1 + step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
+        optimizer.step()
+    return bits(optimizer, params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@storages
+def test_steps_have_the_bits_of_the_cpus(name, dtype, additions):
+    """No compiler contracts, and the rules fuse by themselves."""
+    assert random_steps("cuda", name, dtype, additions) == random_steps("cpu", name, dtype, additions)
+
+
 def test_adamw_rounds_stochastically_as_on_the_cpu():
     """Where float32 results differ in their last bit the draw may fall the other way: once in 2**16 per unit."""
     results = []

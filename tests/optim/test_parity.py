@@ -53,6 +53,35 @@ def test_sgd_equals_torch(options, dtype):
         assert_same(state_of(reference, "momentum_buffer"), state_of(optimizer, "momentum_buffer"), dtype)
 
 
+fuses = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's operations round otherwise here"
+)
+
+
+@fuses
+@pytest.mark.parametrize("options", SGD, ids=lambda o: ",".join(o) or "defaults")
+def test_sgd_has_the_bits_of_torch(options):
+    reference, optimizer, theirs, ours = twins("SGD", torch.float32, **{"lr": 1e-2, **options})
+    for step in range(4):
+        step_both(reference, optimizer, step)
+    for a, b in zip(theirs, ours, strict=True):
+        assert torch.equal(a, b)
+
+
+@fuses
+@pytest.mark.parametrize("options", ADAM, ids=lambda o: ",".join(o) or "defaults")
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adams_moments_have_the_bits_of_torch(name, options):
+    reference, optimizer, theirs, ours = twins(name, torch.float32, **{"lr": 1e-2, **options})
+    for step in range(4):
+        for a, b in zip(theirs, ours, strict=True):  # coupled decay: the moments depend on the weights
+            b.data.copy_(a)
+        step_both(reference, optimizer, step)
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.get("amsgrad") else [])):
+        for a, b in zip(state_of(reference, key), state_of(optimizer, key), strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
 @pytest.mark.parametrize("scale", [None, 1.0, 1024.0])
