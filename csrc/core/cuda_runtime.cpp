@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/cuda_versions.h"
+
 namespace flatout {
 namespace {
 
@@ -96,11 +98,8 @@ bool is_capturing(cudaStream_t stream) {
 }
 
 bool driver_is_new_enough() {
-  int driver = 0, runtime = 0;
-  const bool is_known =
-      cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess;
-  static_cast<void>(cudaGetLastError());
-  return is_known && driver / 1000 >= runtime / 1000 && driver >= 12010;
+  const auto [driver, runtime] = cuda_versions();
+  return runtime != 0 && driver / 1000 >= runtime / 1000 && driver >= 12010;
 }
 
 }  // namespace flatout

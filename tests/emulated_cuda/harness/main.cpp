@@ -50,6 +50,7 @@ int main(int count, char** arguments) {
   harness::add_step_cases(cases);
   harness::add_check_cases(cases);
   harness::add_image_cases(cases);
+  harness::add_intrinsic_cases(cases);
   int run = 0, failed = 0;
   for (const harness::Case& one : cases) {
     if ((small && !one.is_small) || one.name.find(only) == std::string::npos) continue;
