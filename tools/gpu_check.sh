@@ -7,8 +7,8 @@
 #
 #   OUT     where results.json, optimize_gpu.json, log.txt, tests.xml, benchmarks.png and demo.{json,html} go
 #                                                                            (default build/gpu-check)
-#   PHASES  what to do, in this order: build, tests, memcheck, racecheck, demo, or the name of a file in benchmarks;
-#           without build what an earlier call has built is used             (default: those of `phases` below)
+#   PHASES  what to do, in this order: build, tests, kernels, memcheck, racecheck, demo, or the name of a file in
+#           benchmarks; without build what an earlier call has built is used (default: those of `phases` below)
 #   PYTHON  interpreter that has torch                                       (default python3)
 #   WHEELS  folder of wheels to take missing packages from                   (default none)
 #   ARGS    passed on to pytest: ARGS="-k resnet50" with PHASES=optimize_gpu (default none)
@@ -29,8 +29,8 @@ mkdir -p "$logs" "$work"
 notes=$logs/phases.tsv
 
 # The most important first: what a first look at a GPU is for. Seconds that each may take at most.
-phases="build tests optimize_gpu update_path memcheck data_path_gpu racecheck normalize_images counting_overhead demo"
-declare -A limits=([wheels]=60 [build]=240 [tests]=180 [optimize_gpu]=330 [memcheck]=90 [racecheck]=60 [demo]=150
+phases="build tests optimize_gpu update_path kernels memcheck data_path_gpu racecheck normalize_images counting_overhead demo"
+declare -A limits=([wheels]=60 [build]=240 [tests]=180 [kernels]=150 [optimize_gpu]=330 [memcheck]=90 [racecheck]=60 [demo]=150
   [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45)
 
 seconds_left() { echo $((budget - SECONDS)); }
@@ -106,6 +106,11 @@ run_pytest() {
     "$@" "${more[@]}"
 }
 
+# The kernels without torch: the cases that CI runs on an emulated device.
+kernels() {
+  cmake --build "$root/build/gpu/cmake" --target device_kernels && "$root/build/gpu/cmake/device_kernels"
+}
+
 # Tests marked `sanitize` are small: under compute-sanitizer a kernel runs ten to a hundred times slower.
 sanitize() {
   local status
@@ -139,8 +144,8 @@ if [[ -n ${GPU_CHECK_PHASE:-} ]]; then
 fi
 
 for name in ${PHASES:=$phases}; do
-  if [[ ! $name =~ ^(build|tests|memcheck|racecheck|demo)$ && ! -e $root/benchmarks/$name.py ]]; then
-    echo "PHASES: there is no $name; known are build, tests, memcheck, racecheck, demo and the files in benchmarks" >&2
+  if [[ ! $name =~ ^(build|tests|kernels|memcheck|racecheck|demo)$ && ! -e $root/benchmarks/$name.py ]]; then
+    echo "PHASES: there is no $name; known are build, tests, kernels, memcheck, racecheck, demo and the files in benchmarks" >&2
     exit 2
   fi
 done
@@ -163,6 +168,7 @@ for name in $PHASES; do
     build) phase wheels 3 wheels || failed=1; phase build 3 build || { failed=1; break; } ;;
     tests) # one that hangs shows where
       phase tests 12 run_pytest "$root/tests/gpu" --junitxml "$out/tests.xml" -o faulthandler_timeout=100 || failed=1 ;;
+    kernels) phase kernels 3 kernels || failed=1 ;;
     memcheck | racecheck) phase "$name" 3 sanitize "$name" || failed=1 ;;
     demo) phase demo 3 demo || failed=1 ;;
     *) # of files that have cases for both, those for the GPU

@@ -150,18 +150,6 @@ def test_steps_have_the_bits_of_the_cpus(name, dtype, additions):
     assert random_steps("cuda", name, dtype, additions) == random_steps("cpu", name, dtype, additions)
 
 
-def test_adamw_rounds_stochastically_as_on_the_cpu():
-    """Where float32 results differ in their last bit the draw may fall the other way: once in 2**16 per unit."""
-    results = []
-    for device in ("cpu", "cuda"):
-        p = torch.nn.Parameter(torch.linspace(-2, 2, 200_001).to(device, BRAIN))
-        optimizer = fo.AdamW([p], lr=1e-3, stochastic_rounding=True, seed=7)
-        p.grad = torch.linspace(1, -1, 200_001).to(device, BRAIN)
-        optimizer.step()
-        results.append(p.detach().cpu())
-    assert (results[0] != results[1]).sum().item() <= 200
-
-
 # ---- thousands of tensors ----------------------------------------------------------------------------------
 
 

@@ -233,7 +233,7 @@ void add_check_cases(std::vector<Case>& cases) {
                      [test](Report& report) { run_check<float, double, f16, bf16>(test, report); }});
   };
   add_mixed("all dtypes in one verdict", {.sizes = {300, 40000, 7}, .max_norm = 3});
-  add_mixed("on device 1", {.sizes = {300, 40000}, .is_wide = false, .device = 1});
+  add_mixed("on the last device", {.sizes = {300, 40000}, .is_wide = false, .device = last_device()});
   CheckTest many{.sizes = std::vector<int64_t>(4700),
                  .max_norm = 1};  // most are empty: a block takes milliseconds
   for (std::size_t t = 0; t < many.sizes.size(); t += 12) many.sizes[t] = 3;

@@ -1,6 +1,7 @@
 // step_cases.cpp: optimizer steps: every rule with every dtype and storage, and the options of a step.
 #include "numbers.h"
 #include "step_test.h"
+#include "stream.h"
 
 namespace harness {
 
@@ -159,7 +160,7 @@ void add_options(std::vector<Case>& cases, bool is_small) {
       test.unscales_grads = unscales;
     });
   }
-  add("on device 1", [](StepTest& test) { test.device = 1; });
+  add("on the last device", [](StepTest& test) { test.device = last_device(); });
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// step_test.h: an optimizer step on an emulated device beside the same step on the host and beside its
-// definition.
+// step_test.h: an optimizer step on a device beside the same step on the host and beside its definition.
 #pragma once
 
 #include <cstdint>
