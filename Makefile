@@ -32,7 +32,7 @@ PARALLEL := -n $(shell expr $(JOBS) + 1) --dist loadfile
 native := $(shell find csrc cmake -not -name '.*' 2>/dev/null) CMakeLists.txt
 python := $(shell find src -not -name '.*' -not -path '*__pycache__*' 2>/dev/null)
 headers := $(filter %.h %.cuh,$(native))
-formatted := $(filter %.h %.cuh %.cpp %.cu,$(native)) $(shell find tests/emulated_cuda -name '*.h' -o -name '*.cpp')
+formatted := $(filter %.h %.cuh %.cpp %.cu,$(native)) $(shell find tests/emulated_cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 
 .PHONY: demo test test-scripts test-emulated lint format test-torches gpu-check clean FORCE

@@ -189,9 +189,12 @@ def rule_options(group: dict[str, Any], name: str) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_one_float32_step_is_within_one_unit_in_the_last_place(name):
-    """The weights are at least ten times their update. Smaller weights also show the rounding of the update."""
+@pytest.mark.parametrize(("name", "limit"), [("AdamW", 2), ("Adam", 1)])
+def test_one_float32_step_is_within_units_in_the_last_place(name, limit):
+    """AdamW rounds twice, as torch does: after the decay, and after the update.
+
+    The weights are at least ten times their update. Smaller weights also show the rounding of the update.
+    """
     ours = parameters(torch.float32)
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     set_grads(ours, 1)
@@ -202,7 +205,7 @@ def test_one_float32_step_is_within_one_unit_in_the_last_place(name):
     for p, q in zip(ours, exact, strict=True):
         _, exponent = torch.frexp(q.detach())
         units = (p.detach().double() - q.detach()).abs() / torch.exp2(exponent.double() - 24)
-        assert (units <= 1)[q.abs() >= 10 * 1e-3].all()
+        assert (units <= limit)[q.abs() >= 10 * 1e-3].all()
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
