@@ -1,0 +1,79 @@
+"""Operations of the device and calls of the runtime in one update, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flatout.amp import GradScaler
+from flatout.optim import AdamW, update
+from tests.emulated_cuda.record import EMULATED, recorded
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the record of emulated devices")
+
+Update = Callable[[AdamW], object]
+
+QUERIES = frozenset(("cudaGetDevice", "cudaSetDevice", "cuDevicePrimaryCtxGetState"))
+"""Calls that read or write a variable of the host's thread."""
+
+CHECK_AND_STEP = ["memset", "kernel check_kernel", "kernel step_kernel"]
+RECIPROCAL = ["kernel aten::copy_", "kernel aten::reciprocal", "kernel aten::copy_"]
+FLAG_AND_SCALE = ["kernel aten::ne.Scalar", "kernel aten::_amp_update_scale_"]
+CALLS = ["cudaMemsetAsync", "cudaLaunchKernel", "cudaStreamIsCapturing", "cudaLaunchKernel"]
+
+
+def clipped(optimizer: AdamW) -> None:
+    update(optimizer, max_grad_norm=1.0)
+
+
+def averaged(optimizer: AdamW) -> None:
+    update(optimizer, inv_scale=0.25, max_grad_norm=1.0)
+
+
+def scaled() -> Update:
+    scaler = GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+
+    def run(optimizer: AdamW) -> None:
+        scaler.step(optimizer, max_grad_norm=1.0)
+        scaler.update()
+
+    return run
+
+
+FORMS: dict[str, tuple[Callable[[], Update], torch.dtype, dict[str, object], list[str], list[str]]] = {
+    "fp32": (lambda: clipped, torch.float32, {}, CHECK_AND_STEP, CALLS),
+    "fp32, mean of 4 batches": (
+        lambda: averaged,
+        torch.float32,
+        {},
+        ["kernel aten::fill_.Scalar", *CHECK_AND_STEP],
+        ["cudaLaunchKernel", *CALLS],
+    ),
+    "fp16, scaler": (
+        scaled,
+        torch.float16,
+        {"master_weights": "float32"},
+        [*RECIPROCAL, *CHECK_AND_STEP, *FLAG_AND_SCALE],
+        ["cudaLaunchKernel"] * 3 + CALLS + ["cudaLaunchKernel"] * 2,
+    ),
+    "bf16, masters": (lambda: clipped, torch.bfloat16, {"master_weights": "float32"}, CHECK_AND_STEP, CALLS),
+}
+"""The update, dtype and options of the parameters, operations and calls."""
+
+
+@pytest.mark.parametrize("tensors", [1, 100, 2000])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_lazy_update(form: str, tensors: int) -> None:
+    make, dtype, options, operations, calls = FORMS[form]
+    params = [torch.nn.Parameter(torch.ones(3 + i % 5, dtype=dtype, device="cuda")) for i in range(tensors)]
+    optimizer, run = AdamW(params, **options), make()  # type: ignore[arg-type]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(2):  # the first update makes states and tables
+        run(optimizer)
+    record = recorded(lambda: run(optimizer))
+    assert record.operations == operations
+    assert [call for call in record.calls if call not in QUERIES] == calls
