@@ -58,10 +58,17 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // gradient is not strided, not float or on another device. No storage may be resized between this call and
   // the step.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
-  // unscale_and_check over the gradients set in buckets of one device.
+  // unscale_and_check over the gradients set in buckets of one device. `factor` takes the place of inv_scale
+  // where that is None.
   m.def(
-      "check_buckets(int[] buckets, Tensor? inv_scale, float? max_norm) -> "
+      "check_buckets(int[] buckets, Tensor? inv_scale, float? max_norm, float factor=1.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
+  // check_buckets with 1 / scale for inv_scale. The scale and growth tracker that torch._amp_update_scale_
+  // would leave go to next_scale and next_growth_tracker. `skipped` is found_inf as a bool.
+  m.def(
+      "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
+      "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
+      "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "

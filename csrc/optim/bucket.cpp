@@ -289,25 +289,6 @@ int64_t set_grads(int64_t bucket, TensorList& grads, const std::vector<int64_t>&
   return static_cast<int64_t>(registry().find(bucket)->set_grads(std::move(grads), which));
 }
 
-CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::optional<Tensor>& inv_scale,
-                          std::optional<double> max_norm) {
-  STD_TORCH_CHECK(!numbers.empty(), "buckets must hold at least one number");
-  std::vector<std::shared_ptr<Bucket>> buckets;
-  buckets.reserve(numbers.size());
-  for (const int64_t number : numbers) buckets.push_back(registry().find(number));
-  FlatGrads gradients;
-  for (const std::shared_ptr<Bucket>& bucket : buckets) {
-    STD_TORCH_CHECK(same_device(bucket->leader(), buckets[0]->leader()), "buckets must be on one device");
-    for (const FlatTensor& tensor : bucket->held()) {
-      FlatTensor gradient{};
-      gradient.address[0] = tensor.address[1];
-      gradient.numel = tensor.numel;
-      gradients[bucket->grad_dtype()].push_back(gradient);
-    }
-  }
-  return buckets[0]->check(prepare_check(gradients, buckets[0]->leader(), inv_scale, max_norm, 2));
-}
-
 void step_bucket_(int64_t bucket, const std::vector<double>& options, double lr,
                   const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
                   double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
@@ -332,6 +313,7 @@ void free_bucket(int64_t bucket) { registry().remove(bucket); }
 }  // namespace
 
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket) { return registry().keep(std::move(bucket)); }
+std::shared_ptr<Bucket> find_bucket(int64_t number) { return registry().find(number); }
 
 void step_once(Bucket& bucket, const TensorList& grads, const StepNumbers& numbers) {
   if (numbers.unscale_grads) check_apart({{grads, "grads"}});
@@ -362,7 +344,6 @@ STABLE_TORCH_LIBRARY_IMPL(flatout, Negative, m) { m.impl("set_grads", TORCH_BOX(
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CompositeExplicitAutograd, m) {
   m.impl("set_grads", TORCH_BOX(&flatout::set_grads));
-  m.impl("check_buckets", TORCH_BOX(&flatout::check_buckets));
   m.impl("step_bucket_", TORCH_BOX(&flatout::step_bucket_));
   m.impl("grads_are_apart", TORCH_BOX(&flatout::grads_are_apart));
   m.impl("free_bucket", TORCH_BOX(&flatout::free_bucket));

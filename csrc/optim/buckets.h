@@ -8,6 +8,7 @@
 namespace flatout {
 
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket);
+std::shared_ptr<Bucket> find_bucket(int64_t number);
 // A step of a bucket that is not kept.
 void step_once(Bucket& bucket, const TensorList& grads, const StepNumbers& numbers);
 

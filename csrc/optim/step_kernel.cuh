@@ -2,6 +2,8 @@
 // read back. Instantiated for one type per file, so that they compile side by side.
 #pragma once
 
+#include "core/last_block.cuh"
+#include "core/warp.cuh"
 #include "optim/step_block.h"
 #include "optim/step_launch.h"
 
@@ -11,12 +13,6 @@ namespace {
 // With states in 8 bits a block has fewer threads: what its warps stage must fit in 48 KiB.
 template <Kind K>
 constexpr uint32_t kThreadsOf = kHasCodes<K> ? kThreads / 2 : kThreads;
-
-[[maybe_unused]] __device__ uint32_t warp_max(uint32_t value) {
-  for (uint32_t distance = kLanes / 2; distance != 0; distance /= 2)
-    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
-  return value;
-}
 
 template <class T, class Rule, Kind K>
 __device__ void step_codes(const BlockStart<T, Rule>& start) {
@@ -67,12 +63,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
   }
   if (skipped) return;
   // The block that finishes last counts the step: all others have read the old counts.
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(table.ticket, 1u) == gridDim.x - 1;
-    __threadfence();  // orders other blocks' reads of the counts before this block's writes
-    if (last) *table.ticket = 0;
-  }
+  if (threadIdx.x == 0) last = finishes_last(table.ticket, 1, gridDim.x);
   __syncthreads();
   if (last) count_steps(table, batch, threadIdx.x, blockDim.x);
 }

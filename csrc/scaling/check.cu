@@ -1,5 +1,7 @@
 // check.cu: unscale + check + norm on CUDA. Every block leaves a partial sum per chunk; the block that
 // finishes last adds them in a fixed order, so the norm is the same in every run.
+#include "core/last_block.cuh"
+#include "core/warp.cuh"
 #include "scaling/check_chunk.h"
 #include "scaling/check_launch.h"
 
@@ -9,7 +11,7 @@ namespace {
 using Table = GradTable<>;
 static_assert(sizeof(Table) + sizeof(Conclusion) + 64 <= kArgumentBytes);
 
-constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
+__device__ uint32_t kept_counters[kKeptCounters];
 
 template <Norm kNorm>
 __device__ Partial warp_sum(Partial mine) {
@@ -19,35 +21,51 @@ __device__ Partial warp_sum(Partial mine) {
   return mine;
 }
 
-// The sum over the block, in thread 0. To be called by all threads; blockDim.x is a multiple of 32.
+// One sum per warp of a block, and in the first warp the sum of these.
+using WarpSums = Partial[32];
+
 template <Norm kNorm>
-__device__ Partial block_sum(Partial mine) {
-  __shared__ Partial warps[32];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  mine = warp_sum<kNorm>(mine);
-  if (lane == 0) warps[warp] = mine;
-  __syncthreads();
-  if (warp == 0) mine = warp_sum<kNorm>(lane < blockDim.x / 32 ? warps[lane] : Partial{0, 0});
-  return mine;
+__device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
+  const Partial sum = warp_sum<kNorm>(mine);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+}
+
+// In thread 0, for a call of the first warp. blockDim.x is a multiple of 32.
+template <Norm kNorm>
+__device__ Partial sum_of(const WarpSums& warps) {
+  return warp_sum<kNorm>(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Partial{0, 0});
 }
 
 template <class T, Norm kNorm, bool Rewrite>
 __global__ void __launch_bounds__(kThreads)
     check_kernel(__grid_constant__ Argument<Table> table, __grid_constant__ Argument<Conclusion> conclusion,
                  uint32_t first_partial) {
-  const auto inverse = static_cast<compute_t<T>>(conclusion.inv_scale.get());
-  const Partial sum = block_sum<kNorm>(
-      check_chunk<kNorm, Rewrite, T>(view_chunk<T>(table, blockIdx.x), inverse, threadIdx.x, blockDim.x));
+  __shared__ WarpSums warps[kChunksOfBlock<T>];
   __shared__ bool last;
+  const auto inverse = static_cast<compute_t<T>>(conclusion.unscaling.get());
+  const uint32_t first = blockIdx.x * kChunksOfBlock<T>;
+  const uint32_t count = kChunksOfBlock<T> == 1 ? 1 : min(kChunksOfBlock<T>, table.chunks() - first);
+  for (uint32_t i = 0; i < count; ++i)
+    keep_warp_sum<kNorm>(warps[i], check_chunk<kNorm, Rewrite, T>(view_chunk<T>(table, first + i), inverse,
+                                                                  threadIdx.x, blockDim.x));
+  __syncthreads();
+  if (threadIdx.x < 32)
+    for (uint32_t i = 0; i < count; ++i) {
+      const Partial sum = sum_of<kNorm>(warps[i]);
+      if (threadIdx.x == 0) conclusion.partials[first_partial + first + i] = sum;
+    }
   if (threadIdx.x == 0) {
-    conclusion.partials[first_partial + blockIdx.x] = sum;
-    __threadfence();  // whoever sees the count sees the partials of all who counted before
-    last = atomicAdd(conclusion.finished, 1u) + 1 == conclusion.chunks;
-    __threadfence();
+    uint32_t* finished = conclusion.finished;
+    if (finished == nullptr) finished = kept_counters + conclusion.kept_counter;
+    last = finishes_last(finished, count, conclusion.chunks);
   }
   __syncthreads();
   if (!last) return;
-  const Partial total = block_sum<kNorm>(conclusion.template add_partials<kNorm>(threadIdx.x, blockDim.x));
+  constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // beside what rewriting needs, 8 would cost it threads
+  keep_warp_sum<kNorm>(warps[0], conclusion.template add_partials<kNorm, kTogether>(threadIdx.x, blockDim.x));
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const Partial total = sum_of<kNorm>(warps[0]);
   if (threadIdx.x == 0) conclusion.template write<kNorm>(total);
 }
 
@@ -68,23 +86,18 @@ template <class T, Norm kNorm, bool Rewrite>
 void launch_checks(const std::vector<FlatTensor>& tensors, const Conclusion& conclusion,
                    uint32_t first_partial, cudaStream_t stream) {
   for_each_table<Table>(tensors, [&](const Table& table) {
-    const uint32_t blocks = table.chunks();
-    if (blocks == 0) return;
-    launch("check_kernel", check_kernel<T, kNorm, Rewrite>, blocks, kThreads, stream, table, conclusion,
-           first_partial);
-    first_partial += blocks;
+    const uint32_t chunks = table.chunks();
+    if (chunks == 0) return;
+    launch("check_kernel", check_kernel<T, kNorm, Rewrite>, check_blocks<T>(chunks), kThreads, stream, table,
+           conclusion, first_partial);
+    first_partial += chunks;
   });
 }
 
 }  // namespace
 
-void begin_check(const Conclusion& conclusion, cudaStream_t stream) {
-  if (conclusion.chunks == 0) {
-    launch("conclude_kernel", conclude_kernel, 1, 1, stream, conclusion);
-  } else {
-    check_cuda(cudaMemsetAsync(conclusion.finished, 0, sizeof(*conclusion.finished), stream),
-               "cudaMemsetAsync");
-  }
+void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream) {
+  launch("conclude_kernel", conclude_kernel, 1, 1, stream, conclusion);
 }
 
 template <class T>

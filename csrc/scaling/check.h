@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "core/tensors.h"
+#include "scaling/loss_scale.h"
 #include "scaling/norm.h"
 
 namespace flatout {
@@ -21,10 +22,10 @@ struct GradList {
 // What is asked about gradients of one device: all lists share one verdict.
 struct Check {
   std::vector<GradList> lists;
-  DeviceScalar inv_scale;
+  Unscaling unscaling;
   double max_norm = -1;  // < 0: no clipping
   Norm norm = Norm::kTwo;
-  bool rewrite = false;  // gradients come back times inv_scale; the norm is of order 2
+  bool rewrite = false;  // gradients come back unscaled; the norm is of order 2
 };
 
 // found_inf, grad_norm, grad_factor: 0-dim on the device of `leader`; float64 (the last two) only if all
@@ -94,7 +95,7 @@ inline Check prepare_check(const FlatGrads& flat, const Tensor& leader,
                   "norm_type must be 1, 2 or inf, got ", norm_type);
   Check check;
   for (const auto& [dtype, tensors] : flat) check.lists.push_back({&tensors, dtype});
-  check.inv_scale = device_scalar(inv_scale, "inv_scale", leader, 1);
+  check.unscaling.factor = device_scalar(inv_scale, "inv_scale", leader, 1);
   check.max_norm = max_norm.value_or(-1);
   check.norm = norm_type == 1 ? Norm::kOne : norm_type == 2 ? Norm::kTwo : Norm::kInf;
   return check;

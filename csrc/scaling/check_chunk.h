@@ -1,11 +1,19 @@
-// check_chunk.h: what one thread of a CUDA block does with gradients, and later with the sums of all blocks.
-// The kernels are this and reductions.
+// check_chunk.h: what one thread of a CUDA block does with gradients.
 #pragma once
 
 #include "scaling/grad_table.h"
 #include "scaling/norm.h"
 
 namespace flatout {
+
+// Chunks of one block of a check: of 16-bit gradients two, so that a block reads as many bytes of them.
+template <class T>
+inline constexpr uint32_t kChunksOfBlock = sizeof(T) == 2 ? 2 : 1;
+
+template <class T>
+FLATOUT_HD uint32_t check_blocks(uint32_t chunks) {
+  return chunks / kChunksOfBlock<T> + (chunks % kChunksOfBlock<T> != 0 ? 1 : 0);
+}
 
 // The thread's share of the chunk's norm and finiteness; with Rewrite gradients come back times inv_scale.
 // (A template: what rewriting needs would cost the mere check half of its threads, in registers.)
@@ -41,29 +49,6 @@ FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale,
       });
   return {static_cast<double>(lane.norm), static_cast<double>(lane.bad)};
 }
-
-// What all launches of one check share. Whichever block finishes last, counted over all of them, concludes.
-struct Conclusion {
-  Partial* partials;   // one per chunk of all lists
-  uint32_t chunks;     // of all lists
-  uint32_t* finished;  // blocks that have left their partial; 0 before the first launch
-  DeviceScalar inv_scale;
-  double max_norm;  // < 0: no clipping
-  VerdictAddress verdict;
-
-  // The thread's share of all partials.
-  template <Norm kNorm>
-  FLATOUT_HD Partial add_partials(uint32_t thread, uint32_t threads) const {
-    Partial mine{0, 0};
-    for (uint32_t i = thread; i < chunks; i += threads) mine.template add<kNorm>(partials[i]);
-    return mine;
-  }
-
-  template <Norm kNorm>
-  FLATOUT_HD void write(const Partial& total) const {
-    verdict.write(conclude<kNorm>(total, inv_scale.get(), max_norm));
-  }
-};
 
 template <class T>
 FLATOUT_HD void scale_chunk(const ChunkView<T>& view, compute_t<T> factor, uint32_t thread,

@@ -153,7 +153,7 @@ void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType d
 
 CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
   CheckResult result = new_verdict(check, leader);
-  const double inv_scale = check.inv_scale.get();
+  const double inv_scale = check.unscaling.get();
   const bool rewrite = check.rewrite && inv_scale != 1;  // times 1 changes nothing
   with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
     Partial total{0, 0};
@@ -161,7 +161,10 @@ CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
       with_dtype(list.dtype, [&]<class T>(T*) {
         total.add<kNorm>(sum_list<T, kNorm>(*list.tensors, inv_scale, rewrite));
       });
-    address_of(result).write(conclude<kNorm>(total, inv_scale, check.max_norm));
+    const Verdict verdict = conclude<kNorm>(total, inv_scale, check.max_norm);
+    address_of(result).write(verdict);
+    if (check.unscaling.loss_scale.scale != nullptr)
+      check.unscaling.loss_scale.write_next(verdict.found_inf != 0);
   });
   return result;
 }

@@ -6,12 +6,12 @@
 
 #include "core/chunks.h"
 #include "core/cuda_launch.h"
-#include "scaling/check_chunk.h"
+#include "scaling/conclusion.h"
 
 namespace flatout {
 
-// Before the launches of a check. Without anything to add up, this is the verdict already.
-void begin_check(const Conclusion& conclusion, cudaStream_t stream);
+// The whole check of gradients without elements.
+void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream);
 // One list of a check, of Ts; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
 template <class T>
 void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,

@@ -9,6 +9,7 @@
 
 #include "scaling/check.h"
 #include "scaling/check_chunk.h"
+#include "scaling/conclusion.h"
 
 namespace flatout {
 namespace {
@@ -24,7 +25,7 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
   const Tensor& leader = leader_of(grads, std::nullopt);
   const FlatGrads flat = flatten_grads(grads);
   Check check = prepare_check(flat, leader, std::nullopt, max_norm, norm_type);
-  check.inv_scale.value = inv_scale;
+  check.unscaling.factor.value = inv_scale;
   const auto width = static_cast<uint32_t>(threads);
   uint32_t chunks = 0, finished = 0;
   int64_t concluded = 0;
@@ -33,9 +34,13 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
   std::vector<Partial> partials(chunks, {kUnwritten, kUnwritten});
   float found_inf = 0;
   double grad_norm = 0, grad_factor = 0;
-  const Conclusion conclusion{partials.data(), chunks,
-                              &finished,       check.inv_scale,
-                              check.max_norm,  {&found_inf, &grad_norm, &grad_factor, /*wide=*/true}};
+  const Conclusion conclusion{partials.data(),
+                              chunks,
+                              &finished,
+                              0,
+                              check.unscaling,
+                              check.max_norm,
+                              {&found_inf, &grad_norm, &grad_factor, /*wide=*/true}};
   std::vector<std::function<void()>> blocks;
   with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
     uint32_t first_partial = 0;
@@ -43,16 +48,20 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
       with_dtype(list.dtype, [&]<class T>(T*) {
         using Table = GradTable<kSmallCapacity>;
         for_each_table<Table>(*list.tensors, [&](const Table& table) {
-          for (uint32_t block = 0; block < table.chunks(); ++block)
+          for (uint32_t block = 0; block < check_blocks<T>(table.chunks()); ++block)
             blocks.emplace_back([=, &conclusion, &concluded] {
-              const auto view = view_chunk<T>(table, block);
               const auto inverse = static_cast<compute_t<T>>(inv_scale);
-              Partial sum{0, 0};
-              for (uint32_t thread = 0; thread < width; ++thread)
-                sum.add<kNorm>(rewrite ? check_chunk<kNorm, true, T>(view, inverse, thread, width)
-                                       : check_chunk<kNorm, false, T>(view, inverse, thread, width));
-              conclusion.partials[first_partial + block] = sum;
-              if (++*conclusion.finished != conclusion.chunks) return;
+              const uint32_t begin = block * kChunksOfBlock<T>,
+                             end = std::min(begin + kChunksOfBlock<T>, table.chunks());
+              for (uint32_t chunk = begin; chunk < end; ++chunk) {
+                const auto view = view_chunk<T>(table, chunk);
+                Partial sum{0, 0};
+                for (uint32_t thread = 0; thread < width; ++thread)
+                  sum.add<kNorm>(rewrite ? check_chunk<kNorm, true, T>(view, inverse, thread, width)
+                                         : check_chunk<kNorm, false, T>(view, inverse, thread, width));
+                conclusion.partials[first_partial + chunk] = sum;
+              }
+              if ((*conclusion.finished += end - begin) != conclusion.chunks) return;
               Partial total{0, 0};
               for (uint32_t thread = 0; thread < width; ++thread)
                 total.add<kNorm>(conclusion.add_partials<kNorm>(thread, width));

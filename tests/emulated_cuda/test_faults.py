@@ -60,6 +60,16 @@ def test_an_update_is_done_or_raises_and_has_changed_nothing(function: str, nth:
     assert are_equal(bits(optimizer), bits(undisturbed))
 
 
+def test_a_check_is_right_after_one_that_failed_between_its_launches() -> None:
+    """Blocks of the first launch have counted for a conclusion that never came."""
+    grads = [torch.ones(300, device="cuda"), torch.ones(300, device="cuda", dtype=torch.bfloat16)]
+    norm = torch.ops.flatout.unscale_and_check(grads, None, None)[1]
+    with failing("cudaLaunchKernel", 2, LAUNCH_OUT_OF_RESOURCES), pytest.raises(RuntimeError):
+        torch.ops.flatout.unscale_and_check(grads, None, None)
+    for _ in range(2):
+        assert torch.equal(torch.ops.flatout.unscale_and_check(grads, None, None)[1], norm)
+
+
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize(
     "function",

@@ -262,6 +262,60 @@ def test_an_update_in_a_cuda_graph():
     assert graphed.state[p]["step"].item() == 4
 
 
+def test_a_graph_that_reads_the_scale_sees_every_new_one():
+    """As in torch's notes on CUDA graphs: the backward is captured, and the update is not."""
+    p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cuda", init_scale=8.0, growth_interval=1)
+    for _ in range(3):  # the scale may move in memory until it is captured
+        p.grad = scaler.scale(torch.ones_like(p))
+        scaler.step(optimizer)
+        scaler.update()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        scaler.scale(p.sum()).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.scale(p.sum()).backward()
+    for _ in range(4):
+        graph.replay()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0 * 2**7
+    assert (p == 1 - 7).all()
+
+
+def test_a_captured_update_changes_the_scale_in_every_replay():
+    p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cuda", init_scale=8.0, growth_interval=2)
+    p.grad = torch.full_like(p, 4.0)
+
+    def one() -> None:
+        scaler.step(optimizer, max_grad_norm=math.inf)
+        scaler.update()
+
+    scaler.scale(torch.ones((), device="cuda"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        one()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one()
+    assert scaler.keeps_scale_in_place
+    scales, skips = [], []
+    for value in (4.0, math.inf, 4.0, 4.0):
+        p.grad.fill_(value)
+        graph.replay()
+        scales.append(scaler.get_scale())
+        skips.append(scaler.last_step_skipped.item())
+    assert scales == [16, 8, 8, 16]
+    assert skips == [False, True, False, False]
+
+
 @pytest.mark.sanitize
 def test_rewriting_forms():
     for dtype in DTYPES:

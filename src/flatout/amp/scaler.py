@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +13,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from flatout.core import gradients
+from flatout.optim.loss_scale import LossScale, inverse
 from flatout.optim.native_step import NativeStep
 from flatout.optim.update import apply, spoils_buffers, update
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of ``update``: the scale, its growth tracker and all findings, their versions, and the schedule."""
+
+    tensors: list[Tensor]
+    numbers: list[float]
+
+    def equals(self, other: _Inputs) -> bool:
+        """Return True if both are the same tensors in the same state, and the same numbers."""
+        return self.numbers == other.numbers and all(map(operator.is_, self.tensors, other.tensors))
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -36,7 +51,15 @@ class GradScaler(torch.amp.GradScaler):
     that loss scaling prevents. The plain ``step`` writes them back after use, as torch's fused optimizers do.
     """
 
+    keeps_scale_in_place = False
+    """Whether ``update`` writes to the memory of the scale, as CUDA graphs need that read the scale.
+
+    Otherwise, ``update`` may take another tensor as the scale. Set by itself for scalers that a graph captures.
+    """
+
     _last_step_skipped: Tensor | None = None
+    _spare: tuple[Tensor, Tensor] | None = None  # receives the scale and growth tracker after an update
+    _computed: _Inputs | None = None  # from which the last check has computed them
 
     @property
     def last_step_skipped(self) -> Tensor | None:
@@ -47,6 +70,16 @@ class GradScaler(torch.amp.GradScaler):
         for a disabled scaler, and for optimizers that do their own checks.
         """
         return self._last_step_skipped
+
+    @torch.compiler.disable  # torch's is, too
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies with the scale. Arguments and results are those of torch."""
+        self._note_capture()
+        return super().scale(outputs)
+
+    def _note_capture(self) -> None:
+        if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.keeps_scale_in_place = True
 
     @torch.compiler.disable
     def step(
@@ -80,11 +113,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             update(optimizer, max_grad_norm=max_grad_norm)
             return None
-        scale, _ = self._check_scale_growth_tracker("step")
+        self._note_capture()
+        self._check_scale_growth_tracker("step")
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        result = None
+        result, skipped = None, None
         if not native:
             if max_grad_norm is not None:
                 self._clip(optimizer, max_grad_norm, record)
@@ -93,35 +127,78 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 result = super().step(optimizer, *args, **kwargs)
         elif record["stage"] is OptState.READY:
-            self._checked_step(optimizer, scale, max_grad_norm, record, lazy)
+            skipped = self._checked_step(optimizer, max_grad_norm, record, lazy)
         else:
             self._unscaled_step(optimizer, max_grad_norm, record, lazy)
         record["stage"] = OptState.STEPPED
         found_inf = _found_inf(record)
         # A tensor of its own: update() adds the findings of other optimizers to ours.
-        self._last_step_skipped = None if found_inf is None else found_inf != 0
+        self._last_step_skipped = skipped if skipped is not None or found_inf is None else found_inf != 0
         return result
 
     def _checked_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        max_grad_norm: float | None,
-        record: dict[str, Any],
-        lazy: bool,
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
+    ) -> Tensor | None:
+        scale, growth_tracker = self._check_scale_growth_tracker("step")
         # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
-        total = scale if own is None else scale * own
-        result = update(optimizer, inv_scale=_inverse(total), max_grad_norm=max_grad_norm, unscale_grads=not lazy)
+        factor: Tensor | LossScale
+        if own is None and self._computes_natively(scale):
+            factor = self._loss_scale(scale, growth_tracker)
+        else:
+            factor = inverse(scale if own is None else scale * own)
+        result = update(optimizer, inv_scale=factor, max_grad_norm=max_grad_norm, unscale_grads=not lazy)
         if result.found_inf is not None:  # a step without gradients records nothing, as with torch's fused optimizers
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
+        inputs = None if result.skipped is None else self._inputs()
+        self._computed = inputs if inputs is not None and len(inputs.tensors) == 3 else None  # one finding, ours
+        return result.skipped
+
+    def _computes_natively(self, scale: Tensor) -> bool:
+        """Return False for a subclass, which may define ``update`` otherwise, and for tensors without a version."""
+        return type(self) is GradScaler and not (scale.is_inference() or torch.is_inference_mode_enabled())
+
+    def _loss_scale(self, scale: Tensor, growth_tracker: Tensor) -> LossScale:
+        if self._spare is None:
+            self._spare = torch.empty_like(scale), torch.empty_like(growth_tracker)
+        torch.autograd.graph.increment_version(self._spare)
+        return LossScale(
+            scale, growth_tracker, *self._spare, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+
+    def _inputs(self) -> _Inputs:
+        records = self._per_optimizer_states.values()
+        found = [found for record in records for found in record["found_inf_per_device"].values()]
+        tensors = [*self._check_scale_growth_tracker("update"), *found]
+        versions = [tensor._version for tensor in tensors]
+        return _Inputs(tensors, [*versions, self._growth_factor, self._backoff_factor, self._growth_interval])
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Updates the scale, as in torch.
+
+        Args:
+            new_scale: the new scale; None to grow or shrink it by what the steps have found.
+        """
+        self._note_capture()
+        computed, self._computed = self._computed, None
+        if (
+            computed is None
+            or self._spare is None
+            or self.keeps_scale_in_place
+            or new_scale is not None
+            or not computed.equals(self._inputs())
+        ):
+            super().update(new_scale)
+            return
+        before = computed.tensors[0], computed.tensors[1]
+        (self._scale, self._growth_tracker), self._spare = self._spare, before
+        self._per_optimizer_states.clear()
 
     def _unscaled_step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
     ) -> None:
         own = optimizer.__dict__.pop("grad_scale", None)
-        factor = None if own is None else _inverse(own)
+        factor = None if own is None else inverse(own)
         grads = gradients.of_optimizer(optimizer)
         if max_grad_norm is not None and grads:
             factor = gradients.check(grads, factor, max_grad_norm).grad_factor
@@ -166,13 +243,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_last_step_skipped", None)
+        for name in ("_last_step_skipped", "_spare", "_computed"):  # caches and results, which are never saved
+            state.pop(name, None)
         return state
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    # As in torch: the reciprocal in float64, because float32 division can be imprecise under some compilers.
-    return scale.double().reciprocal().float()
 
 
 def _found_inf(record: dict[str, Any]) -> Tensor | None:

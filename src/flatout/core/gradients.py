@@ -40,6 +40,8 @@ class GradCheck:
     """Norm of the unscaled gradients; float64 if all gradients are float64, else float32."""
     grad_factor: Tensor
     """``inv_scale`` x clip coefficient: the factor for each gradient."""
+    skipped: Tensor | None = None
+    """bool: ``found_inf``. Only of a check that also computes the next loss scale."""
 
 
 def has_kernels(device: torch.device) -> bool:

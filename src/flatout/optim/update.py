@@ -12,9 +12,10 @@ from flatout.core import gradients
 from flatout.core.dtensor import Ranks
 from flatout.core.step_hooks import has_users_pre_hooks
 from flatout.optim.bucket import Bucket
+from flatout.optim.loss_scale import LossScale, inverse
 from flatout.optim.native_step import NativeStep, is_patched, unhooked_step
 
-_check_buckets = torch.ops.flatout.check_buckets
+_ops = torch.ops.flatout
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class UpdateResult:
     """float32: 1 when a gradient was inf or NaN, else 0."""
     grad_norm: Tensor | None
     """2-norm of the unscaled gradients before clipping."""
+    skipped: Tensor | None = None
+    """bool: ``found_inf``. Measured only where the next loss scale was computed."""
 
 
 @torch.compiler.disable
 def update(
     optimizer: torch.optim.Optimizer,
     *,
-    inv_scale: Tensor | float | None = None,
+    inv_scale: Tensor | float | LossScale | None = None,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool | None = None,
     unscale_grads: bool = False,
@@ -47,7 +50,8 @@ def update(
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
             ``torch.nn.utils.clip_grad_norm_``.
         inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 /
-            accumulated micro-batches, or their product. A 0-dim tensor stays on its device.
+            accumulated micro-batches, or their product. A 0-dim tensor stays on its device. A ``LossScale`` stands
+            for 1 / scale. If all gradients are native and on its device, its next value is computed, too.
         max_grad_norm: clip to this norm.
         skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
             Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
@@ -62,7 +66,7 @@ def update(
         ValueError: ``max_grad_norm`` is negative or NaN.
     """
     if skip_nonfinite is None:
-        skip_nonfinite = isinstance(inv_scale, Tensor)
+        skip_nonfinite = isinstance(inv_scale, Tensor | LossScale)
     gradients.check_max_norm(max_grad_norm)
     wants_look = skip_nonfinite or max_grad_norm is not None
     ready = optimizer._prepare() if isinstance(optimizer, NativeStep) else None
@@ -72,36 +76,69 @@ def update(
         if ready and wants_look:
             look = _look(ready, inv_scale, max_grad_norm)
         elif ready:
-            factor = gradients.on_device(inv_scale, ready[0].device)
+            factor = gradients.on_device(_factor(inv_scale), ready[0].device)
     elif wants_look or inv_scale is not None:  # collecting sparse gradients coalesces them, which changes rounding
         grads = gradients.of_optimizer(optimizer)
         if grads and wants_look:
-            look = gradients.check(grads, inv_scale, max_grad_norm)
+            look = gradients.check(grads, _factor(inv_scale), max_grad_norm)
         elif grads:
-            factor = gradients.on_device(inv_scale, grads[0].device)
+            factor = gradients.on_device(_factor(inv_scale), grads[0].device)
     try:
         if look is None:
             apply(optimizer, factor, None, ready, unscale_grads)
             return UpdateResult(None, None)
         apply(optimizer, look.grad_factor, look.found_inf if skip_nonfinite else None, ready, unscale_grads)
-        return UpdateResult(look.found_inf, look.grad_norm)
+        return UpdateResult(look.found_inf, look.grad_norm, look.skipped)
     finally:
         for bucket in prepared:  # a hook may have raised
             bucket.forget_grads()
 
 
-def _look(ready: list[Bucket], inv_scale: Tensor | float | None, max_norm: float | None) -> gradients.GradCheck:
+def _factor(inv_scale: Tensor | float | LossScale | None) -> Tensor | float | None:
+    return inverse(inv_scale.scale) if isinstance(inv_scale, LossScale) else inv_scale
+
+
+def _look(
+    ready: list[Bucket], inv_scale: Tensor | float | LossScale | None, max_norm: float | None
+) -> gradients.GradCheck:
     """One look at the gradients set in buckets of any devices and ranks."""
     by_place: dict[tuple[torch.device, Ranks | None], list[int]] = {}
     for bucket in ready:
         by_place.setdefault((bucket.device, bucket.ranks), []).append(bucket.handle)
-    looks = []
-    for (device, ranks), handles in by_place.items():
-        here = gradients.on_device(inv_scale, device)
-        if len(by_place) == 1 and ranks is None:
-            return gradients.GradCheck(*_check_buckets(handles, here, max_norm))
-        looks.append(gradients.agreed(_check_buckets(handles, here, None)[:2], ranks))
-    return gradients.conclude(looks, inv_scale, max_norm)
+    if len(by_place) == 1:
+        ((device, ranks), handles) = next(iter(by_place.items()))
+        if ranks is None:
+            return _look_at_once(handles, device, inv_scale, max_norm)
+    factor = _factor(inv_scale)
+    looks = [
+        gradients.agreed(_ops.check_buckets(handles, gradients.on_device(factor, device), None)[:2], ranks)
+        for (device, ranks), handles in by_place.items()
+    ]
+    return gradients.conclude(looks, factor, max_norm)
+
+
+def _look_at_once(
+    handles: list[int], device: torch.device, inv_scale: Tensor | float | LossScale | None, max_norm: float | None
+) -> gradients.GradCheck:
+    """One look at gradients of one device, whole on this rank."""
+    if isinstance(inv_scale, LossScale) and inv_scale.scale.device == device:
+        return gradients.GradCheck(
+            *_ops.check_scaled_buckets(
+                handles,
+                inv_scale.scale,
+                inv_scale.growth_tracker,
+                inv_scale.next_scale,
+                inv_scale.next_growth_tracker,
+                inv_scale.growth_factor,
+                inv_scale.backoff_factor,
+                inv_scale.growth_interval,
+                max_norm,
+            )
+        )
+    factor = _factor(inv_scale)
+    if factor is None or isinstance(factor, Tensor):
+        return gradients.GradCheck(*_ops.check_buckets(handles, gradients.on_device(factor, device), max_norm))
+    return gradients.GradCheck(*_ops.check_buckets(handles, None, max_norm, float(factor)))
 
 
 def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:

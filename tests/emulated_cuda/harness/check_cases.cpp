@@ -25,11 +25,30 @@ struct CheckTest {
   double inv_scale = 0.5, max_norm = -1;
   double bad = 0;  // the last gradient of all, unless 0
   std::size_t misalignment = 0;
-  bool scale_is_double = false, is_wide = true;
+  bool scale_is_double = false, is_wide = true, has_own_counter = false;
+  // Updates since the loss scale has changed last, of 3 after which it grows; < 0: inv_scale is given.
+  int32_t growth_tracker = -1;
   int device = 0;
+
+  bool has_loss_scale() const { return growth_tracker >= 0; }
 };
 
-enum Common : std::size_t { kScale, kPartials, kFinished, kFoundInf, kGradNorm, kGradFactor, kCommon };
+constexpr double kGrowthFactor = 3.3, kBackoffFactor = 0.7;
+constexpr int32_t kGrowthInterval = 3;
+
+enum Common : std::size_t {
+  kScale,
+  kPartials,
+  kFinished,
+  kFoundInf,
+  kGradNorm,
+  kGradFactor,
+  kTracker,
+  kNextScale,
+  kNextTracker,
+  kSkipped,
+  kCommon
+};
 
 template <class... Ts>
 Regions make_regions(const CheckTest& test) {
@@ -40,11 +59,15 @@ Regions make_regions(const CheckTest& test) {
   };
   uint32_t chunks = 0;
   for (const int64_t size : test.sizes) chunks += chunks_of(size) * sizeof...(Ts);
-  regions[kScale] = scalar(test.inv_scale, test.scale_is_double);
+  regions[kScale] = scalar(test.has_loss_scale() ? 1 / test.inv_scale : test.inv_scale, test.scale_is_double);
   regions[kPartials] = region_of(std::vector<Partial>(chunks, {NAN, NAN}));
-  regions[kFinished] = region_of<uint32_t>({7});
+  regions[kFinished] = region_of<uint32_t>({0});
   regions[kFoundInf] = region_of<float>({7});
   regions[kGradNorm] = regions[kGradFactor] = scalar(7, test.is_wide);
+  regions[kTracker] = region_of<int32_t>({test.growth_tracker});
+  regions[kNextScale] = region_of<float>({7});
+  regions[kNextTracker] = region_of<int32_t>({7});
+  regions[kSkipped] = region_of<char>({7});
   const auto add = [&]<class T>(T*) {
     for (const int64_t size : test.sizes)
       regions.push_back(region_of(random_numbers<T>(size, -3, 3, random), test.misalignment * sizeof(T)));
@@ -79,10 +102,21 @@ void for_each_list(const CheckTest& test, const Memory& memory, const Body& body
 }
 
 Conclusion conclusion_of(const CheckTest& test, const Memory& memory, const Regions& regions) {
+  Unscaling unscaling{{memory.at(kScale), test.scale_is_double, 0}, {}};
+  if (test.has_loss_scale())
+    unscaling.loss_scale = {memory.at<float>(kScale),
+                            memory.at<int32_t>(kTracker),
+                            memory.at<float>(kNextScale),
+                            memory.at<int32_t>(kNextTracker),
+                            memory.at<bool>(kSkipped),
+                            kGrowthFactor,
+                            kBackoffFactor,
+                            kGrowthInterval};
   return {memory.at<Partial>(kPartials),
           static_cast<uint32_t>(regions[kPartials].bytes.size() / sizeof(Partial)),
           memory.at<uint32_t>(kFinished),
-          {memory.at(kScale), test.scale_is_double, 0},
+          0,
+          unscaling,
           test.max_norm,
           {memory.at<float>(kFoundInf), memory.at(kGradNorm), memory.at(kGradFactor), test.is_wide}};
 }
@@ -94,6 +128,20 @@ double scalar(const Region& region) {
 bool is_near(double got, double expected, double error) {
   return got == expected || (std::isnan(got) && std::isnan(expected)) ||
          std::abs(got - expected) <= error * std::abs(expected);
+}
+
+// The next loss scale, from the text of torch.amp.GradScaler's documentation.
+void check_next_scale(const CheckTest& test, bool is_finite, const Regions& after, Report& report) {
+  const auto scale = static_cast<float>(1 / test.inv_scale);
+  const bool grows = is_finite && test.growth_tracker + 1 == kGrowthInterval;
+  const bool can_grow = std::isfinite(static_cast<float>(scale * kGrowthFactor));
+  const double factor = is_finite ? (grows && can_grow ? kGrowthFactor : 1) : kBackoffFactor;
+  report.expect(*elements<float>(after[kNextScale]) == static_cast<float>(scale * factor),
+                "the next scale is wrong");
+  report.expect(
+      *elements<int32_t>(after[kNextTracker]) == (grows || !is_finite ? 0 : test.growth_tracker + 1),
+      "the next growth tracker is wrong");
+  report.expect(*elements<char>(after[kSkipped]) == (is_finite ? 0 : 1), "skipped is wrong");
 }
 
 // The verdict and the gradients by plain loops in double.
@@ -127,6 +175,7 @@ void check_definition(const CheckTest& test, const Regions& before, const Region
   report.expect(scalar(after[kFoundInf]) == (is_finite ? 0 : 1), "found_inf is wrong");
   report.expect(is_near(scalar(after[kGradNorm]), norm, kError), "grad_norm is wrong");
   report.expect(is_near(scalar(after[kGradFactor]), factor, kError), "grad_factor is wrong");
+  if (test.has_loss_scale()) check_next_scale(test, is_finite, after, report);
 }
 
 template <class... Ts>
@@ -134,17 +183,14 @@ void run_check(const CheckTest& test, Report& report) {
   const Regions before = make_regions<Ts...>(test);
   const Stream stream(test.device);
   const Memory device(before, Memory::Place::kDevice), host(before, Memory::Place::kHost);
-  const Conclusion on_device = conclusion_of(test, device, before),
-                   on_host = conclusion_of(test, host, before);
-  begin_check(on_device, stream);
+  Conclusion on_device = conclusion_of(test, device, before);
+  const Conclusion on_host = conclusion_of(test, host, before);
+  if (!test.has_own_counter) on_device.finished = nullptr;
+  if (on_device.chunks == 0) launch_conclusion(on_device, stream);
   for_each_list<Ts...>(test, device, [&]<class T>(T*, const auto& tensors, uint32_t first) {
     launch_check<T>(tensors, test.norm, test.rewrites, on_device, first, stream);
   });
-  if (on_host.chunks == 0) {
-    on_host.write<Norm::kTwo>({0, 0});
-  } else {
-    *on_host.finished = 0;
-  }
+  if (on_host.chunks == 0) on_host.write<Norm::kTwo>({0, 0});
   for_each_list<Ts...>(test, host, [&]<class T>(T*, const auto& tensors, uint32_t first) {
     check_on_host<T>(tensors, test.norm, test.rewrites, on_host, first);
   });
@@ -212,6 +258,12 @@ void add_cases_of(std::vector<Case>& cases, bool is_small) {
   add("rewrite with infinity,", {.sizes = sizes, .rewrites = true, .bad = INFINITY, .is_wide = false});
   add("rewrite by 1,", {.sizes = sizes, .rewrites = true, .inv_scale = 1});
   add("nothing,", {.sizes = {0, 0}, .max_norm = 1});
+  add("loss scale,", {.sizes = sizes, .inv_scale = 1 / 3.7, .max_norm = 1, .growth_tracker = 1});
+  add("loss scale that grows,", {.sizes = sizes, .growth_tracker = 2});
+  add("loss scale that cannot grow,",
+      {.sizes = {300}, .norm = Norm::kOne, .inv_scale = 0x1p-127, .growth_tracker = 2});
+  add("loss scale of infinity,", {.sizes = sizes, .max_norm = 1, .bad = INFINITY, .growth_tracker = 2});
+  add("loss scale of nothing,", {.sizes = {0}, .growth_tracker = 2});
   for (const std::size_t misalignment : {0, 1})
     for (const double factor : {0.25, 1.0}) {
       const CheckTest test{.sizes = sizes, .inv_scale = factor, .misalignment = misalignment};
@@ -234,6 +286,7 @@ void add_check_cases(std::vector<Case>& cases) {
   };
   add_mixed("all dtypes in one verdict", {.sizes = {300, 40000, 7}, .max_norm = 3});
   add_mixed("on the last device", {.sizes = {300, 40000}, .is_wide = false, .device = last_device()});
+  add_mixed("with a counter of its own", {.sizes = {300, 40000}, .has_own_counter = true});
   CheckTest many{.sizes = std::vector<int64_t>(4700),
                  .max_norm = 1};  // most are empty: a block takes milliseconds
   for (std::size_t t = 0; t < many.sizes.size(); t += 12) many.sizes[t] = 3;

@@ -8,6 +8,7 @@
 #include "optim/rules.h"
 #include "optim/storage.h"
 #include "scaling/check_chunk.h"
+#include "scaling/conclusion.h"
 
 namespace harness {
 
@@ -16,7 +17,6 @@ void step_on_host(flatout::RuleName rule, int states, const flatout::Storage& st
                   const flatout::StepConfig& common, const std::vector<double>& options,
                   const std::vector<flatout::FlatTensor>& tensors);
 
-// The count of finished blocks must be 0 before the first list of a check.
 template <class T>
 void check_on_host(const std::vector<flatout::FlatTensor>& tensors, flatout::Norm norm, bool rewrite,
                    const flatout::Conclusion& conclusion, uint32_t first_partial);

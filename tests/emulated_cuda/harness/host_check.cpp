@@ -34,13 +34,14 @@ Partial block_sum(const Share& share) {
 
 template <class T, Norm kNorm, bool Rewrite>
 void check(const std::vector<FlatTensor>& tensors, const Conclusion& conclusion, uint32_t first_partial) {
-  const auto inverse = static_cast<compute_t<T>>(conclusion.inv_scale.get());
+  const auto inverse = static_cast<compute_t<T>>(conclusion.unscaling.get());
   for_each_table<GradTable<>>(tensors, [&](const auto& table) {
-    for (uint32_t block = 0; block < table.chunks(); ++block) {
-      const auto view = view_chunk<T>(table, block);
+    for (uint32_t chunk = 0; chunk < table.chunks(); ++chunk) {
+      const auto view = view_chunk<T>(table, chunk);
       conclusion.partials[first_partial++] = block_sum<kNorm>(
           [&](uint32_t thread) { return check_chunk<kNorm, Rewrite, T>(view, inverse, thread, kThreads); });
       if (++*conclusion.finished != conclusion.chunks) continue;
+      *conclusion.finished = 0;
       conclusion.write<kNorm>(block_sum<kNorm>(
           [&](uint32_t thread) { return conclusion.add_partials<kNorm>(thread, kThreads); }));
     }

@@ -5,7 +5,7 @@
 
 #include "core/chunks.h"
 #include "numbers.h"
-#include "scaling/check_chunk.h"
+#include "scaling/conclusion.h"
 #include "step_test.h"
 
 namespace harness {
@@ -128,7 +128,8 @@ inline flatout::Conclusion conclusion_of(const StepTest& test, const Memory& mem
   return {memory.at<flatout::Partial>(common(test, kPartials)),
           static_cast<uint32_t>(chunks),
           memory.at<uint32_t>(common(test, kFinished)),
-          {nullptr, false, test.grad_factor},
+          0,
+          {{nullptr, false, test.grad_factor}, {}},
           test.max_norm,
           {memory.at<float>(common(test, kFoundInf)), memory.at(common(test, kGradNorm)),
            memory.at(common(test, kGradFactor)), true}};

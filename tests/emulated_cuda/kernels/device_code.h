@@ -73,6 +73,17 @@ T atomicAdd(T* address, T value) {
   return old;
 }
 
+// "Atomics" of the PTX ISA: atom.acq_rel.gpu.
+namespace emulated {
+template <class T>
+T add_acquire_release(T* address, T value) {
+  __threadfence();
+  const T old = atomicAdd(address, value);
+  __threadfence();
+  return old;
+}
+}  // namespace emulated
+
 template <class T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;

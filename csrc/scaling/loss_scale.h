@@ -1,0 +1,47 @@
+// loss_scale.h: the loss scale of a gradient scaler, on the device: its reciprocal and its next value.
+#pragma once
+
+#include "core/scalar.h"
+
+namespace flatout {
+
+struct LossScale {
+  const float* scale = nullptr;  // null: there is none
+  const int32_t* growth_tracker = nullptr;
+  float* next_scale = nullptr;
+  int32_t* next_growth_tracker = nullptr;
+  bool* skipped = nullptr;
+  double growth_factor = 1, backoff_factor = 1;
+  int64_t growth_interval = 1;
+
+  // torch computes the reciprocal in double, which is the same float: no reciprocal of a float lies close
+  // enough to the middle of two floats.
+  FLATOUT_HD float inverse() const { return 1.0f / *scale; }
+
+  // The arithmetic of torch._amp_update_scale_.
+  FLATOUT_HD void write_next(bool found_inf) const {
+    const int64_t successful = found_inf ? 0 : int64_t{*growth_tracker} + 1;
+    const bool grows = successful == growth_interval;
+    float next = *scale;
+    if (found_inf) next = static_cast<float>(next * backoff_factor);
+    if (grows) {
+      const auto grown = static_cast<float>(next * growth_factor);
+      if (grown - grown == 0) next = grown;  // not beyond the largest float
+    }
+    *next_scale = next;
+    *next_growth_tracker = grows ? 0 : static_cast<int32_t>(successful);
+    *skipped = found_inf;
+  }
+};
+
+// The first factor of gradients: a number, or the reciprocal of a loss scale.
+struct Unscaling {
+  DeviceScalar factor{nullptr, false, 1};
+  LossScale loss_scale;
+
+  FLATOUT_HD double get() const {
+    return loss_scale.scale == nullptr ? factor.get() : static_cast<double>(loss_scale.inverse());
+  }
+};
+
+}  // namespace flatout

@@ -1,0 +1,35 @@
+"""The loss scale of a gradient scaler, as a native update takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Loss scale on a device, the rule for its next value, and the memory for this value.
+
+    The rule is that of ``torch._amp_update_scale_``. Tensors have one element each.
+    """
+
+    scale: Tensor
+    """float32."""
+    growth_tracker: Tensor
+    """Updates without inf or NaN since the scale has changed last; int32."""
+    next_scale: Tensor
+    """Receives the next scale; float32."""
+    next_growth_tracker: Tensor
+    """Receives the next ``growth_tracker``; int32."""
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the reciprocal of a scale in float32.
+
+    torch computes it in float64, because float32 division can be imprecise under some compilers.
+    """
+    return scale.double().reciprocal().float()
