@@ -2,8 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "core/cpu.h"
-#include "core/dynamic8.h"
-#include "core/tensors.h"
+#include "optim/coded.h"
 
 namespace flatout {
 namespace {
@@ -36,32 +35,21 @@ struct DecodeChunk {
 
 // Calls run_vectorised with the chunks of a pair of tensors.
 template <class Chunk>
-void convert(const Tensor& values, const Tensor& codes, const Tensor& absmax, bool has_sign) {
-  check_leader({values}, "values");
-  check_beside(codes, "codes", 0, values, "values");
-  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && codes.scalar_type() == ScalarType::Byte,
-                  "values must be float32 and codes uint8, got ",
-                  torch::headeronly::toString(values.scalar_type()), " and ",
-                  torch::headeronly::toString(codes.scalar_type()));
-  check_absmax(absmax, "absmax", 0, values, "values");
-  const TensorList value_list{values}, code_list{codes}, absmax_list{absmax};
-  check_apart({{value_list, "values"}, {code_list, "codes"}, {absmax_list, "absmax"}});
+void convert(const Coded& coded, bool has_sign) {
   FlatTensor flat{};
-  flat.numel = values.numel();
+  flat.numel = coded.numel;
   const std::vector<FlatTensor> list{flat};
-  auto* value = static_cast<float*>(values.data_ptr());
-  auto* code = static_cast<uint8_t*>(codes.data_ptr());
-  auto* largest = static_cast<float*>(absmax.data_ptr());
   for_each_chunk(list, first_chunks(list), [&](uint32_t, int64_t begin, uint32_t count, uint32_t) {
-    run_vectorised(Chunk{value + begin, code + begin, largest + begin / kDynamicBlock, count, has_sign});
+    run_vectorised(Chunk{coded.values + begin, coded.codes + begin, coded.absmax + begin / kDynamicBlock,
+                         count, has_sign});
   });
 }
 
 void encode_(const Tensor& values, const Tensor& codes, const Tensor& absmax, bool has_sign) {
-  convert<EncodeChunk>(values, codes, absmax, has_sign);
+  convert<EncodeChunk>(check_coded(values, codes, absmax), has_sign);
 }
 void decode_(const Tensor& values, const Tensor& codes, const Tensor& absmax, bool has_sign) {
-  convert<DecodeChunk>(values, codes, absmax, has_sign);
+  convert<DecodeChunk>(check_coded(values, codes, absmax), has_sign);
 }
 
 }  // namespace

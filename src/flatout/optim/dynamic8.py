@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.core import gradients
+
 BLOCK = 256
 """Elements with one absmax."""
 SMALLEST = 4096
@@ -60,7 +62,7 @@ def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The moment called ``name`` in 8 bits.
 
     Each element becomes the nearest of 256 multiples of its block's absmax, but a positive second moment never 0. A
-    block with an infinity or NaN becomes one of NaN. Computed on the CPU, wherever the values are.
+    block with an infinity or NaN becomes one of NaN. Computed on the CPU for devices without kernels.
 
     Args:
         values: dense, of any float dtype and device.
@@ -70,7 +72,7 @@ def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
         ``(codes, absmax)`` on the device of ``values``: uint8 with its shape and strides, and float32 of shape
         (ceil(numel / 256),).
     """
-    here = values.detach().to(device="cpu", dtype=torch.float32)
+    here = values.detach().to(_converter(values), torch.float32)
     codes, absmax = zeros(here, name)
     torch.ops.flatout.encode_(here, codes, absmax, has_sign(name))
     return codes.to(values.device), absmax.to(values.device)
@@ -78,7 +80,12 @@ def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, absmax: Tensor, name: str) -> Tensor:
     """The moment called ``name`` in float32, with the shape, strides and device of its codes."""
-    here = codes.cpu()
+    here = codes.to(_converter(codes))
     values = torch.empty_like(here, dtype=torch.float32)
-    torch.ops.flatout.decode_(values, here, absmax.cpu(), has_sign(name))
+    torch.ops.flatout.decode_(values, here, absmax.to(here.device), has_sign(name))
     return values.to(codes.device)
+
+
+def _converter(tensor: Tensor) -> torch.device:
+    """Return the device that converts ``tensor``."""
+    return tensor.device if gradients.has_kernels(tensor.device) else torch.device("cpu")

@@ -1,0 +1,29 @@
+// coded.h: numbers beside their codes of 8 bits, as the operators that convert them take them.
+#pragma once
+
+#include "core/tensors.h"
+
+namespace flatout {
+
+struct Coded {
+  float* values;
+  uint8_t* codes;
+  float* absmax;  // one per block of numbers
+  int64_t numel;
+};
+
+inline Coded check_coded(const Tensor& values, const Tensor& codes, const Tensor& absmax) {
+  check_leader({values}, "values");
+  check_beside(codes, "codes", 0, values, "values");
+  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && codes.scalar_type() == ScalarType::Byte,
+                  "values must be float32 and codes uint8, got ",
+                  torch::headeronly::toString(values.scalar_type()), " and ",
+                  torch::headeronly::toString(codes.scalar_type()));
+  check_absmax(absmax, "absmax", 0, values, "values");
+  const TensorList value_list{values}, code_list{codes}, absmax_list{absmax};
+  check_apart({{value_list, "values"}, {code_list, "codes"}, {absmax_list, "absmax"}});
+  return {static_cast<float*>(values.data_ptr()), static_cast<uint8_t*>(codes.data_ptr()),
+          static_cast<float*>(absmax.data_ptr()), values.numel()};
+}
+
+}  // namespace flatout
