@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout.core import dtensor, gradients
 from flatout.core.formatting import first_line
 from flatout.mfu.flops import eager
+from flatout.optim.native_step import NativeStep
 from flatout.training.job import Job
 from flatout.training.logged_metrics import Logs
 
@@ -30,7 +32,7 @@ class NonFiniteMonitor:
 
     Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,
     and bad if the scaler skipped it. The first bad loss gives a warning. Skipped updates are normal for a scaler and
-    give no warning.
+    give no warning. Warning and error name the first gradient that is not finite, if the gradients are still there.
 
     On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
     and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
@@ -66,7 +68,8 @@ class NonFiniteMonitor:
             batch: the batch. When training stops, the forward is repeated on this batch.
 
         Raises:
-            FloatingPointError: ``stop_after`` steps in a row were bad. The message says where infinities or NaNs begin.
+            FloatingPointError: ``stop_after`` steps in a row were bad. The message says which gradient was the first
+                with infinities or NaNs, and where they begin in a repeated forward and backward.
         """
         scaler = self._job.stepper.scaler
         if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` is that of an earlier update
@@ -81,11 +84,14 @@ class NonFiniteMonitor:
         if self._first_bad_loss is not None and not self._has_warned:
             self._has_warned = True
             at, bad = self._first_bad_loss
-            warnings.warn(f"the loss of step {at} is {bad}", RuntimeWarning, stacklevel=3)
+            found = _finding(lambda: first_bad_gradient(self._job, at, now=step))
+            warnings.warn(f"the loss of step {at} is {bad}; {found}", RuntimeWarning, stacklevel=3)
         if self._bad >= self.stop_after:
+            # Before the repeated backward, which writes gradients.
+            found = _finding(lambda: first_bad_gradient(self._job, step, now=step))
             raise FloatingPointError(
                 f"{self._bad} steps in a row, up to step {self._last_bad}, were infinite or NaN: "
-                f"{_diagnosis(self._job, batch)}"
+                f"{_finding(lambda: first_bad(self._job, batch))}; {found}"
             )
 
     def _queue(self, step: int, name: str, value: Tensor) -> None:
@@ -109,12 +115,49 @@ class NonFiniteMonitor:
             self._first_bad_loss = step, value
 
 
-def _diagnosis(job: Job, batch: Any) -> str:
-    """Return where infinities or NaNs begin. An exception here must not replace the error about bad steps."""
+def _finding(search: Callable[[], str]) -> str:
+    """Return the result of a search. An exception here must not replace the error about bad steps."""
     try:
-        return first_bad(job, batch)
+        return search()
     except Exception as error:
         return f"the search for the first bad value failed with {first_line(error)}"
+
+
+def first_bad_gradient(job: Job, step: int, now: int) -> str:
+    """Return a sentence that names the first parameter whose gradient is not finite, in the order of the model.
+
+    It waits for the device, and reads gradients as they are: scaled by a loss scaler, and accumulated since the last
+    update.
+
+    Args:
+        job: the job with the gradients.
+        step: the step whose gradients are wanted.
+        now: the latest step, which has written the gradients.
+    """
+    if step != now:
+        return f"its gradients are no longer known, because step {now} has overwritten them"
+    grads = {name: p.grad for name, p in job.spec.model.named_parameters() if p.grad is not None}
+    if not grads:
+        return f"the gradients of step {step} are no longer known, because they are None"
+    if _are_clipped(job, grads.values()):
+        return f"the gradients of step {step} are no longer known, because clipping multiplied all of them by NaN"
+    for name, grad in grads.items():
+        part = dtensor.local(grad)  # no rank waits for others, which may have finite losses
+        bad = _count_bad(part)
+        if bad:
+            shape = tuple(grad.shape)
+            return (
+                f"in step {step}, the gradient of {name} is the first that is not finite, in the order of parameters: "
+                f"{bad} of {part.numel()} elements, shape {shape}"
+            )
+    return f"the gradients of step {step} are finite"
+
+
+def _are_clipped(job: Job, grads: Iterable[Tensor]) -> bool:
+    """Return whether clipping to a norm of NaN may have rewritten the gradients. A lazy update never writes them."""
+    if job.spec.max_grad_norm is None:
+        return False
+    return not (isinstance(job.spec.optimizer, NativeStep) and all(map(gradients.is_native, grads)))
 
 
 def first_bad(job: Job, batch: Any) -> str:
@@ -166,18 +209,22 @@ def _are_finite(value: Any) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite. Takes any layout and dtype."""
+    return _count_bad(tensor) == 0
+
+
+def _count_bad(tensor: Tensor) -> int:
+    """Return the number of elements that are infinite or NaN. Takes any layout and dtype."""
     if not (tensor.is_floating_point() or tensor.is_complex()):  # integers; quantized ones are scaled integers
-        return True
+        return 0
     tensor = tensor.detach()
     if tensor.is_nested:
-        return all(map(_is_finite, tensor.unbind()))
+        return sum(map(_count_bad, tensor.unbind()))
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
+        tensor = tensor.coalesce().values()
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.dtype.itemsize == 1:  # torch has no isfinite for float8
         tensor = tensor.float()
-    return bool(tensor.isfinite().all())
+    return tensor.numel() - int(tensor.isfinite().sum())
