@@ -16,6 +16,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // The rewriting form, for users' own loops: gradients come back unscaled. Here and in scale_, none may
   // share memory with another.
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor? inv_scale) -> (Tensor found_inf, Tensor grad_norm)");
+  // The norm of each gradient times inv_scale, [len(grads)], as above. At least one gradient.
+  m.def("grad_norms(Tensor[] grads, Tensor? inv_scale, float norm_type=2.0) -> Tensor");
   // grads *= factor; a factor of 1, known to the device only, costs no memory traffic.
   m.def("scale_(Tensor(a!)[] grads, Tensor factor) -> ()");
 

@@ -1,7 +1,6 @@
 // check.cu: unscale + check + norm on CUDA. Every block leaves a partial sum per chunk; the block that
 // finishes last adds them in a fixed order, so the norm is the same in every run.
-#include "core/last_block.cuh"
-#include "core/warp.cuh"
+#include "scaling/block_sum.cuh"
 #include "scaling/check_chunk.h"
 #include "scaling/check_launch.h"
 
@@ -10,31 +9,6 @@ namespace {
 
 using Table = GradTable<>;
 static_assert(sizeof(Table) + sizeof(Conclusion) + 64 <= kArgumentBytes);
-
-__device__ uint32_t kept_counters[kKeptCounters];
-
-template <Norm kNorm>
-__device__ Partial warp_sum(Partial mine) {
-  for (int offset = 16; offset > 0; offset /= 2)
-    mine.add<kNorm>(
-        {__shfl_down_sync(kWholeWarp, mine.norm, offset), __shfl_down_sync(kWholeWarp, mine.bad, offset)});
-  return mine;
-}
-
-// One sum per warp of a block, and in the first warp the sum of these.
-using WarpSums = Partial[32];
-
-template <Norm kNorm>
-__device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
-  const Partial sum = warp_sum<kNorm>(mine);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-}
-
-// In thread 0, for a call of the first warp. blockDim.x is a multiple of 32.
-template <Norm kNorm>
-__device__ Partial sum_of(const WarpSums& warps) {
-  return warp_sum<kNorm>(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Partial{0, 0});
-}
 
 template <class T, Norm kNorm, bool Rewrite>
 __global__ void __launch_bounds__(kThreads)
@@ -54,15 +28,12 @@ __global__ void __launch_bounds__(kThreads)
       const Partial sum = sum_of<kNorm>(warps[i]);
       if (threadIdx.x == 0) conclusion.partials[first_partial + first + i] = sum;
     }
-  if (threadIdx.x == 0) {
-    uint32_t* finished = conclusion.finished;
-    if (finished == nullptr) finished = kept_counters + conclusion.kept_counter;
-    last = finishes_last(finished, count, conclusion.chunks);
-  }
+  if (threadIdx.x == 0) last = finishes_last(address_of(conclusion.finished), count, conclusion.chunks);
   __syncthreads();
   if (!last) return;
   constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // beside what rewriting needs, 8 would cost it threads
-  keep_warp_sum<kNorm>(warps[0], conclusion.template add_partials<kNorm, kTogether>(threadIdx.x, blockDim.x));
+  keep_warp_sum<kNorm>(warps[0], add_partials<kNorm, kTogether>(conclusion.partials, conclusion.chunks,
+                                                                threadIdx.x, blockDim.x));
   __syncthreads();
   if (threadIdx.x >= 32) return;
   const Partial total = sum_of<kNorm>(warps[0]);

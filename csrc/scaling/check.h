@@ -37,14 +37,25 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader);
 // Multiplies gradients of one dtype at address[slot] in place.
 void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType dtype, double factor);
 
-// The results, uninitialised.
-inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
+// The dtype of norms.
+inline ScalarType norm_dtype(const Check& check) {
   const bool wide = !check.lists.empty() &&
                     std::all_of(check.lists.begin(), check.lists.end(),
                                 [](const GradList& list) { return list.dtype == ScalarType::Double; });
-  const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
+  return wide ? ScalarType::Double : ScalarType::Float;
+}
+
+// The results, uninitialised.
+inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
+  const ScalarType dtype = norm_dtype(check);
   return {torch::stable::new_empty(leader, {}, ScalarType::Float),
           torch::stable::new_empty(leader, {}, dtype), torch::stable::new_empty(leader, {}, dtype)};
+}
+
+// One norm per gradient.
+inline Tensor new_norms(const Check& check, const TensorList& grads) {
+  const int64_t size[] = {static_cast<int64_t>(grads.size())};
+  return torch::stable::new_empty(grads[0], {size, 1}, norm_dtype(check));
 }
 
 inline VerdictAddress address_of(const CheckResult& result) {

@@ -1,9 +1,12 @@
 // check_cpu.cpp: unscale + check + norm on the CPU: one read of the gradients.
 #include <torch/csrc/stable/library.h>
 
+#include <span>
+
 #include "core/cpu.h"
 #include "core/staging.h"
 #include "scaling/check.h"
+#include "scaling/norms.h"
 
 namespace flatout {
 namespace {
@@ -103,15 +106,20 @@ struct ScaleChunk {
   }
 };
 
-// The sum over one list, in an order that does not depend on the number of threads.
 template <class T, Norm kNorm>
-Partial sum_list(const std::vector<FlatTensor>& tensors, double inv_scale, bool rewrite) {
+std::vector<Partial> partials_of(const std::vector<FlatTensor>& tensors, double inv_scale, bool rewrite) {
   const std::vector<uint32_t> first = first_chunks(tensors);
   std::vector<Partial> partials(first.back());
   for_each_chunk(tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t chunk) {
     run_vectorised(CheckChunk<T, kNorm>{static_cast<T*>(tensors[t].address[0]) + begin, count,
                                         static_cast<compute_t<T>>(inv_scale), rewrite, &partials[chunk]});
   });
+  return partials;
+}
+
+// In an order that does not depend on the number of threads.
+template <Norm kNorm>
+Partial sum(std::span<const Partial> partials) {
   Partial total{0, 0};
   for (const Partial& partial : partials) total.add<kNorm>(partial);
   return total;
@@ -130,6 +138,29 @@ std::tuple<Tensor, Tensor> unscale_and_check_(const TensorList& grads,
   const auto [found_inf, grad_norm, grad_factor] =
       check_on_cpu(prepare_rewrite(flat, grads, inv_scale), leader_of(grads, inv_scale));
   return {found_inf, grad_norm};
+}
+
+Tensor grad_norms(const TensorList& grads, const std::optional<Tensor>& inv_scale, double norm_type) {
+  STD_TORCH_CHECK(!grads.empty(), "grads must hold at least one tensor");
+  const FlatGrads flat = flatten_grads(grads);
+  const Check check = prepare_check(flat, grads[0], inv_scale, std::nullopt, norm_type);
+  const Tensor result = new_norms(check, grads);
+  std::map<ScalarType, std::vector<uint32_t>> positions;
+  for (size_t i = 0; i < grads.size(); ++i)
+    positions[grads[i].scalar_type()].push_back(static_cast<uint32_t>(i));
+  const Norms norms{nullptr, {}, {}, result.data_ptr(), result.scalar_type() == ScalarType::Double, true};
+  with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
+    for (const auto& [dtype, tensors] : flat)
+      with_dtype(dtype, [&]<class T>(T*) {
+        const std::vector<uint32_t> first = first_chunks(tensors);
+        const std::vector<Partial> partials =
+            partials_of<T, kNorm>(tensors, check.unscaling.get(), /*rewrite=*/false);
+        for (size_t t = 0; t < tensors.size(); ++t)
+          norms.write<kNorm>(positions[dtype][t], first[t + 1] - first[t],
+                             sum<kNorm>(std::span(partials).subspan(first[t], first[t + 1] - first[t])));
+      });
+  });
+  return result;
 }
 
 void scale_(const TensorList& grads, const Tensor& factor) {
@@ -159,7 +190,7 @@ CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
     Partial total{0, 0};
     for (const GradList& list : check.lists)
       with_dtype(list.dtype, [&]<class T>(T*) {
-        total.add<kNorm>(sum_list<T, kNorm>(*list.tensors, inv_scale, rewrite));
+        total.add<kNorm>(sum<kNorm>(partials_of<T, kNorm>(*list.tensors, inv_scale, rewrite)));
       });
     const Verdict verdict = conclude<kNorm>(total, inv_scale, check.max_norm);
     address_of(result).write(verdict);
@@ -174,5 +205,6 @@ CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
 STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) {
   m.impl("unscale_and_check", TORCH_BOX(&flatout::unscale_and_check));
   m.impl("unscale_and_check_", TORCH_BOX(&flatout::unscale_and_check_));
+  m.impl("grad_norms", TORCH_BOX(&flatout::grad_norms));
   m.impl("scale_", TORCH_BOX(&flatout::scale_));
 }

@@ -1,48 +1,15 @@
 // check_cuda.cpp: unscale + check under torch's CUDA key.
 #include <torch/csrc/stable/library.h>
 
-#include <map>
-#include <mutex>
-#include <optional>
-
 #include "core/cuda_glue.h"
 #include "core/nvtx.h"
 #include "scaling/check.h"
 #include "scaling/check_launch.h"
+#include "scaling/kept_counters.h"
 
 namespace flatout {
 
 namespace {
-
-// Numbers of the counters that the device's code has, one per stream: a stream's checks run one after the
-// other.
-class KeptCounters {
- public:
-  // Calls launch(number), or launch(nullopt) once all counters are in use. Launches of one stream's checks do
-  // not mix.
-  template <class Launch>
-  void use(int32_t device, cudaStream_t stream, const Launch& launch) {
-    const std::lock_guard lock(mutex_);
-    const bool has_room = next_ < kKeptCounters;
-    const auto [entry, is_new] = numbers_.try_emplace({device, stream}, next_);
-    if (is_new && !has_room) {
-      numbers_.erase(entry);
-      return launch(std::nullopt);
-    }
-    next_ += is_new ? 1 : 0;
-    try {
-      launch(std::optional(entry->second));
-    } catch (...) {
-      numbers_.erase(entry);  // the counter may not be 0
-      throw;
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::pair<int32_t, cudaStream_t>, uint32_t> numbers_;
-  uint32_t next_ = 0;
-};
 
 void launch_lists(const Check& check, const Conclusion& conclusion, cudaStream_t stream) {
   uint32_t first_partial = 0;
@@ -69,27 +36,14 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader) {
   const Tensor scratch = torch::stable::new_empty(leader, {size, 1}, ScalarType::Double);
   auto* partials = static_cast<Partial*>(scratch.data_ptr());
   CheckResult result = new_verdict(check, leader);
-  Conclusion conclusion{partials, chunks, nullptr, 0, check.unscaling, check.max_norm, address_of(result)};
+  Conclusion conclusion{partials,        chunks,         {reinterpret_cast<uint32_t*>(partials + chunks), 0},
+                        check.unscaling, check.max_norm, address_of(result)};
   if (chunks == 0) {
     launch_conclusion(conclusion, scope.stream());
     return result;
   }
-  const auto launch = [&](std::optional<uint32_t> counter) {
-    conclusion.kept_counter = counter.value_or(0);
-    if (!counter.has_value()) {
-      conclusion.finished = reinterpret_cast<uint32_t*>(partials + chunks);
-      check_cuda(cudaMemsetAsync(conclusion.finished, 0, sizeof(uint32_t), scope.stream()),
-                 "cudaMemsetAsync");
-    }
-    launch_lists(check, conclusion, scope.stream());
-  };
-  // A CUDA graph may be replayed on any stream, beside other checks.
-  if (is_capturing(scope.stream())) {
-    launch(std::nullopt);
-  } else {
-    static KeptCounters counters;
-    counters.use(leader.get_device_index(), scope.stream(), launch);
-  }
+  with_counter(conclusion.finished, leader, scope.stream(),
+               [&] { launch_lists(check, conclusion, scope.stream()); });
   return result;
 }
 

@@ -34,13 +34,9 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
   std::vector<Partial> partials(chunks, {kUnwritten, kUnwritten});
   float found_inf = 0;
   double grad_norm = 0, grad_factor = 0;
-  const Conclusion conclusion{partials.data(),
-                              chunks,
-                              &finished,
-                              0,
-                              check.unscaling,
-                              check.max_norm,
-                              {&found_inf, &grad_norm, &grad_factor, /*wide=*/true}};
+  const Conclusion conclusion{partials.data(), chunks,
+                              {&finished, 0},  check.unscaling,
+                              check.max_norm,  {&found_inf, &grad_norm, &grad_factor, /*wide=*/true}};
   std::vector<std::function<void()>> blocks;
   with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
     uint32_t first_partial = 0;
@@ -49,7 +45,7 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
         using Table = GradTable<kSmallCapacity>;
         for_each_table<Table>(*list.tensors, [&](const Table& table) {
           for (uint32_t block = 0; block < check_blocks<T>(table.chunks()); ++block)
-            blocks.emplace_back([=, &conclusion, &concluded] {
+            blocks.emplace_back([=, &conclusion, &finished, &concluded] {
               const auto inverse = static_cast<compute_t<T>>(inv_scale);
               const uint32_t begin = block * kChunksOfBlock<T>,
                              end = std::min(begin + kChunksOfBlock<T>, table.chunks());
@@ -61,10 +57,10 @@ std::tuple<double, double, double, int64_t> play_check_(const TensorList& grads,
                                          : check_chunk<kNorm, false, T>(view, inverse, thread, width));
                 conclusion.partials[first_partial + chunk] = sum;
               }
-              if ((*conclusion.finished += end - begin) != conclusion.chunks) return;
+              if ((finished += end - begin) != conclusion.chunks) return;
               Partial total{0, 0};
               for (uint32_t thread = 0; thread < width; ++thread)
-                total.add<kNorm>(conclusion.add_partials<kNorm>(thread, width));
+                total.add<kNorm>(add_partials<kNorm, 8>(conclusion.partials, chunks, thread, width));
               conclusion.write<kNorm>(total);
               ++concluded;
             });

@@ -36,7 +36,7 @@ def are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-@pytest.mark.parametrize("function", ["cudaLaunchKernel", "cudaMemsetAsync", "cudaStreamIsCapturing", "cudaSetDevice"])
+@pytest.mark.parametrize("function", ["cudaLaunchKernel", "cudaStreamIsCapturing", "cudaSetDevice"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_an_update_is_done_or_raises_and_has_changed_nothing(function: str, nth: int, is_first: bool) -> None:
     optimizer, undisturbed = optimizer_with_grads(), optimizer_with_grads()

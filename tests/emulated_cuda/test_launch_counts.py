@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.amp import GradScaler
+from flatout.amp import GradScaler, grad_norms
 from flatout.optim import AdamW, update
 from tests.emulated_cuda.record import EMULATED, recorded
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the record of emulated devices")
+pytestmark = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
 
 Update = Callable[[AdamW], object]
 
@@ -69,3 +69,11 @@ def test_one_lazy_update(form: str, tensors: int) -> None:
     record = recorded(lambda: run(optimizer))
     assert record.operations == OPERATIONS
     assert [call for call in record.calls if call not in QUERIES] == calls
+
+
+@pytest.mark.parametrize("tensors", [1, 2000])
+def test_norms_of_gradients_are_one_launch(tensors: int) -> None:
+    params = [torch.nn.Parameter(torch.ones(5, device="cuda")) for _ in range(tensors)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    assert recorded(lambda: grad_norms(params)).operations == ["kernel norms_kernel"]

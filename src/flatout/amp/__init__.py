@@ -1,6 +1,7 @@
 """Mixed-precision helpers: torch's API, one pass over the gradients, nothing that waits for the device."""
 
 from flatout.amp.clip import clip_grad_norm_, unscale_and_check_
+from flatout.amp.norms import grad_norms
 from flatout.amp.scaler import GradScaler
 
-__all__ = ["GradScaler", "clip_grad_norm_", "unscale_and_check_"]
+__all__ = ["GradScaler", "clip_grad_norm_", "grad_norms", "unscale_and_check_"]

@@ -70,18 +70,18 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def dense(parameter: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter, if any, as dense storage: of a sparse one its values, coalesced first."""
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse:
+        return grad
+    parameter.grad = grad = grad.coalesce()
+    return grad._values()
+
+
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the existing gradients as dense storage: of a sparse gradient its values, coalesced first."""
-    found = []
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        if grad.is_sparse:
-            parameter.grad = grad = grad.coalesce()
-            grad = grad._values()
-        found.append(grad)
-    return found
+    """Return the existing gradients as :func:`dense` storage."""
+    return [grad for grad in map(dense, parameters) if grad is not None]
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -148,16 +148,14 @@ def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if all(g.dtype in (torch.float64, torch.complex128) for g in grads) else torch.float32
 
 
-def _look_natively(
-    grads: list[Tensor], inv_scale: Tensor | None, max_norm: float | None, norm_type: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _on_dense(native_op: Callable[..., Any], grads: list[Tensor], *arguments: Any) -> Any:
+    """Call an operator that only reads gradients, on copies of those that are not dense."""
     try:
-        return _ops.unscale_and_check(grads, inv_scale, max_norm, norm_type)
+        return native_op(grads, *arguments)
     except RuntimeError as error:
         if not _is_about_memory(error):
             raise
-    dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
-    return _ops.unscale_and_check(dense, inv_scale, max_norm, norm_type)
+    return native_op([grad if is_dense(grad) else grad.contiguous() for grad in grads], *arguments)
 
 
 def _is_about_memory(error: RuntimeError) -> bool:
@@ -174,14 +172,40 @@ def _found_inf(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms = [
-        dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad))).to(_norm_dtype(grads))
-        for grad in grads
-        if grad.numel()
-    ]
+    norms = [_norm_of_one(grad, norm_type).to(_norm_dtype(grads)) for grad in grads if grad.numel()]
     if not norms:
         return torch.zeros((), dtype=_norm_dtype(grads), device=grads[0].device)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _norm_of_one(grad: Tensor, norm_type: float) -> Tensor:
+    return dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)))
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def norms(grads: Sequence[Tensor | None], inv_scale: Tensor | float | None, norm_type: float) -> Tensor:
+    """Return the norm of each gradient times ``inv_scale``, 0 for None, on the device of the first gradient.
+
+    Args:
+        grads: at least one that is not None, of any devices and dtypes; of a sparse gradient its values.
+        inv_scale: factor of the gradients (a float, or 0-dim).
+        norm_type: order of the norms. 1, 2 and inf are native; torch computes any other.
+    """
+    given = [grad for grad in grads if grad is not None]
+    device = given[0].device
+    inverse = on_device(inv_scale, device)
+    is_native = norm_type in _NORM_TYPES and has_kernels(device)
+    if is_native and {grad.device for grad in given} == {device} and _all_plain(given):
+        nothing = given[0].new_empty(0)
+        listed = [nothing if grad is None else grad for grad in grads]
+        result: Tensor = _on_dense(_ops.grad_norms, listed, inverse, norm_type)
+        return result
+    found = torch.zeros(len(grads), dtype=_norm_dtype(given), device=device)
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.numel():
+            found[i] = move(_norm_of_one(grad, norm_type), device)
+    return found if inverse is None else found * inverse.abs()
 
 
 def _wide(grad: Tensor) -> torch.dtype:
@@ -229,13 +253,13 @@ def check(
     places = _by_place(grads, norm_type)
     (device, ranks), (ours, others) = next(iter(places.items()))
     if len(places) == 1 and ranks is None and not others:
-        return GradCheck(*_look_natively(ours, on_device(inv_scale, device), max_norm, norm_type))
+        return GradCheck(*_on_dense(_ops.unscale_and_check, ours, on_device(inv_scale, device), max_norm, norm_type))
     looks = []
     for (device, ranks), (ours, others) in places.items():
         inverse = on_device(inv_scale, device)
         here = []
         if ours:
-            here.append(_look_natively(ours, inverse, None, norm_type)[:2])
+            here.append(_on_dense(_ops.unscale_and_check, ours, inverse, None, norm_type)[:2])
         if others:
             norm = _norm(others, norm_type)
             here.append((_found_inf(others), norm if inverse is None else norm * inverse))

@@ -22,6 +22,12 @@ def _unscale_and_check_(grads: list[Tensor], inv_scale: Tensor | None) -> tuple[
     return _unscale_and_check(grads, inv_scale, None)[:2]
 
 
+@torch.library.register_fake("flatout::grad_norms")
+def _grad_norms(grads: list[Tensor], inv_scale: Tensor | None, norm_type: float = 2.0) -> Tensor:
+    wide = all(g.dtype == torch.float64 for g in grads)
+    return grads[0].new_empty((len(grads),), dtype=torch.float64 if wide else torch.float32)
+
+
 @torch.library.register_fake("flatout::scale_")
 def _scale_(grads: list[Tensor], factor: Tensor) -> None:
     return None

@@ -29,6 +29,7 @@ struct Case {
 void add_step_cases(std::vector<Case>& cases);
 void add_check_cases(std::vector<Case>& cases);
 void add_coded_cases(std::vector<Case>& cases);
+void add_norms_cases(std::vector<Case>& cases);
 void add_image_cases(std::vector<Case>& cases);
 void add_intrinsic_cases(std::vector<Case>& cases);
 

@@ -114,8 +114,7 @@ Conclusion conclusion_of(const CheckTest& test, const Memory& memory, const Regi
                             kGrowthInterval};
   return {memory.at<Partial>(kPartials),
           static_cast<uint32_t>(regions[kPartials].bytes.size() / sizeof(Partial)),
-          memory.at<uint32_t>(kFinished),
-          0,
+          {memory.at<uint32_t>(kFinished), 0},
           unscaling,
           test.max_norm,
           {memory.at<float>(kFoundInf), memory.at(kGradNorm), memory.at(kGradFactor), test.is_wide}};
@@ -185,7 +184,7 @@ void run_check(const CheckTest& test, Report& report) {
   const Memory device(before, Memory::Place::kDevice), host(before, Memory::Place::kHost);
   Conclusion on_device = conclusion_of(test, device, before);
   const Conclusion on_host = conclusion_of(test, host, before);
-  if (!test.has_own_counter) on_device.finished = nullptr;
+  if (!test.has_own_counter) on_device.finished = {};
   if (on_device.chunks == 0) launch_conclusion(on_device, stream);
   for_each_list<Ts...>(test, device, [&]<class T>(T*, const auto& tensors, uint32_t first) {
     launch_check<T>(tensors, test.norm, test.rewrites, on_device, first, stream);

@@ -9,6 +9,7 @@
 #include "optim/storage.h"
 #include "scaling/check_chunk.h"
 #include "scaling/conclusion.h"
+#include "scaling/norms.h"
 
 namespace harness {
 
@@ -20,6 +21,9 @@ void step_on_host(flatout::RuleName rule, int states, const flatout::Storage& st
 template <class T>
 void check_on_host(const std::vector<flatout::FlatTensor>& tensors, flatout::Norm norm, bool rewrite,
                    const flatout::Conclusion& conclusion, uint32_t first_partial);
+template <class T>
+void norms_on_host(const std::vector<flatout::FlatTensor>& tensors, flatout::Norm norm,
+                   const flatout::Norms& norms);
 template <class T>
 void scale_on_host(const std::vector<flatout::FlatTensor>& tensors, const flatout::DeviceScalar& factor);
 

@@ -40,10 +40,11 @@ void check(const std::vector<FlatTensor>& tensors, const Conclusion& conclusion,
       const auto view = view_chunk<T>(table, chunk);
       conclusion.partials[first_partial++] = block_sum<kNorm>(
           [&](uint32_t thread) { return check_chunk<kNorm, Rewrite, T>(view, inverse, thread, kThreads); });
-      if (++*conclusion.finished != conclusion.chunks) continue;
-      *conclusion.finished = 0;
-      conclusion.write<kNorm>(block_sum<kNorm>(
-          [&](uint32_t thread) { return conclusion.add_partials<kNorm>(thread, kThreads); }));
+      if (++*conclusion.finished.own != conclusion.chunks) continue;
+      *conclusion.finished.own = 0;
+      conclusion.write<kNorm>(block_sum<kNorm>([&](uint32_t thread) {
+        return add_partials<kNorm, 8>(conclusion.partials, conclusion.chunks, thread, kThreads);
+      }));
     }
   });
 }
@@ -59,6 +60,28 @@ void check_on_host(const std::vector<FlatTensor>& tensors, Norm norm, bool rewri
 }
 
 template <class T>
+void norms_on_host(const std::vector<FlatTensor>& tensors, Norm norm, const Norms& norms) {
+  const auto inverse = static_cast<compute_t<T>>(norms.inv_scale.get());
+  with_norm(norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
+    uint32_t first = 0;
+    for_each_table<GradTable<>>(tensors, [&](const auto& table) {
+      for (uint32_t chunk = 0; chunk < table.chunks(); ++chunk)
+        norms.partials[chunk] = block_sum<kNorm>([&](uint32_t thread) {
+          return check_chunk<kNorm, false, T>(view_chunk<T>(table, chunk), inverse, thread, kThreads);
+        });
+      for (uint32_t t = 0; t < table.tensors; ++t) {
+        const uint32_t begin = table.first_chunk[t], chunks = table.first_chunk[t + 1] - begin;
+        Partial lanes[32];
+        for (uint32_t lane = 0; lane < 32; ++lane)
+          lanes[lane] = add_partials<kNorm, 8>(norms.partials + begin, chunks, lane, 32);
+        norms.from(first).template write<kNorm>(t, chunks, warp_sum<kNorm>(lanes));
+      }
+      first += table.tensors;
+    });
+  });
+}
+
+template <class T>
 void scale_on_host(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor) {
   const auto value = static_cast<compute_t<T>>(factor.get());
   for_each_table<GradTable<>>(tensors, [&](const auto& table) {
@@ -71,6 +94,7 @@ void scale_on_host(const std::vector<FlatTensor>& tensors, const DeviceScalar& f
 
 #define INSTANTIATE(T)                                                                                     \
   template void check_on_host<T>(const std::vector<FlatTensor>&, Norm, bool, const Conclusion&, uint32_t); \
+  template void norms_on_host<T>(const std::vector<FlatTensor>&, Norm, const Norms&);                      \
   template void scale_on_host<T>(const std::vector<FlatTensor>&, const DeviceScalar&)
 INSTANTIATE(float);
 INSTANTIATE(double);

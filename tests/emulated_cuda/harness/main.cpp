@@ -49,6 +49,7 @@ int main(int count, char** arguments) {
   std::vector<harness::Case> cases;
   harness::add_step_cases(cases);
   harness::add_check_cases(cases);
+  harness::add_norms_cases(cases);
   harness::add_coded_cases(cases);
   harness::add_image_cases(cases);
   harness::add_intrinsic_cases(cases);

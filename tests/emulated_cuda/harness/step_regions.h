@@ -127,8 +127,7 @@ inline flatout::Conclusion conclusion_of(const StepTest& test, const Memory& mem
   const auto chunks = regions[common(test, kPartials)].bytes.size() / sizeof(flatout::Partial);
   return {memory.at<flatout::Partial>(common(test, kPartials)),
           static_cast<uint32_t>(chunks),
-          memory.at<uint32_t>(common(test, kFinished)),
-          0,
+          {memory.at<uint32_t>(common(test, kFinished)), 0},
           {{nullptr, false, test.grad_factor}, {}},
           test.max_norm,
           {memory.at<float>(common(test, kFoundInf)), memory.at(common(test, kGradNorm)),

@@ -1,0 +1,42 @@
+// block_sum.cuh: sums over a block, and the block that finishes last.
+#pragma once
+
+#include "core/last_block.cuh"
+#include "core/warp.cuh"
+#include "scaling/counter.h"
+#include "scaling/norm.h"
+
+namespace flatout {
+namespace {
+
+__device__ uint32_t kept_counters[kKeptCounters];
+
+__device__ uint32_t* address_of(const Counter& counter) {
+  return counter.own != nullptr ? counter.own : kept_counters + counter.kept;
+}
+
+template <Norm kNorm>
+__device__ Partial warp_sum(Partial mine) {
+  for (int offset = 16; offset > 0; offset /= 2)
+    mine.add<kNorm>(
+        {__shfl_down_sync(kWholeWarp, mine.norm, offset), __shfl_down_sync(kWholeWarp, mine.bad, offset)});
+  return mine;
+}
+
+// One sum per warp of a block.
+using WarpSums = Partial[32];
+
+template <Norm kNorm>
+__device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
+  const Partial sum = warp_sum<kNorm>(mine);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+}
+
+// The sum of these in thread 0, for a call of the first warp. blockDim.x is a multiple of 32.
+template <Norm kNorm>
+__device__ Partial sum_of(const WarpSums& warps) {
+  return warp_sum<kNorm>(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Partial{0, 0});
+}
+
+}  // namespace
+}  // namespace flatout

@@ -1,0 +1,17 @@
+// counter.h: which counter in global memory finds the block of a launch that finishes last.
+#pragma once
+
+#include <cstdint>
+
+namespace flatout {
+
+// Counters that a device's code has: more than torch has streams.
+inline constexpr uint32_t kKeptCounters = 1024;
+
+// 0 before the first launch, and again after the last.
+struct Counter {
+  uint32_t* own = nullptr;  // null: the one with the number `kept` among those of the device's code
+  uint32_t kept = 0;
+};
+
+}  // namespace flatout
