@@ -28,10 +28,11 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) last = finishes_last(address_of(norms.counter), 1, gridDim.x);
   __syncthreads();
   if (!last) return;
+  constexpr uint32_t kTogether = 4;  // more would cost the kernel threads, in registers
   for (uint32_t t = threadIdx.x / 32; t < table.tensors; t += blockDim.x / 32) {
     const uint32_t first = table.first_chunk[t], chunks = table.first_chunk[t + 1] - first;
     const Partial total =
-        warp_sum<kNorm>(add_partials<kNorm, 8>(norms.partials + first, chunks, threadIdx.x % 32, 32));
+        warp_sum<kNorm>(add_partials<kNorm, kTogether>(norms.partials + first, chunks, threadIdx.x % 32, 32));
     if (threadIdx.x % 32 == 0) norms.template write<kNorm>(t, chunks, total);
   }
 }
