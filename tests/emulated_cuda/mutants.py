@@ -105,7 +105,7 @@ MUTANTS = [
         "atomicAdd(counter, value)",
         RACES,
     ),
-    Mutant("wrong shuffle offset", "csrc/scaling/check.cu", "int offset = 16;", "int offset = 8;", KERNELS),
+    Mutant("wrong shuffle offset", "csrc/scaling/block_sum.cuh", "int offset = 16;", "int offset = 8;", KERNELS),
     Mutant("wrong shuffle mask", "csrc/core/warp.cuh", "0xFFFFFFFFu", "0xFFFFu", KERNELS),
     Mutant("counter not reset", "csrc/core/last_block.cuh", "  *counter = 0;\n", "", KERNELS),
     Mutant(
@@ -138,9 +138,9 @@ MUTANTS = [
     ),
     Mutant(
         "memset on the wrong stream",
-        "csrc/scaling/check_cuda.cpp",
-        "sizeof(uint32_t), scope.stream())",
-        "sizeof(uint32_t), cudaStreamPerThread)",
+        "csrc/scaling/kept_counters.h",
+        "sizeof(*counter.own), stream)",
+        "sizeof(*counter.own), cudaStreamPerThread)",
         UPDATES,
     ),
     Mutant(

@@ -106,6 +106,39 @@ def test_gradients_live_until_the_step():
     ops.free_bucket(bucket)
 
 
+def check_scaled(bucket: int, **tensors: Tensor) -> tuple[Tensor, ...]:
+    scale, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    given = dict(scale=scale, growth_tracker=tracker, next_scale=scale.clone(), next_growth_tracker=tracker.clone())
+    numbers = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=1, max_norm=None)
+    result: tuple[Tensor, ...] = ops.check_scaled_buckets([bucket], **(given | tensors), **numbers)
+    return result
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_tracker", "next_scale", "next_growth_tracker"])
+@pytest.mark.parametrize("make", [lambda: torch.ones((), dtype=torch.int64), lambda: torch.ones(2), freed])
+def test_a_loss_scale_is_one_number_each(name, make):
+    bucket = sgd_bucket(torch.ones(5))
+    assert ops.set_grads(bucket, [torch.ones(5)], []) == 0
+    with pytest.raises(RuntimeError, match=name):
+        check_scaled(bucket, **{name: make()})
+    assert [value.item() for value in check_scaled(bucket)] == [0, pytest.approx(5**0.5), 1, False]
+    ops.free_bucket(bucket)
+
+
+def test_a_next_scale_shares_no_memory_with_the_scale():
+    bucket, scale = sgd_bucket(torch.ones(5)), torch.ones(())
+    with pytest.raises(RuntimeError, match="share memory"):
+        check_scaled(bucket, scale=scale, next_scale=scale)
+    ops.free_bucket(bucket)
+
+
+def test_norms_are_of_at_least_one_gradient():
+    with pytest.raises(RuntimeError, match="grads"):
+        ops.grad_norms([], torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"grads\[1\]"):
+        ops.grad_norms([torch.ones(3), freed()], None)
+
+
 def test_setting_no_gradients_releases_them():
     weight, grad = torch.ones(5), torch.ones(5)
     bucket = sgd_bucket(weight)
