@@ -160,6 +160,20 @@ def test_a_step_of_no_gradients_after_a_step_leaves_nothing_computed():
         pair.scaler.update()
 
 
+def test_a_step_that_fails_after_its_check_counts_for_nothing():
+    def run(ours: bool) -> list[Any]:
+        pair = Pair(ours)
+        pair.step(0)
+        pair.optimizers[1].register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.step(1, bad=ours)  # torch finds the infinity before it calls a step, and calls none
+        pair.scaler._per_optimizer_states.pop(id(pair.optimizers[1]))
+        pair.scaler.update()
+        return [pair.scaler.state_dict()]
+
+    assert run(True) == run(False)
+
+
 def test_a_backward_after_two_updates_raises_as_in_torch():
     """The first update's scale has been overwritten by then."""
     pair, p = Pair(True), torch.nn.Parameter(torch.ones(5))

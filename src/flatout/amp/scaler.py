@@ -52,9 +52,9 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     keeps_scale_in_place = False
-    """Whether ``update`` writes to the memory of the scale, as CUDA graphs need that read the scale.
+    """True to make ``update`` write to the memory of the scale, as CUDA graphs that read the scale require.
 
-    Otherwise, ``update`` may take another tensor as the scale. Set by itself for scalers that a graph captures.
+    If False, ``update`` may replace the tensor. The capture of a scaler sets the attribute.
     """
 
     _last_step_skipped: Tensor | None = None
@@ -140,6 +140,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
     ) -> Tensor | None:
         scale, growth_tracker = self._check_scale_growth_tracker("step")
+        self._computed = None  # the check overwrites what an earlier one has computed
         # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
         factor: Tensor | LossScale
@@ -150,8 +151,9 @@ class GradScaler(torch.amp.GradScaler):
         result = update(optimizer, inv_scale=factor, max_grad_norm=max_grad_norm, unscale_grads=not lazy)
         if result.found_inf is not None:  # a step without gradients records nothing, as with torch's fused optimizers
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
-        inputs = None if result.skipped is None else self._inputs()
-        self._computed = inputs if inputs is not None and len(inputs.tensors) == 3 else None  # one finding, ours
+        if result.skipped is not None:
+            inputs = self._inputs()
+            self._computed = inputs if len(inputs.tensors) == 3 else None  # one finding, ours
         return result.skipped
 
     def _computes_natively(self, scale: Tensor) -> bool:
