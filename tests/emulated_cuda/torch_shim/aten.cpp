@@ -97,6 +97,9 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
+// Operators whose CPU kernels leave results empty that other kernels fill. Their backward takes both.
+const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+
 class Invocation {
  public:
   Invocation(const c10::OperatorHandle& op, const Stack& stack)
@@ -122,6 +125,7 @@ class Invocation {
       return true;
     const auto& tags = op_.getTags();
     if (std::find(tags.begin(), tags.end(), at::Tag::dynamic_output_shape) != tags.end()) return false;
+    if (kShapedByCpu.count(op_.operator_name().name) != 0) return make_results_like(at::kCPU);
     return make_results_like(at::kMeta) || make_results_like(at::kCPU);
   }
 

@@ -1,0 +1,63 @@
+"""Each technique, forced alone and with others: the training stays the plain one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu.trainings import Setup, check
+
+GPT, CONVOLUTIONS, RECOMMENDER = Setup("gpt"), Setup("convolutions"), Setup("recommender")
+GPT_IN_16_BITS = Setup("gpt", precision="bf16")
+
+ALONE: list[tuple[Setup, dict[str, Any]]] = [
+    (CONVOLUTIONS, {"channels_last": True}),
+    (CONVOLUTIONS, {"cudnn_benchmark": True}),
+    (CONVOLUTIONS, {"fused_optimizer": True}),
+    (CONVOLUTIONS, {"compile": "default"}),
+    (CONVOLUTIONS, {"in_memory": True}),
+    (CONVOLUTIONS, {"workers": 0}),
+    (CONVOLUTIONS, {"workers": 2}),
+    (GPT, {"sdpa_backend": "math"}),
+    (GPT, {"sdpa_backend": "mem_efficient"}),
+    (GPT_IN_16_BITS, {"sdpa_backend": "flash"}),
+    (GPT_IN_16_BITS, {"sdpa_backend": "cudnn"}),
+    (GPT, {"activation_checkpointing": True}),
+    (GPT, {"cuda_graph": True}),
+    (RECOMMENDER, {"torchscript": "script"}),
+    (RECOMMENDER, {"torchscript": "trace"}),
+]
+
+
+@pytest.mark.parametrize(("setup", "techniques"), ALONE, ids=str)
+def test_alone(setup: Setup, techniques: dict[str, Any]) -> None:
+    check(setup, techniques)
+
+
+GRAPHED = {"fused_optimizer": True, "cuda_graph": True}
+IN_COMPANY: list[tuple[Setup, dict[str, Any]]] = [
+    (
+        Setup("convolutions", "adamw", "bf16", max_grad_norm=0.5, has_schedule=True),
+        GRAPHED | {"channels_last": True, "cudnn_benchmark": True, "in_memory": True},
+    ),
+    (
+        Setup("convolutions", "sgd", "fp16", max_grad_norm=0.5, has_schedule=True),
+        GRAPHED | {"channels_last": True, "workers": 2},
+    ),
+    (
+        Setup("gpt", "adamw", "fp16", max_grad_norm=0.5, has_schedule=True),
+        GRAPHED | {"sdpa_backend": "flash", "activation_checkpointing": True, "in_memory": True},
+    ),
+    (
+        Setup("gpt", "sgd", "tf32", accumulate=2, max_grad_norm=0.5, has_schedule=True),
+        {"fused_optimizer": True, "sdpa_backend": "math", "activation_checkpointing": True, "workers": 1},
+    ),
+    (Setup("recommender", "adamw", "fp16"), GRAPHED | {"torchscript": "trace", "in_memory": True}),
+    (Setup("recommender", "sgd", "bf16", max_grad_norm=0.5), GRAPHED | {"workers": 2}),
+]
+
+
+@pytest.mark.parametrize(("setup", "techniques"), IN_COMPANY, ids=str)
+def test_in_company(setup: Setup, techniques: dict[str, Any]) -> None:
+    check(setup, techniques)

@@ -1,0 +1,231 @@
+"""Small trainings: in plain torch on the CPU, and through ``flatout.optimize`` on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flatout
+from flatout.training.tolerance import ALLOWED, apart
+from tests.emulated_cuda.record import EMULATED
+from tests.gpu.kinds import BATCH, KINDS
+from tests.gpu.test_cuda_graph import whole_step
+from tests.helpers import bits, snapshot
+from tests.jobs import NO_TECHNIQUES
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+}
+
+EPSILON = torch.finfo(torch.float32).eps
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training, without flatout's choices.
+
+    Attributes:
+        kind: key of ``KINDS``.
+        optimizer: key of ``OPTIMIZERS``.
+        precision: as for ``optimize``.
+        accumulate: batches per update.
+        max_grad_norm: as for ``optimize``.
+        has_schedule: True to change the learning rate with each update.
+        epochs: passes over the data.
+    """
+
+    kind: str
+    optimizer: str = "sgd"
+    precision: str = "fp32"
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    has_schedule: bool = False
+    epochs: int = 2
+
+    def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+        """Make model, optimizer, scheduler and loader, which are the same each time."""
+        torch.manual_seed(0)
+        model = KINDS[self.kind].model()
+        optimizer = OPTIMIZERS[self.optimizer](model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if self.has_schedule else None
+        return model, optimizer, scheduler, self.loader()
+
+    def loader(self, **settings: Any) -> DataLoader[Any]:
+        """Make the loader, with a shuffled order of its own."""
+        settings = {"batch_size": BATCH, "shuffle": True, "generator": torch.Generator().manual_seed(3)} | settings
+        return DataLoader(TensorDataset(*KINDS[self.kind].data()), **settings)
+
+    def loss_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        x, y = batch
+        return KINDS[self.kind].loss_fn(model(x), y)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a training, on the CPU.
+
+    Attributes:
+        losses: loss of each step.  # [steps], float32
+        weights: parameters and buffers.
+        updates: updates that each parameter's state has counted; empty for an optimizer that counts none.
+        rates: learning rates of the groups.
+        scaler: state of the loss scaler; None without one.
+    """
+
+    losses: Tensor
+    weights: Mapping[str, Tensor]
+    updates: Sequence[int]
+    rates: Sequence[float]
+    scaler: Mapping[str, Any] | None
+
+
+def train_plainly(setup: Setup) -> Trained:
+    """Train in plain torch on the CPU, with torch's own autocast and loss scaler."""
+    model, optimizer, scheduler, loader = setup.parts()
+    dtype = DTYPES.get(setup.precision)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    parameters, losses = list(model.parameters()), []
+
+    def update(batches: int) -> None:
+        scaler.unscale_(optimizer)
+        for parameter in parameters:
+            if parameter.grad is not None and batches < setup.accumulate:  # an epoch's last update
+                parameter.grad *= setup.accumulate / batches
+        if setup.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, setup.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+    for _ in range(setup.epochs):
+        for i, batch in enumerate(loader, 1):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = setup.loss_of(model, batch)
+            scaler.scale(loss / setup.accumulate).backward()
+            losses.append(loss.detach())
+            if i % setup.accumulate == 0 or i == len(loader):
+                update((i - 1) % setup.accumulate + 1)
+    return trained(losses, model, optimizer, scaler if scaler.is_enabled() else None)
+
+
+def optimize(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flatout.Run:
+    """Start a training with these techniques, and all others forbidden. By default nothing is measured."""
+    model, optimizer, scheduler, loader = setup.parts()
+    others = {name: False for name in NO_TECHNIQUES if name not in ("precision", "tf32")}  # precision= decides
+    settings = {
+        "loader": loader,
+        "loss_fn": KINDS[setup.kind].loss_fn,
+        "scheduler": scheduler,
+        "accumulate": setup.accumulate,
+        "max_grad_norm": setup.max_grad_norm,
+        "precision": setup.precision,
+        "budget": 0,
+    }
+    return flatout.optimize(model, optimizer=optimizer, techniques=others | {**techniques}, **settings | arguments)
+
+
+def train(run: flatout.Run, epochs: int) -> Trained:
+    """Train by ``run.step``."""
+    losses = [run.step(batch) for _ in range(epochs) for batch in run.loader]
+    return trained(losses, run.model, run.optimizer, run.scaler)
+
+
+def trained(losses: Sequence[Tensor], model: nn.Module, optimizer: Any, scaler: Any) -> Trained:
+    """Return the result of a training that has come to its end."""
+    state = None if scaler is None else {name: scaler.state_dict()[name] for name in ("scale", "_growth_tracker")}
+    return Trained(
+        torch.stack([loss.float().cpu() for loss in losses]),
+        {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()},
+        [int(state["step"]) for state in optimizer.state.values() if "step" in state],
+        [float(group["lr"]) for group in optimizer.param_groups],
+        state,
+    )
+
+
+def check_same(ours: Trained, plain: Trained, setup: Setup) -> None:
+    """Check that a training on the device is the plain one, except for rounding.
+
+    The emulated devices compute with torch's CPU kernels. In float32, SGD therefore differs only by the order of the
+    fused update's few operations, and by that of attention: 8 units in the last place. A GPU sums in another order, 16
+    bits round intermediate results elsewhere, and Adam turns a small gradient's error into a part of an update. There
+    flatout's own limits hold, which are for gradients and for the mean of the losses.
+    """
+    assert ours.updates == plain.updates
+    assert ours.rates == plain.rates
+    assert ours.scaler == plain.scaler
+    floats = {name for name, value in plain.weights.items() if value.is_floating_point()}
+    counts = plain.weights.keys() - floats
+    assert {name: bits(ours.weights[name]) for name in counts} == {name: bits(plain.weights[name]) for name in counts}
+    allowed = ALLOWED["tf32" if setup.precision == "tf32" else DTYPES.get(setup.precision, torch.float32)]
+    is_exact = EMULATED and setup.optimizer == "sgd" and setup.precision not in DTYPES
+    by = apart(*({name: result.weights[name] for name in floats} for result in (plain, ours)))
+    assert by[0] <= (8 * EPSILON if is_exact else allowed.gradients), by
+    if is_exact:
+        torch.testing.assert_close(ours.losses, plain.losses, rtol=8 * EPSILON, atol=0)
+    else:
+        assert abs(ours.losses.mean() / plain.losses.mean() - 1) <= allowed.losses
+
+
+STRUCTURE = ("class", "compiled", "keys", "modes", "hooks", "requires_grad", "flags", "threads", "optimizer class")
+"""Parts of a snapshot that training leaves alone."""
+
+
+def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flatout.Report:
+    """Train with these techniques, and compare with plain torch. Nothing may stay after ``undo``, nor on the device.
+
+    Args:
+        setup: the training.
+        techniques: techniques to force.
+        arguments: further arguments of ``optimize``.
+    """
+    plain = train_plainly(setup)
+    with nothing_left():
+        run = optimize(setup, techniques, **arguments)
+        ours = train(run, setup.epochs)
+        if techniques.get("cuda_graph"):
+            assert whole_step(run).replays
+        undo(run, setup)
+        report, kept_alive = run.report, (run.model, run.optimizer)
+        del run  # with its loss scaler
+    del kept_alive
+    check_same(ours, plain, setup)
+    assert {name: report.row(name).status for name in techniques} == dict.fromkeys(techniques, "kept")
+    return report
+
+
+def undo(run: flatout.Run, setup: Setup) -> None:
+    """Undo a run, and check that model, optimizer and loader are as ``Setup.parts`` made them, but trained."""
+    run.undo()
+    model, optimizer, _, loader = setup.parts()
+    before, after = snapshot(model, optimizer), snapshot(run.model, run.optimizer)
+    assert {part: after[part] for part in STRUCTURE} == {part: before[part] for part in STRUCTURE}
+    assert {value.device.type for value in run.model.state_dict().values()} == {"cpu"}
+    assert type(run.loader) is type(loader)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that a block leaves no tensor on the device."""
+    before = _allocated()
+    yield
+    assert _allocated() == before
+
+
+def _allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
