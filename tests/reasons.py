@@ -156,6 +156,7 @@ PATTERNS: dict[str, str] = {
     "superseded-by-compile": r"torch\.compile is to be had here|torch\.compile runs the model already",
     "training-too-short": "expected steps do not pay for one comparison",
     "transfer-bound": "copying batches to the device",
+    "required-technique-forbidden": "it requires the",
     "tried-as-pair": "tried together with",
     "try-8-bit-moments": "moments of 8 bits",
     "try-bf16": "precision='bf16'",

@@ -84,15 +84,6 @@ def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
     return refused(lambda: technique.check(job))
 
 
-def refuses_whatever_else_is_decided(name: str, job: Job) -> bool:
-    """Return True if the technique refuses the job for a reason that no other technique can remove."""
-    try:
-        TECHNIQUES[name].check(job)
-    except NotApplicable as reason:
-        return reason.lasts
-    return False
-
-
 def findings(name: str, job: Job, seconds: float = 1.0) -> list[str]:
     """Return the lines of an advice technique."""
     technique = TECHNIQUES[name]
@@ -343,7 +334,7 @@ def cuda_graph_without_a_gpu() -> Iterator[Recorders]:
     def check(self: CudaGraph, job: Job) -> None:
         reason = why_not_captured(job)
         if reason:
-            raise NotApplicable(reason, lasts=False)  # the optimizer is fused later
+            raise NotApplicable(reason)
 
     with mock.patch.object(CudaGraph, "candidates", candidates), mock.patch.object(CudaGraph, "check", check):
         yield made

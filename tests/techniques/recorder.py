@@ -20,12 +20,14 @@ class Rerun:
         replayed: replays so far.
         eager: eager steps whose signatures may be recorded later.
         given_back: number of times that the memory of all recordings was freed.
+        is_replaying: True inside a replay.
         error: error that recordings and replays raise; None for none.
     """
 
     def __init__(self, job: Any) -> None:
         self.job = job
         self.recorded = self.replayed = self.eager = self.given_back = 0
+        self.is_replaying = False
         self.error: Exception | None = None
 
     def aside(self, work: Callable[[], Any]) -> Any:
@@ -56,7 +58,9 @@ class Rerun:
         def replay() -> None:
             if self.error is not None:
                 raise self.error
+            self.is_replaying = True
             again = pytree.tree_leaves(self.unseen(work))
+            self.is_replaying = False
             for to, value in zip(written, again, strict=True):
                 assert (to is None) == (value is None)
                 if to is not None:

@@ -12,11 +12,12 @@ from torch.nn import functional
 import flatout
 from flatout.core.snapshot import Snapshot
 from flatout.mfu import MfuCounter
+from flatout.optim import unfuse
 from flatout.training.capture_guards import sign
 from flatout.training.graphed_step import MOST_CHANGES, MOST_GRAPHS, PAYS_AFTER, WARM_UP
 from tests.clock import TimedStep
 from tests.helpers import bits, snapshot, trained_state
-from tests.jobs import NO_TECHNIQUES, job_of
+from tests.jobs import NO_TECHNIQUES, job_of, only
 from tests.reasons import reasons
 from tests.techniques.harness import (
     change_loss,
@@ -28,7 +29,6 @@ from tests.techniques.harness import (
     recorder_of,
     refusal,
     refused,
-    refuses_whatever_else_is_decided,
     unable,
 )
 
@@ -724,6 +724,102 @@ def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(record
         flatout.optimize(model, batches_of(16), opt, functional.cross_entropy, techniques={"cuda_graph": 2})
 
 
+# -- together with the fused optimizer -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def counts_on_the_host(monkeypatch):
+    """As on a GPU: torch's Adam counts its steps on the host, and flatout's on the device. So unfusing moves counts."""
+
+    def unfused(optimizer):
+        unfuse(optimizer)
+        for entry in optimizer.state.values():
+            if "step" in entry:
+                entry["step"] = entry["step"].clone()
+
+    monkeypatch.setattr("flatout.techniques.fused_optimizer.unfuse", unfused)
+
+
+@pytest.fixture
+def tuned(recorders, clock, counts_on_the_host):
+    """Function that tunes a job whose steps take given seconds: plain, fused, and replayed."""
+
+    def tune(plain, fused, replayed, optimizer=adamw, **techniques):
+        torch.manual_seed(0)
+        model = Net()
+        opt = optimizer(model)
+        before = snapshot(model, opt)
+
+        def seconds(*_):
+            if any(recorder.is_replaying for recorder in recorders):
+                return replayed
+            return fused if isinstance(opt, flatout.optim.AdamW) else plain
+
+        step = TimedStep(clock, seconds)
+        choices = only("fused_optimizer", "cuda_graph") | techniques
+        run = flatout.optimize(model, batches_of(*[16] * 8), opt, step, techniques=choices, budget=1000)
+        return run, before
+
+    return tune
+
+
+@pytest.mark.parametrize("plain", [1.0, 0.01])  # blocks of one update, and of several
+@pytest.mark.parametrize("fused", [1.0, 1.2])
+def test_a_graph_is_tried_with_a_fused_optimizer_that_does_not_pay_alone(tuned, recorders, fused, plain):
+    run, before = tuned(plain, fused * plain, 0.5 * plain)
+    graph, optimizer = run.report.row("cuda_graph"), run.report.row("fused_optimizer")
+    assert run.plan.decisions == {"cuda_graph": True, "fused_optimizer": True}
+    assert graph.status == optimizer.status == "kept"
+    assert graph.gain.ratio == pytest.approx(2.0, rel=0.1)
+    assert optimizer.gain is None
+    assert "tried-as-pair" in reasons(optimizer)
+    assert run.report.summary.gain.ratio == pytest.approx(2.0, rel=0.1)
+    replayed = recorders[-1].replayed
+    for batch in run.loader:
+        run.step(batch)
+    assert recorders[-1].replayed > replayed
+    run.undo()
+    assert snapshot(run.model, run.optimizer)["optimizer class"] == before["optimizer class"]
+
+
+def test_a_fused_optimizer_that_pays_alone_is_no_part_of_the_graphs_gain(tuned):
+    run, _ = tuned(1.0, 0.8, 0.4)
+    graph, optimizer = run.report.row("cuda_graph"), run.report.row("fused_optimizer")
+    assert graph.gain.ratio == pytest.approx(2.0, rel=0.01)
+    assert optimizer.gain.ratio == pytest.approx(1.25, rel=0.01)
+
+
+def test_a_graph_that_is_slower_takes_the_fused_optimizer_with_it(tuned):
+    run, before = tuned(1.0, 1.2, 1.1)
+    assert run.plan.decisions == {}
+    assert "not-faster" in reasons(run.report.row("cuda_graph"))
+    assert len(run.report.row("cuda_graph").trials) == 1
+    run.undo()
+    assert snapshot(run.model, run.optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "techniques", "code"),
+    [
+        (adamw, {"fused_optimizer": False}, "required-technique-forbidden"),
+        (lambda m: torch.optim.RMSprop(m.parameters()), {}, "not-fused"),
+    ],
+)
+def test_without_a_fused_optimizer_there_is_no_graph(tuned, optimizer, techniques, code):
+    run, _ = tuned(1.0, 1.0, 0.5, optimizer, **techniques)
+    assert run.report.row("cuda_graph").status == "not applicable"
+    assert code in reasons(run.report.row("cuda_graph"))
+    assert run.plan.decisions == {}
+
+
+def test_a_graph_without_its_fused_optimizer_is_no_choice(recorders):
+    techniques = NO_TECHNIQUES | {"cuda_graph": True}
+    model = Net()
+    with pytest.raises(ValueError, match=r"techniques\['cuda_graph'\]") as refused:
+        flatout.optimize(model, batches_of(16), adamw(model), functional.cross_entropy, techniques=techniques, budget=0)
+    assert "required-technique-forbidden" in reasons(str(refused.value))
+
+
 # -- when it applies -----------------------------------------------------------------------------------------
 
 
@@ -801,11 +897,9 @@ def test_the_cpu_replays_no_graphs():
     assert "on-cpu" in refusal("cuda_graph", fused_job())
 
 
-def test_another_technique_may_yet_fuse_the_optimizer():
-    unfused = job_of(Net(), device="cuda", optimizer=torch.optim.SGD(Net().parameters(), 0.1))
-    assert not refuses_whatever_else_is_decided("cuda_graph", unfused)
-    fused = fused_job(accumulate=2, device="cuda")
-    assert refuses_whatever_else_is_decided("cuda_graph", fused)
+@pytest.mark.usefixtures("recorders")
+def test_an_optimizer_that_can_be_fused_is_no_reason():
+    assert refusal("cuda_graph", fused_job(optimizer=adamw)) is None
 
 
 def test_copies_of_the_model_are_plain_ones():

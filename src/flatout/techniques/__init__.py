@@ -23,7 +23,6 @@ from flatout.techniques.candidate import (
     LoaderCandidate,
     ObservingCandidate,
     PairCandidate,
-    RecordedCandidate,
     ResizingCandidate,
 )
 from flatout.techniques.channels_last import ChannelsLast
@@ -100,7 +99,6 @@ __all__ = [
     "ObservingCandidate",
     "PairCandidate",
     "PricedRule",
-    "RecordedCandidate",
     "ResizingCandidate",
     "Rule",
     "SizeTechnique",

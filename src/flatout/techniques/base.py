@@ -52,14 +52,8 @@ will use it.
 class NotApplicable(Exception):
     """Rejection of a technique, or of one candidate, that does not apply to this job.
 
-    Args:
-        reason: one sentence for the report.
-        lasts: True if the reason holds for any decisions about earlier techniques.
+    The message is one sentence for the report.
     """
-
-    def __init__(self, reason: str, *, lasts: bool = True) -> None:
-        super().__init__(reason)
-        self.lasts = lasts
 
 
 class NothingBetter(Unsuitable):
@@ -212,6 +206,8 @@ class StepTechnique(Measured):
         keeps_cpu_time: True if candidates change neither the number of threads nor waits. Then CPU times of steps with
             and without a candidate are comparable.
         is_combinable: True if candidates need no setup and switch in less than a step. Trials try them in combinations.
+        requires: name of an earlier technique without which candidates do not work; empty if there is none. While that
+            technique is off, trials turn on both.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
         reorders_memory: True if activations have another order in memory, because torch draws random numbers in that
@@ -224,6 +220,7 @@ class StepTechnique(Measured):
     checks_evaluation: ClassVar[bool] = False
     keeps_cpu_time: ClassVar[bool] = True
     is_combinable: ClassVar[bool] = False
+    requires: ClassVar[str] = ""
     alternative_to: ClassVar[str] = ""
     reorders_memory: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0

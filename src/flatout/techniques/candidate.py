@@ -17,11 +17,16 @@ class Candidate(Toggle):
     Attributes:
         value: ``techniques={name: value}`` forces this candidate; a plan stores the value.
         failure: reason why the change has stopped working while it was on; empty while it works.
+        steps_to_record: steps of each batch until the candidate replays again after state was restored, if it records
+            steps and replays them; else 0.
+        steps_to_switch: untimed steps until the candidate runs at its speed after it was turned on.
         moves_storage: True if parameters have other storage while the candidate is on.
     """
 
     value: Any
     failure: str = ""
+    steps_to_record: int = 0
+    steps_to_switch: int = 0
     moves_storage: ClassVar[bool] = False
 
     def __enter__(self) -> None:
@@ -32,16 +37,6 @@ class Candidate(Toggle):
 
     def end_warmup(self) -> None:
         """Finish the warm-up, after one step on every shape of the trial's batches."""
-
-
-class RecordedCandidate(Candidate):
-    """Candidate that records steps and replays them.
-
-    Attributes:
-        steps_to_record: steps of each batch until the candidate replays again after state was restored.
-    """
-
-    steps_to_record: int = 0
 
 
 class ResizingCandidate(Candidate):
@@ -78,6 +73,8 @@ class PairCandidate(Candidate):
         self.label = label
         self.value = (first.value, second.value)
         self.parts = (first, second)
+        # Turning the other part off drops the recordings.
+        self.steps_to_record = self.steps_to_switch = max(part.steps_to_record for part in self.parts)
 
     @property
     def failure(self) -> str:  # type: ignore[override]

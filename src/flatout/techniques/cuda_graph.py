@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from flatout.core import dtensor
+from flatout.optim import why_not_fusable
 from flatout.optim.native_step import NativeStep, is_patched
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import routed_calls
-from flatout.techniques.candidate import Candidate, RecordedCandidate
+from flatout.techniques.candidate import Candidate
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
 from flatout.training.graphed_step import GraphedStep
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class GraphCandidate(RecordedCandidate):
+class GraphCandidate(Candidate):
     """Makes a :class:`GraphedStep` the runner of a training's steps.
 
     The candidate holds the runner only while it is off, so that it does not keep the model alive.
@@ -76,10 +77,11 @@ class CudaGraph(StepTechnique):
     When it helps: the GPU waits for kernel launches, as in steps of many small kernels. When it hurts: a graph has its
     own memory for a step, and copies each batch. Large kernels gain nothing.
 
-    Learning rates are in device memory, so schedules work. Other constants of a graph (weight decay, dropout's p, train
-    or eval mode, tensors that were moved) cause a new capture if their change is visible. A replay runs no Python: a
-    forward that counts its calls or prints does so only at its capture. A tensor from outside the model must keep its
-    address. So hooks, and steps that wait for the device or draw random numbers on the host, exclude the technique.
+    Learning rates are in device memory, so schedules work. Only the fused optimizer reads them there, so the technique
+    requires it. Other constants of a graph (weight decay, dropout's p, train or eval mode, tensors that were moved)
+    cause a new capture if their change is visible. A replay runs no Python: a forward that counts its calls or prints
+    does so only at its capture. A tensor from outside the model must keep its address. So hooks, and steps that wait
+    for the device or draw random numbers on the host, exclude the technique.
 
     Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; for "often 1.2-3x"
     https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/torch-integration.html.
@@ -90,6 +92,7 @@ class CudaGraph(StepTechnique):
     rationale = "a step is one launch, where launching its kernels one by one took the time"
     expected = "1.2 to 3×"
     effect = "reseeded"
+    requires = "fused_optimizer"
     optimistic_gain = 3.0
 
     def check(self, job: Job) -> None:
@@ -98,8 +101,7 @@ class CudaGraph(StepTechnique):
             raise NotApplicable("training runs on the CPU, which replays no graphs")
         reason = why_not_captured(job)
         if reason:
-            # Another technique may fuse the optimizer before graphs are decided.
-            raise NotApplicable(reason, lasts=isinstance(job.spec.optimizer, NativeStep))
+            raise NotApplicable(reason)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the one candidate."""
@@ -135,10 +137,10 @@ def why_not_captured(job: Job) -> str:
 
 
 def _why_not_this_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    if not isinstance(optimizer, NativeStep):
+    if not isinstance(optimizer, NativeStep) and (why_not := why_not_fusable(optimizer)):
         return (
             "the optimizer is not flatout's fused one, which takes its learning rate from the device: "
-            "a graph would have that as a constant"
+            f"a graph would have that as a constant. {why_not}"
         )
     if is_patched(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks or a step of its own, and a replay runs no Python"

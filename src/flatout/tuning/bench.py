@@ -14,7 +14,7 @@ import torch
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.report.model import Pace, Row
-from flatout.techniques import Candidate, RecordedCandidate, ResizingCandidate
+from flatout.techniques import Candidate, ResizingCandidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.block import Block
@@ -318,7 +318,7 @@ class Bench:
         spec = self.job.spec
         if spec.is_recorded and spec.device.type == "cpu":
             return None
-        if any(isinstance(candidate, RecordedCandidate) for candidate in (*self.ledger.candidates, *candidates)):
+        if any(candidate.steps_to_record for candidate in (*self.ledger.candidates, *candidates)):
             return None  # replays allocate nothing
         self.rewind()
         with ExitStack() as stack:
@@ -428,7 +428,7 @@ class Bench:
             self.progress,
             steps=steps,
             limit=max(FEWEST_LIMIT_SECONDS, SLOWEST_STRETCH * expected),
-            settle=self._untimed_steps(queue),
+            settle=max([self._untimed_steps(queue), *(candidate.steps_to_record for candidate in on_for_new)]),
             busy=self._busy,
             on_for_new=on_for_new,
             scale=scale,

@@ -101,8 +101,7 @@ class Choices:
                         raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")
                 technique.check_value(job, value)
             except NotApplicable as reason:
-                if reason.lasts:
-                    self.refuse(technique, job, str(reason))
+                self.refuse(technique, job, str(reason))
 
     def check_plan(self, technique: Measured, value: Any) -> None:
         """Raise if the user's choice for a technique disagrees with the plan.

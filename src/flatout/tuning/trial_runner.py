@@ -17,7 +17,6 @@ from flatout.techniques import (
     Candidate,
     LoaderCandidate,
     NotApplicable,
-    RecordedCandidate,
     StepTechnique,
 )
 from flatout.tuning.acceptance import HOPELESS, saves_bytes
@@ -101,7 +100,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         else:
             update = bench.update_seconds
             pair = Block((update,), cpu=0.0), Block((update * took / expected,), cpu=0.0)  # no CPU time is compared
-    if bench.is_long and is_verified(candidate, techniques) and not _steps_to_record(candidate):
+    if bench.is_long and is_verified(candidate, techniques) and not candidate.steps_to_record:
         limit = HOPELESS_WARM_UP + HOPELESS * bench.update_seconds  # the first update is a warm-up
         verification = verify(bench, candidate, techniques, limit)
     is_apart = verification is not None and verification.pair is not None
@@ -126,7 +125,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
     """Time steps with a candidate against steps with the kept candidates only; see ``screen`` for the arguments."""
-    job, scale, to_record = bench.job, scale_of(candidate), _steps_to_record(candidate)
+    job, scale, to_record = bench.job, scale_of(candidate), candidate.steps_to_record
     first = screen(bench, candidate, techniques)
     if first.is_hopeless or first.trial.failure:
         return first.trial
@@ -137,6 +136,8 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
 
     def new(i: int) -> Block:
         with candidate:
+            for k in range(candidate.steps_to_switch):
+                bench.update(i + k)
             return block(i)
 
     memory = (bench.memory, bench.memory_with(candidate)) if scale == 1.0 and bench.measures_memory else (None, None)
@@ -230,10 +231,6 @@ def setup_estimate(bench: Bench, techniques: Sequence[StepTechnique]) -> float:
     return sum(technique.setup_estimate(bench.job, bench.pace) for technique in techniques)
 
 
-def _steps_to_record(candidate: Candidate) -> int:
-    return candidate.steps_to_record if isinstance(candidate, RecordedCandidate) else 0
-
-
 def _batches_of_each_shape(bench: Bench) -> list[Any]:
     by_shape = {tuple(t.shape for t in tensors_within(batch)): batch for batch in bench.job.data.batches}
     return list(by_shape.values())
@@ -244,6 +241,6 @@ def _first_pair(bench: Bench, candidate: Candidate) -> Pair:
     bench.rewind()
     old = block(0).scaled(scale_of(candidate))
     with candidate:
-        for i in range(_steps_to_record(candidate) * batches):
+        for i in range(candidate.steps_to_record * batches):
             bench.update(i)
         return old, block(0)

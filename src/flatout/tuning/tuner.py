@@ -12,6 +12,7 @@ from flatout.core import formatting
 from flatout.core.errors import Unsuitable
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
+    REGISTRY,
     Candidate,
     LoaderCandidate,
     LoaderTechnique,
@@ -76,7 +77,7 @@ class Tuner:
     def may_try(self, technique: Measured) -> bool:
         """Return True if the technique applies, and no choice or reason speaks against a trial."""
         try:
-            technique.check(self._bench.job)
+            self._check(technique)
         except (NotApplicable, Unsuitable):
             return False
         return self._choices.of(technique) is None and not self._why_not_try(technique)
@@ -119,7 +120,7 @@ class Tuner:
     def _decide(self, technique: Measured, choice: Any) -> Row:
         if choice is False:
             return self._not_tried(technique, f"{self._choices.chooser} does without it")
-        technique.check(self._bench.job)
+        self._check(technique)
         if choice is not None:
             return self._force(technique, choice)
         reason = self._why_not_try(technique)
@@ -131,6 +132,20 @@ class Tuner:
             return self._decide_step(technique)
         assert isinstance(technique, LoaderTechnique)
         return self._decide_loader(technique)
+
+    def _check(self, technique: Measured) -> None:
+        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice rules out another that it requires."""
+        technique.check(self._bench.job)
+        required = self._required(technique)
+        if required is not None and self._choices.of(required) is False:
+            raise NotApplicable(f"it requires the {required.title}, and {self._choices.chooser} does without that")
+
+    def _required(self, technique: Measured) -> StepTechnique | None:
+        """Return the technique to turn on together with this one; None if none is required or it is on already."""
+        name = technique.requires if isinstance(technique, StepTechnique) else ""
+        required = next((t for t in REGISTRY if t.name == name), None)
+        assert required is None or isinstance(required, StepTechnique)
+        return None if required is None or required.is_so(self._bench.job, True) else required
 
     def _not_tried(self, technique: Measured, why: str) -> Row:
         return self._bench.ledger.add(Decision(technique.row("not tried", why)))
@@ -187,6 +202,9 @@ class Tuner:
     # Techniques of the step
 
     def _decide_step(self, technique: StepTechnique) -> Row:
+        required = self._required(technique)
+        if required is not None:
+            return self._decide_both(technique, required)
         bench = self._bench
         trials, best = self._try_all(self._candidates(technique), technique)
         if trials and all(trial.gain is None for trial in trials):
@@ -197,6 +215,28 @@ class Tuner:
         if best is None:
             return bench.ledger.add(Decision(row, is_open=is_open(trials)))
         return bench.keep(Decision(row, "trial", best[1].value, best[1]))
+
+    def _decide_both(self, technique: StepTechnique, required: StepTechnique) -> Row:
+        """Try a technique together with one that it requires, whatever became of that one alone."""
+        job = self._bench.job
+        pairs = [
+            PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")
+            for candidate in technique.candidates(job)
+            for companion in required.candidates(job)
+        ]
+        trials, best = self._try_all(pairs, technique, required)
+        row = verdict(technique.row("kept", technique.rationale_on(job)), trials, best and best[0])
+        if best is None:
+            return self._bench.ledger.add(Decision(row, is_open=is_open(trials)))
+        why = f"{required.rationale_on(job)}; tried together with {technique.title}, whose row has the gain of both"
+        return self._keep_pair(best[1], row, required, why)
+
+    def _keep_pair(self, pair: PairCandidate, row: Row, companion: StepTechnique, why: str) -> Row:
+        """Keep both parts of a pair, and return the row of the first, which has the gain."""
+        first, second = pair.parts
+        row = self._bench.keep(Decision(row, "trial", first.value, first))
+        self._bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
+        return row
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
         job = self._bench.job
@@ -260,11 +300,8 @@ class Tuner:
         row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         if best is None:
             return bench.ledger.add(Decision(row))
-        first, second = best[1].parts
-        row = bench.keep(Decision(row, "trial", first.value, first))
         why = f"{technique.title} makes room for larger parts; its row has the gain"
-        bench.keep(Decision(BATCH_SIZE.row("kept", why, second.label), "trial", second.value, second))
-        return row
+        return self._keep_pair(best[1], row, BATCH_SIZE, why)
 
     # Techniques of the loader
 
