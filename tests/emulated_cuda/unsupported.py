@@ -22,6 +22,7 @@ UNSUPPORTED = {
     "test_normalize.py::test_it_is_compiled_in_one_graph": TRITON,
     "test_profile.py::test_every_phase_has_kernels_and_the_gaps_are_what_is_left": CUPTI,
     "test_profile.py::test_a_wait_is_found_at_its_line_and_blamed_for_the_gap": CUPTI,
+    "test_training_techniques.py::test_alone[compile=default]": TRITON,
     "test_profile.py::test_a_script_has_its_copies_and_its_syncs": CUPTI,
 }
 """Reasons, by the beginning of a test's name."""

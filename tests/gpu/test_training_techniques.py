@@ -11,6 +11,13 @@ from tests.gpu.trainings import Setup, check
 GPT, CONVOLUTIONS, RECOMMENDER = Setup("gpt"), Setup("convolutions"), Setup("recommender")
 GPT_IN_16_BITS = Setup("gpt", precision="bf16")
 
+GRAPHED = {"fused_optimizer": True, "cuda_graph": True}
+
+
+def _name(techniques: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in techniques.items())
+
+
 ALONE: list[tuple[Setup, dict[str, Any]]] = [
     (CONVOLUTIONS, {"channels_last": True}),
     (CONVOLUTIONS, {"cudnn_benchmark": True}),
@@ -24,18 +31,17 @@ ALONE: list[tuple[Setup, dict[str, Any]]] = [
     (GPT_IN_16_BITS, {"sdpa_backend": "flash"}),
     (GPT_IN_16_BITS, {"sdpa_backend": "cudnn"}),
     (GPT, {"activation_checkpointing": True}),
-    (GPT, {"cuda_graph": True}),
+    (GPT, GRAPHED),
     (RECOMMENDER, {"torchscript": "script"}),
     (RECOMMENDER, {"torchscript": "trace"}),
 ]
 
 
-@pytest.mark.parametrize(("setup", "techniques"), ALONE, ids=str)
+@pytest.mark.parametrize(("setup", "techniques"), ALONE, ids=[_name(techniques) for _, techniques in ALONE])
 def test_alone(setup: Setup, techniques: dict[str, Any]) -> None:
     check(setup, techniques)
 
 
-GRAPHED = {"fused_optimizer": True, "cuda_graph": True}
 IN_COMPANY: list[tuple[Setup, dict[str, Any]]] = [
     (
         Setup("convolutions", "adamw", "bf16", max_grad_norm=0.5, has_schedule=True),
@@ -58,6 +64,6 @@ IN_COMPANY: list[tuple[Setup, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("setup", "techniques"), IN_COMPANY, ids=str)
+@pytest.mark.parametrize(("setup", "techniques"), IN_COMPANY, ids=[_name(techniques) for _, techniques in IN_COMPANY])
 def test_in_company(setup: Setup, techniques: dict[str, Any]) -> None:
     check(setup, techniques)

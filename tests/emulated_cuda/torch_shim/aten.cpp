@@ -100,6 +100,10 @@ bool is_written(const c10::Argument& argument) {
 // Operators whose CPU kernels leave results empty that other kernels fill. Their backward takes both.
 const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
 
+bool holds_tensors(const c10::Type& type) {
+  return type.isSubtypeOf(*c10::TensorType::get()) || type.isSubtypeOf(*c10::ListType::ofTensors());
+}
+
 class Invocation {
  public:
   Invocation(const c10::OperatorHandle& op, const Stack& stack)
@@ -118,8 +122,10 @@ class Invocation {
 
   c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, c10::cuda::current_device())); }
 
-  // Finds the results' shapes without reading the device. Returns false if they depend on values.
+  // Finds the results' shapes without reading the device. Returns false if they depend on values, or if the
+  // result is a number for the host, as that of torch.equal.
   bool make_results() {
+    if (!op_.schema().returns().empty() && !holds_tensors(*op_.schema().returns()[0].type())) return false;
     if (!may_resize_ &&
         std::none_of(returned_.begin(), returned_.end(), [](auto i) { return !i.has_value(); }))
       return true;
