@@ -30,3 +30,14 @@ def test_bags_of_embeddings_have_gradients(mode: str) -> None:
         assert weight.grad is not None
         results.append((bags.detach().cpu(), weight.grad.cpu()))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_batch_norm_in_eval_mode_has_gradients() -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        norm = torch.nn.BatchNorm1d(3).eval().to(device)
+        x = torch.linspace(-1, 1, 12).view(4, 3).to(device).requires_grad_()
+        norm(x).square().sum().backward()
+        assert x.grad is not None
+        results.append(x.grad.cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -98,7 +98,8 @@ bool is_written(const c10::Argument& argument) {
 }
 
 // Operators whose CPU kernels leave results empty that other kernels fill. Their backward takes both.
-const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only",
+                                            "aten::native_batch_norm"};
 
 bool holds_tensors(const c10::Type& type) {
   return type.isSubtypeOf(*c10::TensorType::get()) || type.isSubtypeOf(*c10::ListType::ofTensors());
