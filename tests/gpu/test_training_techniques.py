@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.trainings import Setup, check
 
@@ -67,3 +68,11 @@ IN_COMPANY: list[tuple[Setup, dict[str, Any]]] = [
 @pytest.mark.parametrize(("setup", "techniques"), IN_COMPANY, ids=[_name(techniques) for _, techniques in IN_COMPANY])
 def test_in_company(setup: Setup, techniques: dict[str, Any]) -> None:
     check(setup, techniques)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("techniques", [{}, GRAPHED], ids=["torch", "graph"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_on_the_second_device(precision: str, techniques: dict[str, Any]) -> None:
+    check(Setup("convolutions", "adamw", precision, max_grad_norm=0.5), techniques, device="cuda:1")
+    assert torch.cuda.current_device() == 0

@@ -42,6 +42,7 @@ class Setup:
         max_grad_norm: as for ``optimize``.
         has_schedule: True to change the learning rate with each update.
         epochs: passes over the data.
+        is_shuffled: False for the order of the data.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Setup:
     max_grad_norm: float | None = None
     has_schedule: bool = False
     epochs: int = 2
+    is_shuffled: bool = True
 
     def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
         """Make model, optimizer, scheduler and loader, which are the same each time."""
@@ -60,10 +62,14 @@ class Setup:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if self.has_schedule else None
         return model, optimizer, scheduler, self.loader()
 
-    def loader(self, **settings: Any) -> DataLoader[Any]:
+    def loader(self) -> DataLoader[Any]:
         """Make the loader, with a shuffled order of its own."""
-        settings = {"batch_size": BATCH, "shuffle": True, "generator": torch.Generator().manual_seed(3)} | settings
-        return DataLoader(TensorDataset(*KINDS[self.kind].data()), **settings)
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(self.samples(), batch_size=BATCH, shuffle=self.is_shuffled, generator=generator)
+
+    def samples(self) -> TensorDataset:
+        """Make the data."""
+        return TensorDataset(*KINDS[self.kind].data())
 
     def loss_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return the loss of a batch."""
@@ -218,14 +224,13 @@ def undo(run: flatout.Run, setup: Setup) -> None:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Check that a block leaves no tensor on the device."""
+    """Check that a block leaves no tensor on any device."""
     before = _allocated()
     yield
     assert _allocated() == before
 
 
-def _allocated() -> int:
+def _allocated() -> list[int]:
     gc.collect()
-    torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
+    return [torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count())]
