@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 
 import pytest
@@ -744,20 +745,23 @@ def counts_on_the_host(monkeypatch):
 def tuned(recorders, clock, counts_on_the_host):
     """Function that tunes a job whose steps take given seconds: plain, fused, and replayed."""
 
-    def tune(plain, fused, replayed, optimizer=adamw, **techniques):
+    def tune(plain, fused, replayed, optimizer=adamw, *, budget=1000, noise=0.0, **techniques):
+        factor = random.Random(0)
+
         torch.manual_seed(0)
         model = Net()
         opt = optimizer(model)
         before = snapshot(model, opt)
 
         def seconds(*_):
-            if any(recorder.is_replaying for recorder in recorders):
-                return replayed
-            return fused if isinstance(opt, flatout.optim.AdamW) else plain
+            is_replayed = any(recorder.is_replaying for recorder in recorders)
+            mean = replayed if is_replayed else fused if isinstance(opt, flatout.optim.AdamW) else plain
+            return mean * factor.lognormvariate(0, noise)
 
         step = TimedStep(clock, seconds)
-        choices = only("fused_optimizer", "cuda_graph") | techniques
-        run = flatout.optimize(model, batches_of(*[16] * 8), opt, step, techniques=choices, budget=1000)
+        names = {"fused_optimizer", "cuda_graph", *techniques}
+        choices = only(*names) | {name: value for name, value in techniques.items() if value is not None}
+        run = flatout.optimize(model, batches_of(*[16] * 8), opt, step, techniques=choices, budget=budget)
         return run, before
 
     return tune
@@ -780,6 +784,11 @@ def test_a_graph_is_tried_with_a_fused_optimizer_that_does_not_pay_alone(tuned, 
     assert recorders[-1].replayed > replayed
     run.undo()
     assert snapshot(run.model, run.optimizer)["optimizer class"] == before["optimizer class"]
+
+
+def test_close_calls_leave_time_for_a_graph(tuned):
+    run, _ = tuned(0.05, 0.05, 0.02, budget=6, noise=0.3, cpu_threads=None)
+    assert run.report.row("cuda_graph").trials
 
 
 def test_a_fused_optimizer_that_pays_alone_is_no_part_of_the_graphs_gain(tuned):

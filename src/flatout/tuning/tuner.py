@@ -83,7 +83,10 @@ class Tuner:
         return self._choices.of(technique) is None and not self._why_not_try(technique)
 
     def seconds_for(self, technique: Measured) -> float:
-        """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin."""
+        """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin.
+
+        A trial that does not fit in full takes all that is left.
+        """
         bench = self._bench
         if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
             return 0.0
@@ -92,8 +95,9 @@ class Tuner:
                 technique.candidates(bench.job)  # a fallback has none while the technique that it replaces works
         except (NotApplicable, Unsuitable):
             return 0.0
-        seconds = technique.setup_estimate(bench.job, bench.pace) + max(TRIAL_SECONDS, bench.fewest_seconds)
-        return seconds if bench.budget.fits(seconds) else 0.0
+        shortest = self.shortest_trial(technique)
+        longest = technique.setup_estimate(bench.job, bench.pace) + max(TRIAL_SECONDS, bench.fewest_seconds)
+        return min(longest, bench.budget.left) if bench.budget.fits(shortest) else 0.0
 
     def shortest_trial(self, technique: Measured) -> float:
         """Return the estimated seconds of the shortest trial of a technique, with its setup."""
