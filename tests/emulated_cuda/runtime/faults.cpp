@@ -12,6 +12,7 @@ namespace {
 
 struct Fault {
   int calls_left;
+  int times;
   cudaError_t error;
   bool is_sticky;
 };
@@ -30,9 +31,9 @@ cudaError_t emulated::note_call(const std::string& name) {
   const std::lock_guard lock(mutex);
   if (std::this_thread::get_id() == recorded_thread) add("call " + name);
   const auto found = faults.find(name);
-  if (found == faults.end() || --found->second.calls_left != 0) return cudaSuccess;
+  if (found == faults.end() || --found->second.calls_left > 0) return cudaSuccess;
   const Fault fault = found->second;
-  faults.erase(found);
+  if (--found->second.times == 0) faults.erase(found);
   if (fault.is_sticky) Runtime::get().broken_context = fault.error;
   return fault.error;
 }
@@ -44,7 +45,12 @@ void emulated::note_operation(unsigned stream, const std::string& name) {
 
 void emulated_cuda_fail(const char* function, int nth, int error, int is_sticky) {
   const std::lock_guard lock(mutex);
-  faults[function] = {nth, static_cast<cudaError_t>(error), is_sticky != 0};
+  faults[function] = {nth, 1, static_cast<cudaError_t>(error), is_sticky != 0};
+}
+
+void emulated_cuda_fail_repeatedly(const char* function, int nth, int times, int error) {
+  const std::lock_guard lock(mutex);
+  faults[function] = {nth, times, static_cast<cudaError_t>(error), false};
 }
 
 void emulated_cuda_break(int error) {
