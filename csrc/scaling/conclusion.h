@@ -9,7 +9,7 @@ namespace flatout {
 
 // The thread's share of partials. Several are loaded at once, because one block waits for all of them.
 template <Norm kNorm, uint32_t kTogether>
-FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_t thread, uint32_t threads) {
+FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_t thread, uint64_t threads) {
   Partial mine{0, 0};
   uint64_t i = thread;
   for (; i + (kTogether - 1) * threads < count; i += kTogether * threads) {
