@@ -56,7 +56,7 @@ class Result:
     """Result of one file.
 
     Attributes:
-        file: its name.
+        file: its name and folder.
         counts: tests by outcome: passed, failed, skipped.
         reasons: why tests were skipped.
         seconds: time of the process.
@@ -97,7 +97,8 @@ def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Seq
         counts["failed" if has_failed else "passed" if skip is None else "skipped"] += 1
         if skip is not None:
             reasons[skip.get("message", "")] += 1
-    return Result(file.name, counts, reasons, seconds, output if status else "")
+    name = Path(*file.resolve().parts[-2:]).as_posix()
+    return Result(name, counts, reasons, seconds, output if status else "")
 
 
 def table_of(results: Sequence[Result]) -> Table:
@@ -119,7 +120,8 @@ def main() -> int:
     parser.add_argument("--orders", choices=["random", "lazy", "eager"], nargs="+", default=["random"])
     parser.add_argument("files", type=Path, nargs="*")
     options, arguments = parser.parse_known_args()
-    console, build = Console(), options.build.resolve()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a log has no width
+    build = options.build.resolve()
     files = options.files or sorted([*ROOT.glob("tests/gpu/test_*.py"), *HERE.rglob("test_*.py")])
     has_failed = False
     for seed, order in product(options.seeds, options.orders):
