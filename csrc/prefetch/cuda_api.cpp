@@ -4,7 +4,13 @@
 #include <stdexcept>
 
 #ifdef FLATOUT_WITH_CUDA
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <string>
+
 #include "core/cuda_runtime.h"
+#include "prefetch/affinity.h"
 
 namespace flatout::prefetch::cuda {
 namespace {
@@ -14,6 +20,15 @@ namespace {
 cudaStream_t as_stream(Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 cudaEvent_t as_event(EventHandle event) { return reinterpret_cast<cudaEvent_t>(event); }
 // NOLINTEND(performance-no-int-to-ptr)
+
+// As in the names of Linux; empty if unknown.
+std::string pci_bus_id(int device) {
+  std::array<char, 32> text{};
+  if (cudaDeviceGetPCIBusId(text.data(), text.size(), device) != cudaSuccess) cudaGetLastError();
+  std::string id = text.data();
+  std::transform(id.begin(), id.end(), id.begin(), [](unsigned char c) { return std::tolower(c); });
+  return id;
+}
 
 }  // namespace
 
@@ -25,11 +40,12 @@ bool usable() noexcept {
 }
 
 void enter_thread(int device) {
-  thread_local bool relaxed = false;
-  if (!relaxed) {
+  thread_local bool has_entered = false;
+  if (!has_entered) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    relaxed = true;
+    bind_thread_near(pci_bus_id(device));
+    has_entered = true;
   }
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }

@@ -18,8 +18,8 @@ using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`e
 // True when CUDA was compiled in, the driver is new enough for our static runtime, and a device is there.
 bool usable() noexcept;
 
-// For threads of ours, before any other call: makes `device` current, and keeps what they call from breaking
-// a CUDA graph that the user captures meanwhile.
+// For threads of the prefetcher, before any other call: makes `device` current and binds the thread to the
+// CPUs beside it. Calls of the thread then leave a CUDA graph intact that the user captures meanwhile.
 void enter_thread(int device);
 // A non-blocking stream that nobody else is given (torch's pool repeats after 32); it lives as long as the
 // process.

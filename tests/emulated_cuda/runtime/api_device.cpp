@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <string_view>
 
@@ -194,7 +195,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
-  std::snprintf(text, static_cast<std::size_t>(bytes), "0000:%02x:00.0", device + 1);
+  const char* requested = std::getenv("EMULATED_CUDA_PCI_BUS_ID");
+  const auto size = static_cast<std::size_t>(bytes);
+  if (requested != nullptr) {
+    std::snprintf(text, size, "%s", requested);
+  } else {
+    std::snprintf(text, size, "0000:%02X:00.0", device + 1);
+  }
   return cudaSuccess;
 }
 

@@ -1,0 +1,48 @@
+"""CPUs of the prefetcher's threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.record import EMULATED
+
+SYSFS = Path("/sys/bus/pci/devices")
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated"),
+    pytest.mark.skipif(not SYSFS.exists(), reason="needs a list of PCI devices"),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"),
+]
+
+TRAIN = """
+import os, torch
+from pathlib import Path
+from flatout.data import Prefetcher
+
+threads = lambda: {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
+before, allowed = threads(), os.sched_getaffinity(0)
+for _ in Prefetcher([torch.ones(1 << 21)] * 4, "cuda"):
+    started = [os.sched_getaffinity(thread) for thread in threads() - before]
+assert os.sched_getaffinity(0) == allowed
+assert {CPU} in started if CPU in allowed else all(cpus == allowed for cpus in started)
+"""
+
+
+def run(script: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_staging_threads_stay_beside_their_gpu(is_allowed: bool) -> None:
+    """A thread whose own CPUs are all elsewhere keeps them."""
+    near = max(os.sched_getaffinity(0)) if is_allowed else os.cpu_count()
+    with tempfile.TemporaryDirectory() as folder:  # a short name in lower case, as of a PCI device
+        Path(folder, "local_cpulist").write_text(f"{near}\n")
+        variables = os.environ | {"EMULATED_CUDA_PCI_BUS_ID": os.path.relpath(folder, SYSFS)}
+        ended = run(TRAIN.replace("CPU", str(near)), variables)
+    assert ended.returncode == 0, ended.stderr
