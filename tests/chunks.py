@@ -1,6 +1,8 @@
-"""What the tests of blocks and threads share: sizes around a chunk, tensors that begin anywhere."""
+"""Sizes around a chunk, and tensors at any address, for tests of the kernels."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +20,29 @@ sizes = st.lists(
 )
 
 
-def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of ``values`` that starts ``offset`` elements behind a 64-byte boundary."""
-    return torch.empty(values.numel() + offset, dtype=values.dtype)[offset:].copy_(values)
+def at_offset(values: torch.Tensor, offset: int, device: str = "cpu") -> torch.Tensor:
+    """Return a copy of ``values`` that starts ``offset`` elements after a 64-byte boundary."""
+    return torch.empty(values.numel() + offset, dtype=values.dtype, device=device)[offset:].copy_(values)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+ORDERS = [1.0, 2.0, math.inf]
+"""Orders of norms that the kernels compute."""
+BAD_PLACES = [0, 1, 7, 8, CHUNK - 1, CHUNK, CHUNK + 12]
+"""Ends of vectors, of chunks and of the tensor of ``one_bad_gradient``."""
+
+
+def mixed_gradients(
+    sizes: list[int], dtypes: list[torch.dtype], offset: int, device: str = "cpu"
+) -> list[torch.Tensor]:
+    """Return random gradients whose dtypes alternate."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=generator).to(dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
+    return [at_offset(each, offset, device) for each in values]
+
+
+def one_bad_gradient(dtype: torch.dtype, where: int, bad: float, device: str = "cpu") -> list[torch.Tensor]:
+    """Return two tensors of ones, the second with ``bad`` at one place."""
+    grads = [torch.ones(n, dtype=dtype, device=device) for n in (3, CHUNK + 13)]
+    grads[1][where] = bad
+    return grads

@@ -16,19 +16,11 @@ bool cuda_kernels_run(int64_t device) {
   return run;
 }
 
-// Needs no GPU, so that a machine without one can test it.
-bool stream_lookup_works() { return current_stream_function() != nullptr; }
-
 }  // namespace
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flatout, m) { m.def("cuda_kernels_run(int device) -> bool"); }
-STABLE_TORCH_LIBRARY_FRAGMENT(flatout_testing, m) { m.def("stream_lookup_works() -> bool"); }
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CompositeExplicitAutograd, m) {
   m.impl("cuda_kernels_run", TORCH_BOX(&flatout::cuda_kernels_run));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(flatout_testing, CompositeExplicitAutograd, m) {
-  m.impl("stream_lookup_works", TORCH_BOX(&flatout::stream_lookup_works));
 }

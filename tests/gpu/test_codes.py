@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import flatout.optim as fo
 from flatout.optim import dynamic8
@@ -25,11 +27,7 @@ def moments(count: int, name: str) -> torch.Tensor:
     return values if dynamic8.has_sign(name) else values.abs()
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 3000, 50_001])
-def test_codes_have_the_bits_of_the_cpu(name: str, count: int) -> None:
-    values = moments(count, name)
+def assert_codes_of_the_cpu(values: torch.Tensor, name: str) -> None:
     here = dynamic8.encode(values, name)
     there = dynamic8.encode(values.cuda(), name)
     assert all(tensor.is_cuda for tensor in there)
@@ -38,6 +36,19 @@ def test_codes_have_the_bits_of_the_cpu(name: str, count: int) -> None:
     decoded = dynamic8.decode(*there, name)
     assert decoded.is_cuda
     torch.testing.assert_close(decoded.cpu(), dynamic8.decode(*here, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 3000, 50_001])
+def test_codes_have_the_bits_of_the_cpu(name: str, count: int) -> None:
+    assert_codes_of_the_cpu(moments(count, name), name)
+
+
+@settings(max_examples=40)
+@given(count=st.integers(0, 40_000), name=st.sampled_from(NAMES))
+def test_any_number_of_codes_has_the_bits_of_the_cpu(count: int, name: str) -> None:
+    assert_codes_of_the_cpu(moments(count, name), name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flatout import native
 from flatout.data import Normalize
 from tests.gpu.trace import traced
-from tests.images import DTYPES, FORMATS, SHAPES, assert_normalized, constants, exact, images
+from tests.images import DTYPES, FORMATS, SHAPES, assert_normalized, constants, exact, images, shapes
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -36,6 +38,36 @@ def test_every_shape(channels, given_format, channels_last, dtype):
     for i, shape in enumerate(SHAPES):
         x = on_gpu(images(shape, channels, given_format), offset=(0, 1, 4)[i % 3])
         assert_normalized(transform(x), x, mean, std, dtype, FORMATS[channels_last])
+
+
+@settings(max_examples=60)
+@given(
+    shape=shapes,
+    channels=st.integers(1, 6),
+    given_format=st.sampled_from(FORMATS),
+    channels_last=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 17),
+)
+def test_any_shape(shape, channels, given_format, channels_last, dtype, offset):
+    mean, std = constants(channels)
+    x = on_gpu(images(shape, channels, given_format), offset=offset)
+    result = Normalize(mean, std, dtype=dtype, channels_last=channels_last)(x)
+    assert_normalized(result, x, mean, std, dtype, FORMATS[channels_last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_for_few_channels_takes_aligned_groups_of_1_3_and_4(dtype):
+    group = 16 // dtype.itemsize
+    for channels in (1, 2, 3, 4, 5):
+        for given_format in FORMATS:
+            for channels_last in (False, True):
+                for pixels in (group, group + 1):
+                    x = on_gpu(images((2, 1, pixels), channels, given_format))
+                    transform = Normalize(*constants(channels), dtype=dtype, channels_last=channels_last)
+                    [kernel] = traced(lambda transform=transform, x=x: transform(x)).kernels
+                    aligned = channels_last or channels == 1 or pixels == group
+                    assert ("group_kernel" in kernel) == (channels in (1, 3, 4) and aligned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
