@@ -21,9 +21,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // grads *= factor; a factor of 1, known to the device only, costs no memory traffic.
   m.def("scale_(Tensor(a!)[] grads, Tensor factor) -> ()");
 
-  // One optimizer step. `rule` is adam (states: exp_avgs, exp_avg_sqs and, with amsgrad, max_exp_avg_sqs;
-  // options: beta1, beta2, eps, decoupled), sgd (momentum_buffers or none; momentum, dampening, nesterov) or
-  // lion (exp_avgs; beta1, beta2). Tensors of one device:
+  // The tensors of optimizer steps, checked once and kept by number. `rule` is adam (states: exp_avgs,
+  // exp_avg_sqs and, with amsgrad, max_exp_avg_sqs; options: beta1, beta2, eps, decoupled), sgd
+  // (momentum_buffers or none; momentum, dampening, nesterov) or lion (exp_avgs; beta1, beta2). Tensors of
+  // one device:
   //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
   //             parameters whose missing 16 bits are `lows`
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
@@ -33,23 +34,7 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   averages  of the weights (EMA), in the compute type, or none
   //   lows      float16 or bfloat16: receive the weights rounded; int16: remainders; or none
   //   ids       key a tensor's random bits; none: its position
-  // lr_tensor, where given, wins over lr. grad_factor and found_inf are read on the device: a step whose
-  // found_inf is set changes nothing, step counts included. A seed rounds bfloat16 weights without lows and
-  // bfloat16 states stochastically. With unscale_grads, the step also multiplies the gradients in memory by
-  // grad_factor and rounds them to their dtype, even if the step is skipped. Otherwise it only reads them. No
-  // two tensors may share memory.
-  m.def(
-      "step_(str rule, Tensor(a!)[] weights, Tensor(g!)[] grads, Tensor(b!)[] states, "
-      "Tensor(c!)[] absmaxes, Tensor(d!)[] steps, Tensor(e!)[] averages, Tensor(f!)[] lows, int[] ids, "
-      "float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, bool maximize, float ema_decay, "
-      "int? seed, Tensor? grad_factor, Tensor? found_inf, bool unscale_grads=False) -> ()");
-
-  // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
-  // and strides. Of numbers without a sign no positive one becomes 0.
-  m.def("encode_(Tensor values, Tensor(a!) codes, Tensor(b!) absmax, bool has_sign) -> ()");
-  m.def("decode_(Tensor(a!) values, Tensor codes, Tensor absmax, bool has_sign) -> ()");
-
-  // The same over and over: a bucket is all of it but the gradients, checked once and kept by number.
+  // No two tensors may share memory.
   m.def(
       "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] absmaxes, Tensor[] steps, "
       "Tensor[] averages, Tensor[] lows, int[] ids) -> int");
@@ -71,12 +56,22 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
       "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
+  // One step with the gradients that are set, which the bucket then releases. lr_tensor, where given, wins
+  // over lr. grad_factor and found_inf are read on the device: a step whose found_inf is set changes nothing,
+  // step counts included. A seed rounds bfloat16 weights without lows and bfloat16 states stochastically.
+  // With unscale_grads, the step also multiplies the gradients in memory by grad_factor and rounds them to
+  // their dtype, even if the step is skipped. Otherwise it only reads them.
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "
       "bool unscale_grads=False) -> ()");
   // True if no two gradients that are set in these buckets share memory, as unscale_grads requires.
   m.def("grads_are_apart(int[] buckets) -> bool");
+
+  // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
+  // and strides. Of numbers without a sign no positive one becomes 0.
+  m.def("encode_(Tensor values, Tensor(a!) codes, Tensor(b!) absmax, bool has_sign) -> ()");
+  m.def("decode_(Tensor(a!) values, Tensor codes, Tensor absmax, bool has_sign) -> ()");
 
   // uint8 images [N, C, H, W] as (x / 255 - mean) / std: each operation rounded to float32, the result to
   // `dtype` (float32, float16, bfloat16). One mean and one std per channel; channels_last or contiguous.

@@ -315,18 +315,6 @@ void free_bucket(int64_t bucket) { registry().remove(bucket); }
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket) { return registry().keep(std::move(bucket)); }
 std::shared_ptr<Bucket> find_bucket(int64_t number) { return registry().find(number); }
 
-void step_once(Bucket& bucket, const TensorList& grads, const StepNumbers& numbers) {
-  if (numbers.unscale_grads) check_apart({{grads, "grads"}});
-  switch (bucket.set_grads(grads, {})) {
-    case Bucket::Fit::kReady:
-      return bucket.step(numbers);
-    case Bucket::Fit::kOtherStrides:
-      STD_TORCH_CHECK(false, "grads must have the shapes and strides of weights");
-    default:
-      STD_TORCH_CHECK(false, "grads must be strided float tensors of one dtype, beside weights");
-  }
-}
-
 namespace {
 
 // Gradients whose memory holds the negative (torch's negation bit): torch would pass copies that do not

@@ -227,5 +227,4 @@ class CpuBucket final : public Bucket {
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) {
   m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket<flatout::CpuBucket>));
-  m.impl("step_", TORCH_BOX(&flatout::step_<flatout::CpuBucket>));
 }

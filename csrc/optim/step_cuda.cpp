@@ -60,5 +60,4 @@ class CudaBucket final : public Bucket {
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CUDA, m) {
   m.impl("make_bucket", TORCH_BOX(&flatout::make_bucket<flatout::CudaBucket>));
-  m.impl("step_", TORCH_BOX(&flatout::step_<flatout::CudaBucket>));
 }

@@ -1,86 +1,35 @@
-"""The operators as torch sees them: schemas, fakes, tracing, errors; and what a bucket says of its tensors."""
+"""The operators as torch sees them: schemas, fakes, errors, and the states of a bucket."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-import flatout.optim  # noqa: F401  (loads the operators)
-from tests.optim.rules import VARIANTS
+from tests.optim.buckets import DEFAULTS, MOVED, NOT_NATIVE, OTHER_STRIDES, READY, ops, step_once
 
-ops = torch.ops.flatout
-NUMBERS = dict(lr=0.1, lr_tensor=None, weight_decay=0.1, maximize=False, ema_decay=0.9, seed=None)
-SCALARS = dict(grad_factor=None, found_inf=None)
+NUMBERS = DEFAULTS | dict(lr=0.1)
 SHAPES = [(5,), (2, 3), (0,)]
 
 
-def tensors(dtype, fill=torch.rand):
-    return [fill(shape).to(dtype) for shape in SHAPES]
-
-
-def steps():
-    return [torch.zeros(()) for _ in SHAPES]
-
-
-def step_arguments(variant, dtype):
-    rule, options = VARIANTS[variant]
-    masters = dtype == torch.bfloat16
-    wide = torch.float32 if masters else dtype
-    lists = [
-        tensors(wide),
-        tensors(dtype),
-        [t for _ in rule.states(options) for t in tensors(wide)],
-        [],
-        steps(),
-        tensors(wide),
-        tensors(dtype) if masters else [],
-        [],
-    ]
-    scalars = dict(grad_factor=torch.tensor(0.5), found_inf=torch.tensor(0.0))
-    return (rule.operator, *lists, rule.numbers(options)), NUMBERS | scalars
+def tensors(dtype):
+    return [torch.rand(shape).to(dtype) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_", *VARIANTS])
+@pytest.mark.parametrize("name", ["unscale_and_check", "unscale_and_check_", "scale_"])
 def test_opcheck(name, dtype):
-    if name in VARIANTS:
-        args, kwargs = step_arguments(name, dtype)
-        operator = ops.step_.default
-    else:
-        args = (tensors(dtype), torch.tensor(0.5), *((1.0,) if name == "unscale_and_check" else ()))
-        kwargs, operator = {}, getattr(ops, name).default
-    torch.library.opcheck(operator, args, kwargs)
-    if operator is ops.step_.default:
-        torch.library.opcheck(operator, args, kwargs | {"unscale_grads": True})
+    arguments = (tensors(dtype), torch.tensor(0.5), *((1.0,) if name == "unscale_and_check" else ()))
+    torch.library.opcheck(getattr(ops, name).default, arguments)
 
 
 def test_operators_trace_without_a_graph_break():
-    def one_update(p, g, buffer):
+    def check(g):
         _, norm, factor = ops.unscale_and_check([g], None, 1.0)
-        ops.step_(
-            "sgd", [p], [g], [buffer], [], [], [], [], [], [0.9, 0.0, 0.0],
-            **NUMBERS, grad_factor=factor, found_inf=None,
-        )  # fmt: skip
+        ops.scale_([g], factor)
         return norm
 
-    eager, traced = ([torch.ones(7), torch.full((7,), 2.0), torch.zeros(7)] for _ in range(2))
-    expected = one_update(*eager)
-    norm = torch.compile(one_update, backend="aot_eager", fullgraph=True)(*traced)
-    torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(traced, eager)
-
-
-def test_gradients_that_a_step_writes_are_written_in_a_traced_one_too():
-    def one_update(p, g):
-        ops.step_(
-            "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0],
-            **NUMBERS, grad_factor=torch.full((), 0.5), found_inf=None, unscale_grads=True,
-        )  # fmt: skip
-
-    eager, traced = ([torch.ones(7), torch.full((7,), 2.0)] for _ in range(2))
-    one_update(*eager)
-    torch.compile(one_update, backend="aot_eager", fullgraph=True)(*traced)
-    assert torch.equal(eager[1], torch.ones(7))
+    eager, traced = torch.full((7,), 2.0), torch.full((7,), 2.0)
+    torch.testing.assert_close(torch.compile(check, backend="aot_eager", fullgraph=True)(traced), check(eager))
     torch.testing.assert_close(traced, eager)
 
 
@@ -88,10 +37,9 @@ def test_lr_tensor_and_device_scalars_win():
     p, g = torch.ones(3), torch.ones(3)
     for dtype in (torch.float32, torch.float64):
         p.fill_(1)
-        ops.step_(
-            "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0], lr=100.0,
-            lr_tensor=torch.tensor(0.5, dtype=dtype), weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None,
-            grad_factor=torch.tensor(0.5, dtype=dtype), found_inf=None,
+        step_once(
+            "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0],
+            lr=100.0, lr_tensor=torch.tensor(0.5, dtype=dtype), grad_factor=torch.tensor(0.5, dtype=dtype),
         )  # fmt: skip
         assert torch.equal(p, torch.full((3,), 0.75))
 
@@ -100,25 +48,21 @@ def one_step(
     rule="sgd", weights=None, grads=None, states=(), absmaxes=(), counts=(), averages=(), lows=(),
     options=(0.0, 0.0, 0.0), **kw
 ):  # fmt: skip
-    p = torch.ones(4)
-    ops.step_(
+    step_once(
         rule,
-        [p] if weights is None else weights,
-        [p] if grads is None else grads,
+        [torch.ones(4)] if weights is None else weights,
+        [torch.ones(4)] if grads is None else grads,
         list(states), list(absmaxes), list(counts), list(averages), list(lows), [], list(options),
-        **NUMBERS | SCALARS | kw,
+        **NUMBERS | kw,
     )  # fmt: skip
 
 
 BAD = [
-    (dict(grads=[torch.ones(5)]), "grads.*weights"),
     (dict(grads=[torch.ones(4), torch.ones(4)]), r"grads.*\(1\).* 2"),
-    (dict(grads=[torch.ones(4).int()]), "grads"),
-    (dict(grads=[torch.ones(4).double()]), "grads"),
     (dict(weights=[torch.ones(4).int()]), "weights.*float32"),
     (dict(weights=[torch.ones(4, 4)[:, ::2]]), r"weights\[0\]"),
     (dict(weights=[torch.ones(1).expand(4)]), r"weights\[0\]"),
-    (dict(weights=[]), "weights"),
+    (dict(weights=[], grads=[], states=[torch.ones(4)]), "weights"),
     (dict(weights=[torch.ones(4), torch.ones(4).double()]), r"weights\[1\].*weights\[0\]"),
     (dict(states=[torch.ones(5)]), r"states\[0\].*weights\[0\]"),
     (dict(states=[torch.ones(4)] * 4), "states.* 3"),
@@ -145,7 +89,8 @@ BAD = [
     (dict(lows=[torch.ones(4, dtype=torch.int16)]), "weights.*int16.*bfloat16"),
     (dict(rule="adamax"), "rule.* adamax"),
     (dict(options=(1.0,)), "options.* 3.* 1"),
-    (dict(unscale_grads=True, weights=[torch.ones(4)] * 2, grads=[torch.ones(4)] * 2), "share memory"),
+    (dict(states=[torch.ones(4).bfloat16()], lows=[torch.ones(4).half()]), "float16.*bfloat16"),
+    (dict(weights=[torch.ones(4).bfloat16()], states=[torch.ones(4).half()]), "float16.*bfloat16"),
     (dict(seed=1), "steps.*seed"),
     (dict(seed=1, counts=[torch.zeros(())]), "seed.*bfloat16"),
     (dict(grad_factor=torch.ones(2)), "grad_factor.* 2"),
@@ -168,9 +113,6 @@ def test_weights_that_share_memory_are_refused():
         ops.unscale_and_check([base], None, -1.0)
 
 
-READY, MOVED, OTHER_STRIDES, NOT_NATIVE = range(4)
-
-
 @pytest.fixture
 def bucket():
     weights = [torch.ones(4, 6), torch.ones(3)]
@@ -181,7 +123,7 @@ def bucket():
 
 
 def momentum_step(number, **kw):
-    ops.step_bucket_(number, [0.9, 0.0, 0.0], **(NUMBERS | dict(weight_decay=0.0) | SCALARS | kw))
+    ops.step_bucket_(number, [0.9, 0.0, 0.0], **(NUMBERS | kw))
 
 
 def test_a_bucket_steps_what_gradients_were_set_for(bucket):
@@ -209,7 +151,9 @@ def test_a_bucket_notices_what_has_changed(bucket):
     number, (p, q), (a, _) = bucket
     grads = [torch.ones(4, 6), torch.ones(3)]
     assert ops.set_grads(number, [torch.ones(6, 4).t(), grads[1]], []) == OTHER_STRIDES
+    assert ops.set_grads(number, [torch.ones(4, 6), torch.ones(5)], []) == OTHER_STRIDES
     assert ops.set_grads(number, [grads[0].double(), grads[1].double()], []) == NOT_NATIVE
+    assert ops.set_grads(number, [grads[0].int(), grads[1].int()], []) == NOT_NATIVE
     assert ops.set_grads(number, [grads[0], grads[1].half()], []) == NOT_NATIVE
     assert ops.set_grads(number, [torch._neg_view(grads[0]), grads[1]], []) == NOT_NATIVE
     assert ops.set_grads(number, [grads[0].to_sparse(), grads[1]], []) == NOT_NATIVE
@@ -224,12 +168,28 @@ def test_a_bucket_notices_what_has_changed(bucket):
     assert (p == 1).all(), "what had moved was not touched"
 
 
+def test_a_bucket_of_one_16_bit_dtype_takes_no_gradients_of_the_other():
+    number = ops.make_bucket("sgd", [torch.ones(5)], [], [], [], [], [torch.ones(5).bfloat16()], [])
+    assert ops.set_grads(number, [torch.ones(5).half()], []) == NOT_NATIVE
+    assert ops.set_grads(number, [torch.ones(5).bfloat16()], []) == READY
+    ops.free_bucket(number)
+
+
+def test_gradients_that_share_memory_are_found(bucket):
+    number = bucket[0]
+    base = torch.ones(27)
+    assert ops.set_grads(number, [base[:24].view(4, 6), base[24:]], []) == READY
+    assert ops.grads_are_apart([number])
+    assert ops.set_grads(number, [base[:24].view(4, 6), base[23:26]], []) == READY
+    assert not ops.grads_are_apart([number])
+
+
 def test_a_step_that_fails_keeps_no_gradients(bucket):
     number, (p, _), _ = bucket
     grads = [torch.ones(4, 6), torch.ones(3)]
     assert ops.set_grads(number, grads, []) == READY
     with pytest.raises((RuntimeError, ValueError), match=r"options.* 3"):
-        ops.step_bucket_(number, [0.9], **NUMBERS, **SCALARS)
+        ops.step_bucket_(number, [0.9], **NUMBERS)
     with pytest.raises(RuntimeError, match="which"):
         ops.set_grads(number, grads, [0, 2])
     momentum_step(number)
@@ -247,7 +207,7 @@ def test_counts_that_share_memory_are_refused():
 def test_a_zero_written_over_a_remainder_stays_a_number(written, remainder):
     p = torch.full((20,), written, dtype=torch.bfloat16)
     low = torch.full((20,), remainder, dtype=torch.int16)
-    one_step(weights=[p], grads=[torch.zeros_like(p)], lows=[low], weight_decay=0.0)
+    one_step(weights=[p], grads=[torch.zeros_like(p)], lows=[low])
     weight = ((p.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
     assert (weight.abs() < 1e-37).all(), "a denormal at most"
 

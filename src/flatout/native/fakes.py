@@ -33,11 +33,6 @@ def _scale_(grads: list[Tensor], factor: Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("flatout::step_")
-def _step_(rule: str, *lists: list[Tensor], **numbers: object) -> None:
-    return None
-
-
 @torch.library.register_fake("flatout::encode_")
 def _encode_(values: Tensor, codes: Tensor, absmax: Tensor, has_sign: bool) -> None:
     return None
