@@ -28,7 +28,7 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
   //             parameters whose missing 16 bits are `lows`
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
-  //             or 16-bit; or uint8, codes of core/dynamic8.h
+  //             or 16-bit; or uint8, codes of optim/dynamic8.h
   //   absmaxes  of states in uint8: float32, one per 256 elements in the order of memory
   //   steps     float32 or float64 counts, where needed: adam; sgd with dampening; a seed
   //   averages  of the weights (EMA), in the compute type, or none

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "core/chunks.h"
-#include "core/dynamic8.h"
 
 namespace flatout {
 
@@ -108,17 +107,6 @@ inline void check_beside(const Tensor& tensor, const char* name, size_t i, const
   check_memory(tensor, name, i);
 }
 
-// The absmaxes of a leader's tensor in 8 bits.
-inline void check_absmax(const Tensor& absmax, const char* name, size_t i, const Tensor& leader,
-                         const char* leader_name) {
-  const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;
-  STD_TORCH_CHECK(absmax.scalar_type() == ScalarType::Float && absmax.is_contiguous() &&
-                      absmax.numel() == blocks && same_device(absmax, leader),
-                  name, "[", i, "] must be ", blocks, " contiguous float32 numbers on the device of ",
-                  leader_name, "[", i, "]");
-  check_memory(absmax, name, i);
-}
-
 struct NamedList {
   const TensorList& tensors;
   const char* name;
@@ -146,18 +134,6 @@ inline void check_apart(std::initializer_list<NamedList> lists) {
   for (size_t i = 1; i < extents.size(); ++i)
     STD_TORCH_CHECK(extents[i - 1].end <= extents[i].begin, extents[i - 1].name, "[", extents[i - 1].tensor,
                     "] and ", extents[i].name, "[", extents[i].tensor, "] share memory");
-}
-
-inline void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
-  STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
-                  leader.size(), "), got ", steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    STD_TORCH_CHECK(
-        (steps[i].scalar_type() == ScalarType::Float || steps[i].scalar_type() == ScalarType::Double) &&
-            steps[i].numel() == 1 && same_device(steps[i], leader[i]),
-        name, "[", i, "] must be one float32 or float64 number on the device of weights[", i, "]");
-    check_memory(steps[i], name, i);
-  }
 }
 
 // A number on the tensors' device, or `otherwise` when none is given.

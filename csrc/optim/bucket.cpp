@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "optim/buckets.h"
+#include "optim/coded.h"
 
 namespace flatout {
 namespace {
@@ -31,6 +32,18 @@ TensorList aliases_of(const TensorList& tensors) {
     aliases.push_back(torch::stable::detail::to<Tensor>(stack[0]));
   }
   return aliases;
+}
+
+void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
+  STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
+                  leader.size(), "), got ", steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    STD_TORCH_CHECK(
+        (steps[i].scalar_type() == ScalarType::Float || steps[i].scalar_type() == ScalarType::Double) &&
+            steps[i].numel() == 1 && same_device(steps[i], leader[i]),
+        name, "[", i, "] must be one float32 or float64 number on the device of weights[", i, "]");
+    check_memory(steps[i], name, i);
+  }
 }
 
 }  // namespace

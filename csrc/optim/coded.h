@@ -2,8 +2,20 @@
 #pragma once
 
 #include "core/tensors.h"
+#include "optim/dynamic8.h"
 
 namespace flatout {
+
+// The absmaxes of a leader's tensor in 8 bits.
+inline void check_absmax(const Tensor& absmax, const char* name, size_t i, const Tensor& leader,
+                         const char* leader_name) {
+  const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;
+  STD_TORCH_CHECK(absmax.scalar_type() == ScalarType::Float && absmax.is_contiguous() &&
+                      absmax.numel() == blocks && same_device(absmax, leader),
+                  name, "[", i, "] must be ", blocks, " contiguous float32 numbers on the device of ",
+                  leader_name, "[", i, "]");
+  check_memory(absmax, name, i);
+}
 
 struct Coded {
   float* values;

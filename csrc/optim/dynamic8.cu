@@ -1,7 +1,7 @@
 // dynamic8.cu: whole tensors into 8 bits and back on CUDA, where an optimizer's state is converted.
 #include "core/chunks.h"
-#include "core/dynamic8.h"
 #include "core/warp.cuh"
+#include "optim/dynamic8.h"
 #include "optim/dynamic8_launch.h"
 
 namespace flatout {

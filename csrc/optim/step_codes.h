@@ -1,4 +1,4 @@
-// step_codes.h: what a warp does with one block of states in 8 bits (core/dynamic8.h) in an optimizer step:
+// step_codes.h: what a warp does with one block of states in 8 bits (optim/dynamic8.h) in an optimizer step:
 // decodes them into memory of its own, steps them there like any others, and encodes them. Each is a function
 // of the lane, so that a test can play lanes one after the other; between any two all lanes must be done.
 #pragma once

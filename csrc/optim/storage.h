@@ -4,8 +4,8 @@
 #pragma once
 
 #include "core/chunks.h"
-#include "core/dynamic8.h"
-#include "core/philox.h"
+#include "optim/dynamic8.h"
+#include "optim/philox.h"
 #include "optim/rules.h"
 
 namespace flatout {
@@ -19,7 +19,7 @@ struct Storage {
   uint32_t wide;  // bit s: stream s holds the compute type, else the type that the storage is about
   bool average;
   Low low;
-  bool codes;  // states are codes of core/dynamic8.h; the first has a sign, others are second moments
+  bool codes;  // states are codes of optim/dynamic8.h; the first has a sign, others are second moments
 
   FLATOUT_HD bool is_wide(int stream) const { return (wide >> stream & 1u) != 0; }
   FLATOUT_HD bool is_code(int stream, int states) const {

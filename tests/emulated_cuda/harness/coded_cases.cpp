@@ -1,8 +1,8 @@
 // coded_cases.cpp: tensors into 8 bits and back on a device, beside the same on the host.
 #include "cases.h"
-#include "core/dynamic8.h"
 #include "memory.h"
 #include "numbers.h"
+#include "optim/dynamic8.h"
 #include "optim/dynamic8_launch.h"
 #include "stream.h"
 
