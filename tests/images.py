@@ -1,4 +1,4 @@
-"""What tests of normalising images share: images of any shape and strides, and what they should become."""
+"""Images of any shape and strides, and their normalized values, for tests."""
 
 from __future__ import annotations
 

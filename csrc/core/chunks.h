@@ -1,6 +1,5 @@
-// chunks.h: cuts lists of tensors into chunks and chunks into aligned vectors. Every index that a kernel uses
-// is computed here by functions that the host can call too, so that a test can play blocks and threads over
-// them.
+// chunks.h: cuts lists of tensors into chunks and chunks into aligned vectors. The host can call these
+// functions too, so that tests compare kernels with the same threads run one after the other.
 #pragma once
 
 #include <cstdint>
@@ -73,11 +72,12 @@ FLATOUT_HD Split split_chunk(const void* first, uint32_t element_size, uint32_t 
 template <int Streams>
 inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
 
-// The share of one thread out of `threads`: single(i) for its elements; for its vectors of Width elements,
-// Batch at a time, vectors(std::integral_constant<int, N>, i, stride): N of them, at i, i + stride, ...
+// Visits the share of one thread out of `threads`. Calls single(i) for elements of the head and the tail, and
+// vectors(std::integral_constant<int, N>, i, stride) for N vectors of Width elements at i, i + stride, ...
+// N is Batch, and 1 at the end.
 template <int Width, int Batch, class Single, class Vectors>
-FLATOUT_HD void walk(const Split& split, uint32_t thread, uint32_t threads, const Single& single,
-                     const Vectors& vectors) {
+FLATOUT_HD void for_each_vector(const Split& split, uint32_t thread, uint32_t threads, const Single& single,
+                                const Vectors& vectors) {
   for (uint32_t i = thread; i < split.head; i += threads) single(i);
   uint32_t v = thread;
 #ifdef __CUDA_ARCH__

@@ -31,9 +31,8 @@ template <class Body>
   body();
 }
 
-// Whether asking for memory ahead of a loop pays: Intel's prefetchers stop at the end of a page, so that a
-// loop over few streams waits at each one's beginning (one thread of a Xeon reads nearly twice as much with
-// it); AMD's go on, and asking costs a tenth (EPYC).
+// True where prefetching ahead of a loop pays. Intel's prefetchers stop at the end of a page: one thread of a
+// Xeon reads nearly twice as fast with prefetches. AMD's cross pages: on an EPYC prefetches cost a tenth.
 inline const bool prefetches_pay = []() noexcept {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
@@ -43,7 +42,7 @@ inline const bool prefetches_pay = []() noexcept {
 #endif
 }();
 
-// Asks for `bytes` of memory that lie `ahead`, where that pays. Any address may be asked for.
+// Prefetches `bytes` of memory at `address + ahead`, where that pays. Any address is valid.
 FLATOUT_HD void prefetch_ahead(const void* address, size_t bytes, size_t ahead) {
   if (!prefetches_pay) return;
   const char* begin = static_cast<const char*>(address) + ahead;
@@ -69,7 +68,7 @@ inline Isa detect_isa() {
 }
 
 template <class Body>
-void run_vectorised(const Body& body) {
+void run_vectorized(const Body& body) {
   static const Isa isa = detect_isa();
   switch (isa) {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -16,8 +16,8 @@
 
 namespace flatout {
 
-// Integers and, for doubles, None as NaN; what is left out at the end is 0. Behind an error nothing is read:
-// no code of Python's may run while one is set.
+// Converts an argument. For doubles, None is NaN. Arguments left out at the end are 0. After an error nothing
+// is read, because no Python code may run while an error is set.
 template <class T>
 T from_python(PyObject* value) {
   if (value == nullptr || PyErr_Occurred() != nullptr) return T{};
@@ -28,7 +28,7 @@ T from_python(PyObject* value) {
   }
 }
 
-// Runs `work`; what it throws becomes Python's error, and false.
+// Runs `work`. Sets Python's error and returns false if `work` throws.
 template <class F>
 bool without_throwing(F&& work) {
   try {
@@ -53,8 +53,8 @@ inline PyCFunction as_method(PyCFunctionFast function) noexcept {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// A function of one object: what it gets as `self` is a capsule that holds the object's C++ side and keeps it
-// alive. `definition` lives forever.
+// Binds a function to one object. Its `self` is a capsule that holds the C++ object and keeps the Python
+// object alive. `definition` must never be destroyed.
 template <class Owner>
 pybind11::object bind_to(PyMethodDef& definition, const pybind11::object& owner) {
   PyObject* capsule = PyCapsule_New(owner.cast<Owner*>(), nullptr, [](PyObject* dying) {

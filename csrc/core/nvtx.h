@@ -1,5 +1,4 @@
-// nvtx.h: named ranges for profilers; nothing at all in a build without CUDA, next to nothing without a
-// profiler.
+// nvtx.h: named ranges for profilers. Empty in a build without CUDA.
 #pragma once
 
 #if defined(FLATOUT_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
@@ -23,7 +22,7 @@ inline void pop() {
 #endif
 }
 
-// Whether a tool is attached; that does not change while the process lives.
+// True if a tool is attached, which does not change while the process lives.
 inline bool listens() {
 #if FLATOUT_HAS_NVTX
   const bool tracked = nvtxRangePushA("flatout") != NVTX_NO_PUSH_POP_TRACKING;

@@ -13,7 +13,7 @@
 #define FLATOUT_HD [[gnu::always_inline]] inline
 #endif
 
-// Before a loop whose every turn is to be code of its own on a GPU.
+// Unrolls the next loop in code for a GPU.
 #ifdef __CUDA_ARCH__
 #define FLATOUT_UNROLL _Pragma("unroll")
 #else
@@ -38,7 +38,7 @@ FLATOUT_HD To bit_cast(From from) {
   return to;
 }
 
-// Both conversions of half are branch-free (Maratyszcza/FP16), so that compilers vectorise loops over them.
+// Both conversions of half are branch-free (Maratyszcza/FP16), so that compilers vectorize loops over them.
 FLATOUT_HD float half_to_float(uint16_t half) {
   const uint32_t word = static_cast<uint32_t>(half) << 16;
   const uint32_t sign = word & 0x80000000u;
@@ -112,7 +112,8 @@ FLATOUT_HD void store_stochastic(bf16& to, float value, uint16_t random) {
 FLATOUT_HD float join(bf16 high, int16_t remainder) {
   const uint32_t upper = static_cast<uint32_t>(high.bits) << 16;
   const float weight = detail::bit_cast<float>(upper + static_cast<uint32_t>(int32_t{remainder}));
-  // Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
+  // Other code may have written a zero or an infinity over the parameter. With some remainders these join to
+  // NaN.
   const float written = detail::bit_cast<float>(upper);
   return weight == weight ? weight : written;
 }

@@ -38,7 +38,8 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Same shape, and the same place in memory for every index (dimensions of size 1 have no say).
+// True if the shapes are equal and every index has the same place in memory. Strides of dimensions of size 1
+// do not count.
 inline bool same_layout(const Tensor& a, const Tensor& b) {
   const auto sizes = a.sizes();
   const auto others = b.sizes();

@@ -1,4 +1,4 @@
-// images.h: what the CPU and the CUDA form of normalising images have in common: checks, orders, the output.
+// images.h: checks of the arguments of normalizing images, and the output, for the CPU and for CUDA.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

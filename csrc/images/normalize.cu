@@ -1,10 +1,10 @@
-// normalize.cu: uint8 images as normalised floats on CUDA: one read, one write.
+// normalize.cu: uint8 images as normalized floats on CUDA: one read, one write.
 #include "images/normalize_launch.h"
 
 namespace flatout {
 namespace {
 
-// Fewer than elsewhere: a block of small images still is one of many.
+// Fewer than in other kernels, so that a batch of small images has enough blocks.
 constexpr int kBlockThreads = 256;
 
 template <int Count>
@@ -34,7 +34,7 @@ template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     pack_kernel(__grid_constant__ Argument<ImageBatch> batch,
                 __grid_constant__ Argument<Channels<kMaxChannels>> channels) {
-  // Lanes want different channels: arguments would be read one channel at a time.
+  // Lanes read different channels, and reads of kernel arguments at different addresses are serialized.
   __shared__ Channel shared[kMaxChannels];
   for (int c = threadIdx.x; c < batch.channels; c += kBlockThreads) shared[c] = channels.of[c];
   __syncthreads();

@@ -1,4 +1,4 @@
-// normalize.h: the arithmetic of normalising images, written once for the CPU loops and the CUDA kernels.
+// normalize.h: the arithmetic of normalizing images, written once for the CPU loops and the CUDA kernels.
 //
 // A value is (x / 255 - mean) / std in float32, each of the three operations rounded, and then rounded to the
 // output's dtype: bit for bit what torchvision's ToTensor and Normalize compute on a CPU. Both divisions are

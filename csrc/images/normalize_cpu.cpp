@@ -1,4 +1,4 @@
-// normalize_cpu.cpp: uint8 images as normalised floats on the CPU: one pass over memory, all cores.
+// normalize_cpu.cpp: uint8 images as normalized floats on the CPU: one pass over memory, all cores.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cpu.h"
@@ -140,7 +140,7 @@ void normalize_batch(const ImageBatch& batch, const std::vector<Channel>& channe
   torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> bytes(piece_pixels * batch.channels);
     std::vector<float> floats(std::max<size_t>(pattern.mean.size(), kBlock));
-    run_vectorised(NormalizePieces<T, C>{batch, channels, pattern, piece_pixels, pieces_of_image, begin, end,
+    run_vectorized(NormalizePieces<T, C>{batch, channels, pattern, piece_pixels, pieces_of_image, begin, end,
                                          bytes.data(), floats.data()});
   });
 }

@@ -1,4 +1,4 @@
-// normalize_launch.h: the CUDA launcher of normalising images, callable from code that knows torch and code
+// normalize_launch.h: the CUDA launcher of normalizing images, callable from code that knows torch and code
 // that does not.
 #pragma once
 

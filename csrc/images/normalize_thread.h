@@ -1,5 +1,4 @@
-// normalize_thread.h: what one thread of a CUDA block does with images. The kernels are this and a
-// __syncwarp.
+// normalize_thread.h: the work of one thread of the CUDA kernels that normalize images.
 #pragma once
 
 #include "images/normalize.h"
@@ -206,7 +205,7 @@ struct GroupThread {
     const uint8_t* first = batch.in + (kPlanar ? int64_t{image} * C * pixels + place : int64_t{pixel} * C);
     const uint32_t step = kPlanar ? pixels : kWidth;
     if (kPlanar ? place + kWidth <= pixels : pixel + kWidth <= all_pixels) {
-      // Asked once for all rows, so that all of them are under way before the first one is waited for.
+      // Tested once for all rows, so that the loads of all rows overlap.
       if ((reinterpret_cast<uintptr_t>(first) | step) % kWidth == 0) {
         FLATOUT_UNROLL
         for (int k = 0; k < C; ++k) rows[k] = *reinterpret_cast<const Row*>(first + int64_t{step} * k);
@@ -217,7 +216,7 @@ struct GroupThread {
       }
       return;
     }
-    // The group goes on in the next image, or ends before it is full.
+    // The group crosses into the next image, or is cut short by the end of the batch.
     const uint32_t count = all_pixels - pixel < kWidth ? all_pixels - pixel : kWidth;
     FLATOUT_UNROLL
     for (int k = 0; k < C; ++k) rows[k] = Row{};

@@ -170,7 +170,7 @@ bool Bucket::has_moved(size_t tensor) const {
   return !steps_.empty() && steps_[tensor].data_ptr() != flat.step;
 }
 
-// Called for thousands of tensors in every step, so what is known of the weights is not asked again.
+// Called for thousands of tensors in every step, so facts about the weights are cached.
 Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, size_t tensor) const {
   if (has_moved(tensor)) return Fit::kMoved;
   if (!is_strided(grad) || grad.scalar_type() != dtype || device_type(grad) != device_type_ ||

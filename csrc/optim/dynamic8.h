@@ -1,4 +1,4 @@
-// dynamic8.h: numbers in 8 bits, by the block-wise dynamic quantisation of Dettmers et al., "8-bit Optimizers
+// dynamic8.h: numbers in 8 bits, by the block-wise dynamic quantization of Dettmers et al., "8-bit Optimizers
 // via Block-wise Quantization" (ICLR 2022): the numbers of a block are multiples of the largest magnitude
 // among them, each as the nearest of 256 numbers from -1 (or 0) to 1. Host and device.
 //
@@ -17,7 +17,7 @@ namespace flatout {
 
 inline constexpr uint32_t kDynamicBlock = 256;  // elements with one absmax
 
-// What one block's numbers are multiples of: its absmax, and the inverse to encode with.
+// The scale of one block's numbers: its absmax, and the inverse for encoding.
 struct DynamicScale {
   float absmax, inverse;
 
@@ -48,8 +48,8 @@ struct Dynamic8 {
     const float magnitude = detail::bit_cast<float>(bits < 0x3F800000u ? bits : 0x3F800000u);  // of NaN: 1
     float scale = kScale<kFirst>, bins = 1 << kFirst;
     find_decade<kFirst + 1>(magnitude, scale, bins);
-    // Scaled so that a decade goes from `bins` to 10 `bins`, and each of its bins is 9 wide. What lies behind
-    // the last one but not nearer to the next decade is the last one's.
+    // Scaled so that a decade goes from `bins` to 10 `bins`, and each of its bins is 9 wide. A place
+    // after the last bin that is not nearer to the next decade belongs to the last bin.
     const float place = static_cast<float>(static_cast<int>(magnitude * scale)), last = 10 * bins - 1;
     int bin = static_cast<int>(((place < last ? place : last) + 8 * bins) * kNinth);
     bin += ratio >= kNearOne ? 1 : 0;
@@ -91,7 +91,7 @@ struct Dynamic8 {
   static constexpr float kNearZero = 0.275e-6f;
   static constexpr float kNinth = 0x1.c71c74p-4f;  // or a little more: multiples of 9 do not fall short
 
-  // All in float: compilers would keep a selection of their own for each multiple of an integer.
+  // All in float: for integers, compilers would emit one selection for each multiple.
   template <int Decade>
   FLATOUT_HD static void find_decade(float magnitude, float& scale, float& bins) {
     if constexpr (Decade <= kLast) {

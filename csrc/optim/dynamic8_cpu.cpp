@@ -33,14 +33,14 @@ struct DecodeChunk {
   }
 };
 
-// Calls run_vectorised with the chunks of a pair of tensors.
+// Calls run_vectorized with the chunks of a pair of tensors.
 template <class Chunk>
 void convert(const Coded& coded, bool has_sign) {
   FlatTensor flat{};
   flat.numel = coded.numel;
   const std::vector<FlatTensor> list{flat};
   for_each_chunk(list, first_chunks(list), [&](uint32_t, int64_t begin, uint32_t count, uint32_t) {
-    run_vectorised(Chunk{coded.values + begin, coded.codes + begin, coded.absmax + begin / kDynamicBlock,
+    run_vectorized(Chunk{coded.values + begin, coded.codes + begin, coded.absmax + begin / kDynamicBlock,
                          count, has_sign});
   });
 }

@@ -1,5 +1,5 @@
 // philox.h: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the
-// counter-based generator of torch and cuRAND: the same bits for an element, whichever thread asks.
+// counter-based generator of torch and cuRAND: an element has the same bits in every thread.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace flatout {
 
-// Which random bits: the same seed, stream, tensor and step give the same ones.
+// Key of random bits: equal keys give equal bits.
 struct RandomKey {
   uint64_t seed;
   uint32_t stream, tensor, step;
 };
 
-inline constexpr uint32_t kGroup = 8;  // elements that one call serves, 16 bits each
+inline constexpr uint32_t kGroup = 8;  // elements per call, 16 bits each
 
 struct Philox {
   uint32_t word[4];

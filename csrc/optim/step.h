@@ -39,7 +39,7 @@ class Bucket {
   // Keeps the gradients alive until the step. An empty `which` means all weights. If both lists are empty,
   // releases the gradients that are set.
   Fit set_grads(TensorList grads, const std::vector<int64_t>& which);
-  // Updates what gradients were set for, and forgets them.
+  // Updates the weights whose gradients were set, and releases the gradients.
   void step(const StepNumbers& numbers);
 
   // One verdict over gradients on the bucket's device.
@@ -58,7 +58,7 @@ class Bucket {
   ScalarType grad_dtype() const { return grad_dtype_; }
 
  protected:
-  // `dtype` is the type that `storage` is about: the narrowest one.
+  // `dtype` is the narrowest type among the streams.
   virtual void run(RuleName rule, int states, ScalarType dtype, const Storage& storage,
                    const StepConfig& config, const std::vector<double>& options,
                    const std::vector<FlatTensor>& tensors) = 0;

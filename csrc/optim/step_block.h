@@ -1,4 +1,4 @@
-// step_block.h: what one block does in an optimizer step, callable on the host, where a test plays it.
+// step_block.h: the work of one block in an optimizer step. The host can call it, for tests.
 #pragma once
 
 #include "optim/step_chunk.h"
@@ -23,7 +23,7 @@ void with_kind(const Storage& storage, bool stochastic, const Body& body) {
   body(std::integral_constant<Kind, Kind::kPlain>{});
 }
 
-// What all threads of a block share.
+// Values that all threads of a block share.
 template <class T, class Rule>
 struct BlockStart {
   Place place;
@@ -31,7 +31,7 @@ struct BlockStart {
   Extras<compute_t<T>> extras;
 };
 
-// Written where it stays, part by part: held in registers until the end, it would cost a kernel threads.
+// Written in place, part by part. A returned value would stay in registers, which costs a kernel threads.
 template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
                             uint32_t block, const Config& config, const Storage& storage) {

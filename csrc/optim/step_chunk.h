@@ -1,5 +1,4 @@
-// step_chunk.h: what one thread does with one chunk in an optimizer step. The CUDA kernel is this and a
-// prologue.
+// step_chunk.h: the work of one thread on one chunk in an optimizer step.
 #pragma once
 
 #include <stdexcept>
@@ -8,7 +7,7 @@
 
 namespace flatout {
 
-// What a kernel can do beside the rule; what it cannot costs it no registers.
+// Abilities of a kernel beside the rule. An ability that a kernel lacks costs no registers.
 enum class Kind {
   kPlain,
   kExtended /* averages, 16-bit companions */,
@@ -27,7 +26,7 @@ struct alignas(kVectorBytes) Bytes16 {
   uint32_t word[4];
 };
 
-// Where blocks are played on the host, an access that a GPU would refuse must not pass unseen.
+// A GPU faults at a misaligned access. The code for the host, which emulated devices run, must not accept it.
 FLATOUT_HD void must_be_aligned([[maybe_unused]] const void* address) {
 #ifndef __CUDA_ARCH__
   if (reinterpret_cast<uintptr_t>(address) % kVectorBytes != 0) throw std::logic_error("misaligned vector");
@@ -54,10 +53,10 @@ FLATOUT_HD void store_aligned(void* to, int k, const Bytes16& bytes) {
 #endif
 }
 
-// A vector of kWidth elements as it lies in memory: 16 bytes of Ts, or as much as it takes of the compute
-// type. Loaded as such and converted later, so that the loads of all streams are under way together.
+// The bits of kWidth elements: 16 bytes of Ts, or kWidth elements of the compute type. Converted after the
+// loads of all streams have been issued, so that the loads overlap.
 template <class T>
-struct Raw {
+struct VectorBits {
   using Acc = compute_t<T>;
   static constexpr int kWidth = kVectorBytes / sizeof(T);
   static constexpr int kParts = kWidth * sizeof(Acc) / kVectorBytes;
@@ -102,14 +101,15 @@ struct Raw {
   }
 };
 
-// One thread's walk over one chunk. Every stream is read but a 16-bit copy; all but the gradient are written.
+// One thread of a block that steps one chunk. Reads every stream but a 16-bit copy, and writes every stream
+// but the gradient.
 template <class T, class Rule, Kind K>
 struct StepThread {
   using Acc = compute_t<T>;
   static constexpr int kStreams = kStreamsOf<Rule, K>;
   static constexpr int kCore = kStreamsOf<Rule, Kind::kPlain>;
   static constexpr int kAverage = kCore, kLow = kCore + 1;
-  static constexpr int kWidth = Raw<T>::kWidth;
+  static constexpr int kWidth = VectorBits<T>::kWidth;
   static constexpr int kAtOnce = kWidth < 4 ? kWidth : 4;  // lanes computed together: more cost registers
   static constexpr bool kRemainder = K != Kind::kPlain && std::is_same_v<T, bf16>;
   static constexpr bool kRandom = K == Kind::kRandom && std::is_same_v<T, bf16>;
@@ -142,34 +142,34 @@ struct StepThread {
     constexpr uint32_t kAll = (1u << kStreams) - 1;
     const auto single = [&](uint32_t i) { update_one(i); };
     if (aligned == kAll) {
-      walk<kWidth, kBatch<kStreams>>(split, thread, threads, single,
-                                     [&](auto batch, uint32_t i, uint32_t stride) {
-                                       update_vectors<decltype(batch)::value>(i, stride, kAll);
-                                     });
+      for_each_vector<kWidth, kBatch<kStreams>>(split, thread, threads, single,
+                                                [&](auto batch, uint32_t i, uint32_t stride) {
+                                                  update_vectors<decltype(batch)::value>(i, stride, kAll);
+                                                });
     } else {  // gradients in a communication bucket lie anywhere: their lanes are loaded one by one
-      walk<kWidth, 1>(split, thread, threads, single,
-                      [&](auto, uint32_t i, uint32_t) { update_vectors<1>(i, 0, aligned); });
+      for_each_vector<kWidth, 1>(split, thread, threads, single,
+                                 [&](auto, uint32_t i, uint32_t) { update_vectors<1>(i, 0, aligned); });
     }
   }
 
  private:
-  FLATOUT_HD Raw<T> fetch(int s, uint32_t i, uint32_t aligned) const {
-    Raw<T> raw;
+  FLATOUT_HD VectorBits<T> fetch(int s, uint32_t i, uint32_t aligned) const {
+    VectorBits<T> vector;
     const bool whole = (aligned >> s & 1u) != 0;
-    wide(s) ? raw.load_as(at<Acc>(s, i), whole) : raw.load_as(at<T>(s, i), whole);
-    return raw;
+    wide(s) ? vector.load_as(at<Acc>(s, i), whole) : vector.load_as(at<T>(s, i), whole);
+    return vector;
   }
-  FLATOUT_HD void put(int s, uint32_t i, uint32_t aligned, const Raw<T>& raw) const {
+  FLATOUT_HD void put(int s, uint32_t i, uint32_t aligned, const VectorBits<T>& vector) const {
     const bool whole = (aligned >> s & 1u) != 0;
-    wide(s) ? raw.store_as(at<Acc>(s, i), whole) : raw.store_as(at<T>(s, i), whole);
+    wide(s) ? vector.store_as(at<Acc>(s, i), whole) : vector.store_as(at<T>(s, i), whole);
   }
 
   template <int Batch>
   FLATOUT_HD void update_vectors(uint32_t first, uint32_t stride, uint32_t aligned) const {
-    Raw<T> raw[Batch][kStreams];
+    VectorBits<T> vector[Batch][kStreams];
     for (int b = 0; b < Batch; ++b)
       for (int s = 0; s < kStreams; ++s)
-        raw[b][s] = is_read(s) ? fetch(s, first + b * stride, aligned) : Raw<T>{};
+        vector[b][s] = is_read(s) ? fetch(s, first + b * stride, aligned) : VectorBits<T>{};
     for (int b = 0; b < Batch; ++b) {
       const uint32_t i = first + b * stride;
       Philox random[kRandom ? kCore : 1];
@@ -178,14 +178,14 @@ struct StepThread {
           if (s != 1 && !wide(s)) random[s] = extras.random(s, group_of(i));
       for (int from = 0; from < kWidth; from += kAtOnce) {
         Acc x[kAtOnce][kCore];
-        for (int s = 0; s < kCore; ++s) unpack(raw[b], s, from, x);
+        for (int s = 0; s < kCore; ++s) unpack(vector[b], s, from, x);
         for (int l = 0; l < kAtOnce; ++l) rule(x[l]);
         for (int s = 0; s < kCore; ++s)
-          if (s != 1) pack(raw[b], s, from, x, random);
-        if constexpr (K != Kind::kPlain) extend(raw[b], from, x);
+          if (s != 1) pack(vector[b], s, from, x, random);
+        if constexpr (K != Kind::kPlain) extend(vector[b], from, x);
       }
       for (int s = 0; s < kStreams; ++s)
-        if (s != 1 && is_there(s)) put(s, i, aligned, raw[b][s]);
+        if (s != 1 && is_there(s)) put(s, i, aligned, vector[b][s]);
     }
   }
 
@@ -202,16 +202,16 @@ struct StepThread {
   using Block = Acc (&)[kAtOnce][kCore];
   using ConstBlock = const Acc (&)[kAtOnce][kCore];
 
-  FLATOUT_HD void unpack(const Raw<T> (&raw)[kStreams], int s, int from, Block x) const {
+  FLATOUT_HD void unpack(const VectorBits<T> (&vector)[kStreams], int s, int from, Block x) const {
     if (wide(s)) {
-      const auto lanes = raw[s].template as<Acc>();
+      const auto lanes = vector[s].template as<Acc>();
       for (int l = 0; l < kAtOnce; ++l) x[l][s] = lanes.lane[from + l];
       return;
     }
-    const auto lanes = raw[s].template as<T>();
+    const auto lanes = vector[s].template as<T>();
     if constexpr (kRemainder) {
       if (s == 0 && has_remainder()) {
-        const auto rest = raw[kLow].template as<int16_t>();
+        const auto rest = vector[kLow].template as<int16_t>();
         for (int l = 0; l < kAtOnce; ++l) x[l][0] = join(lanes.lane[from + l], rest.lane[from + l]);
         return;
       }
@@ -219,21 +219,21 @@ struct StepThread {
     for (int l = 0; l < kAtOnce; ++l) x[l][s] = load(lanes.lane[from + l]);
   }
 
-  FLATOUT_HD void pack(Raw<T> (&raw)[kStreams], int s, int from, ConstBlock x,
+  FLATOUT_HD void pack(VectorBits<T> (&vector)[kStreams], int s, int from, ConstBlock x,
                        const Philox (&random)[kRandom ? kCore : 1]) const {
     if (wide(s)) {
-      auto lanes = raw[s].template as<Acc>();
+      auto lanes = vector[s].template as<Acc>();
       for (int l = 0; l < kAtOnce; ++l) lanes.lane[from + l] = x[l][s];
-      raw[s].set(lanes);
+      vector[s].set(lanes);
       return;
     }
-    auto lanes = raw[s].template as<T>();
+    auto lanes = vector[s].template as<T>();
     if constexpr (kRemainder) {
       if (s == 0 && has_remainder()) {
-        auto rest = raw[kLow].template as<int16_t>();
+        auto rest = vector[kLow].template as<int16_t>();
         for (int l = 0; l < kAtOnce; ++l) split(x[l][0], lanes.lane[from + l], rest.lane[from + l]);
-        raw[0].set(lanes);
-        raw[kLow].set(rest);
+        vector[0].set(lanes);
+        vector[kLow].set(rest);
         return;
       }
     }
@@ -244,21 +244,21 @@ struct StepThread {
         store(lanes.lane[from + l], x[l][s]);
       }
     }
-    raw[s].set(lanes);
+    vector[s].set(lanes);
   }
 
   // Average and rounded copy of the new weights.
-  FLATOUT_HD void extend(Raw<T> (&raw)[kStreams], int from, ConstBlock x) const {
+  FLATOUT_HD void extend(VectorBits<T> (&vector)[kStreams], int from, ConstBlock x) const {
     if (extras.storage.average) {
-      auto average = raw[kAverage].template as<Acc>();
+      auto average = vector[kAverage].template as<Acc>();
       for (int l = 0; l < kAtOnce; ++l)
         average.lane[from + l] = extras.average(average.lane[from + l], x[l][0]);
-      raw[kAverage].set(average);
+      vector[kAverage].set(average);
     }
     if (extras.storage.low == Low::kCopy) {
-      auto copy = raw[kLow].template as<T>();
+      auto copy = vector[kLow].template as<T>();
       for (int l = 0; l < kAtOnce; ++l) store(copy.lane[from + l], x[l][0]);
-      raw[kLow].set(copy);
+      vector[kLow].set(copy);
     }
   }
 

@@ -1,6 +1,6 @@
-// step_codes.h: what a warp does with one block of states in 8 bits (optim/dynamic8.h) in an optimizer step:
-// decodes them into memory of its own, steps them there like any others, and encodes them. Each is a function
-// of the lane, so that a test can play lanes one after the other; between any two all lanes must be done.
+// step_codes.h: the work of a warp on one block of states in 8 bits (optim/dynamic8.h): decodes the states
+// into staging memory, steps there, and encodes them. Each phase is a function of the lane, so that the host
+// can run lanes one after the other. All lanes must finish a phase before the next one begins.
 #pragma once
 
 #include "optim/step_chunk.h"
@@ -105,7 +105,7 @@ struct CodesWarp {
   };
 
   FLATOUT_HD static uint32_t begin_of(uint32_t lane, uint32_t k) { return (k * kLanes + lane) * kPiece; }
-  // What lies behind the block's end decodes to something that nobody looks at.
+  // Elements after the block's end are decoded too, and their values are not used.
   FLATOUT_HD Piece load(const uint8_t* codes, uint32_t block, uint32_t lane, uint32_t k) const {
     const uint32_t i = begin_of(lane, k), end = count(block);
     if (i + kPiece <= end && is_aligned(codes)) return *reinterpret_cast<const Piece*>(codes + i);

@@ -18,7 +18,7 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
   Acc* __restrict a = stream[kStreams > 2 ? 2 : 0];
   Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
   Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
-  // In runs where there are prefetches between them: inside the loop they would keep it from vectorising.
+  // In runs where there are prefetches between them: inside the loop they would keep it from vectorizing.
   // With `unscale`, short runs keep the gradients in L1 for the second loop.
   const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : unscale != 1 ? kBlock : count;
   for (uint32_t begin = 0; begin < count; begin += run) {
@@ -191,7 +191,7 @@ void run_chunks(const Config& config, const Storage& storage, const std::vector<
             rules[t].rule, extras_of<Acc>(config, storage, tensors[t].id, rules[t].step), {}, begin, count};
         for (int s = 0; s < 4 + 2 * Rule::kStates; ++s)
           chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, Rule::kStates, begin);
-        run_vectorised(chunk);
+        run_vectorized(chunk);
       },
       // A check that came first has left the last gradients in the caches; without one, backward's are the
       // first.

@@ -30,11 +30,11 @@ class CudaBucket final : public Bucket {
   }
 
   // Kept while the same tensors step on the same stream: only there torch's allocator knows when the memory
-  // is free again. What a CUDA graph replays is its own, written and freed within it.
+  // is free again. A CUDA graph writes and frees a table within the graph.
   Tensor table_of(const std::vector<FlatTensor>& tensors, cudaStream_t stream) {
     if (is_capturing(stream)) return new_table(tensors, stream);
     if (!table_.has_value() || stream_ != stream || which_ != which()) {
-      table_.reset();  // whatever fails below, no table is taken for another's
+      table_.reset();  // if a call below fails, no stale table is left
       which_ = which();
       stream_ = stream;
       table_ = new_table(tensors, stream);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
   const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
   if (skipped && !config.unscale_grads) return;
   static_assert(std::is_trivially_default_constructible_v<BlockStart<T, Rule>>,
-                "or shared memory is initialised");
+                "or shared memory is initialized");
   __shared__ BlockStart<T, Rule> start;
   __shared__ bool last;
   if (blockIdx.x < batch.chunks) {

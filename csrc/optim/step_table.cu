@@ -1,4 +1,4 @@
-// step_table.cu: brings a table to the device.
+// step_table.cu: writes a table to the device.
 #include <algorithm>
 
 #include "optim/step_launch.h"

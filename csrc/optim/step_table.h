@@ -1,5 +1,5 @@
-// step_table.h: where a step on the device finds its tensors. What stays the same lies in a table there,
-// however many tensors there are; gradients change from step to step and come as an argument of the launch.
+// step_table.h: the addresses of a step's tensors on a device. A table in device memory holds the addresses
+// that stay the same. Gradients change from step to step and are an argument of the launch.
 #pragma once
 
 #include "core/chunks.h"
@@ -9,7 +9,7 @@ namespace flatout {
 struct StepTable {
   uint32_t* ticket;  // blocks of a launch that are done; 0 between launches
   const FlatTensor* tensor;
-  const uint32_t* first_chunk;  // of each tensor; behind them the number of chunks
+  const uint32_t* first_chunk;  // of each tensor, then the number of chunks
 };
 
 // The table of some tensors as it lies in memory: ticket, tensors, first chunks.
@@ -23,9 +23,9 @@ inline std::vector<char> table_image(const std::vector<FlatTensor>& tensors) {
   return image;
 }
 inline StepTable table_at(void* image, size_t tensors) {
-  char* behind_ticket = static_cast<char*>(image) + kVectorBytes;
-  return {static_cast<uint32_t*>(image), reinterpret_cast<const FlatTensor*>(behind_ticket),
-          reinterpret_cast<const uint32_t*>(behind_ticket + tensors * sizeof(FlatTensor))};
+  char* first_tensor = static_cast<char*>(image) + kVectorBytes;
+  return {static_cast<uint32_t*>(image), reinterpret_cast<const FlatTensor*>(first_tensor),
+          reinterpret_cast<const uint32_t*>(first_tensor + tensors * sizeof(FlatTensor))};
 }
 
 // What one launch works on: as many of the table's tensors as their gradients fit beside the other arguments,

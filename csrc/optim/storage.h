@@ -1,6 +1,5 @@
-// storage.h: in which types the streams of a step are stored. Arithmetic knows one compute type; memory may
-// hold 16-bit parameters beside float32 moments, masters beside the parameters they are rounded to, and so
-// on.
+// storage.h: the types in which the streams of a step are stored. All arithmetic is in one compute type.
+// Memory may hold 16-bit parameters beside float32 moments, or masters beside rounded parameters.
 #pragma once
 
 #include "core/chunks.h"
@@ -13,10 +12,10 @@ namespace flatout {
 // The 16-bit companion of a weight: a rounded copy that a step writes, or the bits that a bfloat16 lacks.
 enum class Low : uint8_t { kNone, kCopy, kRemainder };
 
-// Streams are numbered: 0 weight, 1 gradient, 2.. states; behind them average, 16-bit companion, and of
-// states in 8 bits the absmaxes.
+// Streams are numbered: 0 weight, 1 gradient, 2.. states, then average, 16-bit companion, and the absmaxes of
+// states in 8 bits.
 struct Storage {
-  uint32_t wide;  // bit s: stream s holds the compute type, else the type that the storage is about
+  uint32_t wide;  // bit s: stream s holds the compute type, else the narrowest type of the step
   bool average;
   Low low;
   bool codes;  // states are codes of optim/dynamic8.h; the first has a sign, others are second moments
@@ -33,14 +32,15 @@ struct Storage {
     if (stream >= 4 + states) bytes = i / kDynamicBlock * static_cast<int64_t>(sizeof(float));
     char* moved = address == nullptr ? nullptr : static_cast<char*>(address) + bytes;
 #ifdef __CUDA_ARCH__
-    // Read from shared memory, it could point anywhere. Behind a return of null the compiler would forget it.
+    // A pointer from shared memory could point to any space, and the compiler would use slower generic loads.
+    // It would lose this fact after an early return of null.
     __builtin_assume(__isGlobal(moved));
 #endif
     return moved;
   }
 };
 
-// What surrounds the rule in a step.
+// Work of a step beside the rule: averages, unscaling and rounding.
 template <class Acc>
 struct Extras {
   Storage storage;

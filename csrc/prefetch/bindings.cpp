@@ -184,7 +184,7 @@ class Batches {
       try {
         stager_->wait(*batch);
       } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-        // Nobody asked for it; or this is a forked child, where no job runs.
+        // The batch was never requested, or this is a forked child, where no job runs.
       }
     }
   }

@@ -21,7 +21,7 @@ bool usable() noexcept;
 // For threads of the prefetcher, before any other call: makes `device` current and binds the thread to the
 // CPUs beside it. Calls of the thread then leave a CUDA graph intact that the user captures meanwhile.
 void enter_thread(int device);
-// A non-blocking stream that nobody else is given (torch's pool repeats after 32); it lives as long as the
+// A non-blocking stream that is not shared (torch's pool repeats after 32); it lives as long as the
 // process.
 Stream create_stream(int device);
 

@@ -48,9 +48,9 @@ std::vector<const std::byte*> locate(const Column& column, const std::int64_t* i
   std::vector<const std::byte*> rows(count);
   for (std::size_t i = 0; i < count; ++i) {
     if (indices[i] < 0 || indices[i] >= first.back()) out_of_range(indices[i], first.back());
-    const auto behind = std::upper_bound(first.begin(), first.end(), indices[i]);
-    const Part& part = column.parts[static_cast<std::size_t>(behind - first.begin()) - 1];
-    rows[i] = part.data + (indices[i] - *(behind - 1)) * part.stride;
+    const auto next = std::upper_bound(first.begin(), first.end(), indices[i]);
+    const Part& part = column.parts[static_cast<std::size_t>(next - first.begin()) - 1];
+    rows[i] = part.data + (indices[i] - *(next - 1)) * part.stride;
   }
   return rows;
 }

@@ -19,7 +19,7 @@ struct Column {
   Column(std::vector<Part> column_parts, std::size_t bytes);
 
   std::vector<Part> parts;               // at least one
-  std::vector<std::int64_t> first_rows;  // of each part; behind them the number of all rows
+  std::vector<std::int64_t> first_rows;  // of each part, then the number of all rows
   std::size_t row_bytes;
 };
 

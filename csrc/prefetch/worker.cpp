@@ -204,7 +204,7 @@ void Worker::close() noexcept {
   state_->wake.notify_all();
   for (auto& thread : threads) thread.join();
   {
-    // Whoever closes, and whoever comes second, returns when nothing runs any more.
+    // Every caller, also a second one, returns after the last task.
     std::unique_lock lock(state_->mutex);
     state_->joined = state_->joined || first;
     state_->still.notify_all();

@@ -1,4 +1,4 @@
-// check.h: what the CPU and the CUDA form of unscale + check have in common.
+// check.h: arguments and results of unscale + check, for the CPU and for CUDA.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,7 @@ struct GradList {
   ScalarType dtype;
 };
 
-// What is asked about gradients of one device: all lists share one verdict.
+// A check of gradients of one device. All lists share one verdict.
 struct Check {
   std::vector<GradList> lists;
   Unscaling unscaling;
@@ -45,7 +45,7 @@ inline ScalarType norm_dtype(const Check& check) {
   return wide ? ScalarType::Double : ScalarType::Float;
 }
 
-// The results, uninitialised.
+// The results, uninitialized.
 inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
   const ScalarType dtype = norm_dtype(check);
   return {torch::stable::new_empty(leader, {}, ScalarType::Float),

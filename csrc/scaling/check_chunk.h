@@ -1,4 +1,4 @@
-// check_chunk.h: what one thread of a CUDA block does with gradients.
+// check_chunk.h: the work of one thread of a CUDA block that checks or scales gradients.
 #pragma once
 
 #include "scaling/grad_table.h"
@@ -16,7 +16,7 @@ FLATOUT_HD uint32_t check_blocks(uint32_t chunks) {
 }
 
 // The thread's share of the chunk's norm and finiteness; with Rewrite gradients come back times inv_scale.
-// (A template: what rewriting needs would cost the mere check half of its threads, in registers.)
+// Rewrite is a template argument: its registers would halve the threads of a check without it.
 template <Norm kNorm, bool Rewrite, class T>
 FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale, uint32_t thread,
                                uint32_t threads) {
@@ -25,7 +25,7 @@ FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale,
   const bool write = Rewrite && inv_scale != 1;  // times 1 changes nothing
   T* x = view.gradients;
   Lane<kNorm, Acc> lane{0, 0};
-  walk<Vector::kWidth, kBatch<1>>(
+  for_each_vector<Vector::kWidth, kBatch<1>>(
       split_chunk(x, sizeof(T), Vector::kWidth, view.count), thread, threads,
       [&](uint32_t i) {
         const Acc gradient = load(x[i]);
@@ -55,7 +55,7 @@ FLATOUT_HD void scale_chunk(const ChunkView<T>& view, compute_t<T> factor, uint3
                             uint32_t threads) {
   using Vector = Pack<T>;
   T* x = view.gradients;
-  walk<Vector::kWidth, kBatch<1>>(
+  for_each_vector<Vector::kWidth, kBatch<1>>(
       split_chunk(x, sizeof(T), Vector::kWidth, view.count), thread, threads,
       [&](uint32_t i) { store(x[i], load(x[i]) * factor); },
       [&](auto batch, uint32_t i, uint32_t stride) {

@@ -111,7 +111,7 @@ std::vector<Partial> partials_of(const std::vector<FlatTensor>& tensors, double 
   const std::vector<uint32_t> first = first_chunks(tensors);
   std::vector<Partial> partials(first.back());
   for_each_chunk(tensors, first, [&](uint32_t t, int64_t begin, uint32_t count, uint32_t chunk) {
-    run_vectorised(CheckChunk<T, kNorm>{static_cast<T*>(tensors[t].address[0]) + begin, count,
+    run_vectorized(CheckChunk<T, kNorm>{static_cast<T*>(tensors[t].address[0]) + begin, count,
                                         static_cast<compute_t<T>>(inv_scale), rewrite, &partials[chunk]});
   });
   return partials;
@@ -176,7 +176,7 @@ void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType d
   if (factor == 1) return;
   with_dtype(dtype, [&]<class T>(T*) {
     for_each_chunk(tensors, first_chunks(tensors), [&](uint32_t t, int64_t begin, uint32_t count, uint32_t) {
-      run_vectorised(ScaleChunk<T>{static_cast<T*>(tensors[t].address[slot]) + begin, count,
+      run_vectorized(ScaleChunk<T>{static_cast<T*>(tensors[t].address[slot]) + begin, count,
                                    static_cast<compute_t<T>>(factor)});
     });
   });

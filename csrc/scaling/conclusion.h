@@ -1,4 +1,4 @@
-// conclusion.h: what all launches of one check share, and the verdict from their partial sums.
+// conclusion.h: the state that all launches of one check share, and the verdict from their partial sums.
 #pragma once
 
 #include "scaling/counter.h"
@@ -23,7 +23,7 @@ FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_
   return mine;
 }
 
-// What all launches of one check share. Whichever block finishes last, counted over all of them, concludes.
+// State that all launches of one check share. The block that finishes last among all launches concludes.
 struct Conclusion {
   Partial* partials;  // one per chunk of all lists
   uint32_t chunks;    // of all lists

@@ -1,4 +1,4 @@
-// grad_table.h: which gradients a launch works on, and where in them a block finds its chunk.
+// grad_table.h: the gradients of a launch, and the chunk of a block among them.
 #pragma once
 
 #include "core/chunks.h"

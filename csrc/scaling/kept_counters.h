@@ -1,4 +1,4 @@
-// kept_counters.h: the counter of a call's launches: a kept one, or one of its own.
+// kept_counters.h: the counter of a call's launches: one kept per stream, or one in the call's own memory.
 #pragma once
 
 #include <map>
@@ -44,8 +44,8 @@ class KeptCounters {
   uint32_t next_ = 0;
 };
 
-// Calls launch() with a counter set. `counter.own` is memory for one that this call has to itself. A CUDA
-// graph gets such a one, because it may be replayed on any stream, beside other launches.
+// Calls launch() with a counter set. `counter.own` is memory of this call alone. A CUDA graph uses this
+// memory, because a graph may be replayed on any stream, beside other launches.
 template <class Launch>
 void with_counter(Counter& counter, const Tensor& leader, cudaStream_t stream, const Launch& launch) {
   const auto launch_with = [&](std::optional<uint32_t> kept) {

@@ -1,4 +1,4 @@
-"""Normalising images on a real GPU: the CPU's bits, on the current stream of any device."""
+"""Normalizing images on a real GPU: the CPU's bits, on the current stream of any device."""
 
 from __future__ import annotations
 

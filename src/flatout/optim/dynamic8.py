@@ -1,4 +1,4 @@
-"""Moments in 8 bits: block-wise dynamic quantisation, as the native steps keep them (csrc/optim/dynamic8.h).
+"""Moments in 8 bits: block-wise dynamic quantization, as the native steps keep them (csrc/optim/dynamic8.h).
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). Blocks of 256 elements, in the
 order of memory, have a float32 absmax; codes are positions in the paper's dynamic map, as in bitsandbytes.
