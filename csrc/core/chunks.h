@@ -48,7 +48,7 @@ FLATOUT_HD uint32_t tensor_of(const uint32_t* first_chunk, uint32_t tensors, uin
 // Where each tensor's chunks begin; the last entry is their number.
 inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
   std::vector<uint32_t> first(list.size() + 1);
-  for (size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
+  for (std::size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
   return first;
 }
 

@@ -43,10 +43,10 @@ inline const bool prefetches_pay = []() noexcept {
 }();
 
 // Prefetches `bytes` of memory at `address + ahead`, where that pays. Any address is valid.
-FLATOUT_HD void prefetch_ahead(const void* address, size_t bytes, size_t ahead) {
+FLATOUT_HD void prefetch_ahead(const void* address, std::size_t bytes, std::size_t ahead) {
   if (!prefetches_pay) return;
   const char* begin = static_cast<const char*>(address) + ahead;
-  for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(begin + line);
+  for (std::size_t line = 0; line < bytes; line += 64) __builtin_prefetch(begin + line);
 }
 
 enum class Isa { kBaseline, kV3, kV4 };

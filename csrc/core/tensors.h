@@ -27,7 +27,7 @@ inline bool is_dense(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
-  for (size_t d = 0; d < sizes.size(); ++d)
+  for (std::size_t d = 0; d < sizes.size(); ++d)
     if (sizes[d] != 1) dims.emplace_back(strides[d], sizes[d]);
   std::sort(dims.begin(), dims.end());
   int64_t expected = 1;
@@ -44,7 +44,7 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   const auto sizes = a.sizes();
   const auto others = b.sizes();
   if (sizes.size() != others.size()) return false;
-  for (size_t d = 0; d < sizes.size(); ++d)
+  for (std::size_t d = 0; d < sizes.size(); ++d)
     if (sizes[d] != others[d]) return false;
   if (a.numel() == 0) return true;
   if (a.is_contiguous() && b.is_contiguous()) return true;
@@ -64,14 +64,14 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
 }
 
 // False if the storage of a dense tensor is smaller than `numel` elements, as after FSDP has freed memory.
-inline bool has_memory(const Tensor& tensor, int64_t numel, size_t element_size) {
+inline bool has_memory(const Tensor& tensor, int64_t numel, std::size_t element_size) {
   if (numel == 0) return true;
   int64_t bytes = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   return (tensor.storage_offset() + numel) * static_cast<int64_t>(element_size) <= bytes;
 }
 
-inline void check_memory(const Tensor& tensor, const char* name, size_t i) {
+inline void check_memory(const Tensor& tensor, const char* name, std::size_t i) {
   STD_TORCH_CHECK(has_memory(tensor, tensor.numel(), tensor.element_size()), name, "[", i,
                   "] must have storage for ", tensor.numel(), " elements. Resize its storage back");
 }
@@ -89,7 +89,7 @@ inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
 inline void check_leader(const TensorList& list, const char* name) {
   STD_TORCH_CHECK(!list.empty(), name, " must hold at least one tensor");
   const ScalarType dtype = check_dtype(list[0], name);
-  for (size_t i = 0; i < list.size(); ++i) {
+  for (std::size_t i = 0; i < list.size(); ++i) {
     STD_TORCH_CHECK(list[i].scalar_type() == dtype, name, "[", i, "] must have the dtype of ", name, "[0]");
     STD_TORCH_CHECK(same_device(list[i], list[0]), name, "[", i, "] must be on the device of ", name, "[0]");
     STD_TORCH_CHECK(is_dense(list[i]), name, "[", i,
@@ -99,7 +99,7 @@ inline void check_leader(const TensorList& list, const char* name) {
 }
 
 // A companion of a leader's tensor: its device, shape and strides.
-inline void check_beside(const Tensor& tensor, const char* name, size_t i, const Tensor& leader,
+inline void check_beside(const Tensor& tensor, const char* name, std::size_t i, const Tensor& leader,
                          const char* leader_name) {
   STD_TORCH_CHECK(same_device(tensor, leader), name, "[", i, "] must be on the device of ", leader_name, "[",
                   i, "]");
@@ -119,12 +119,12 @@ inline void check_apart(std::initializer_list<NamedList> lists) {
   struct Extent {
     uintptr_t begin, end;
     const char* name;
-    size_t tensor;
+    std::size_t tensor;
   };
   std::vector<Extent> extents;
   for (const auto& [tensors, name] : lists) {
     extents.reserve(extents.size() + tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto begin = reinterpret_cast<uintptr_t>(tensors[i].data_ptr());
       if (tensors[i].numel() != 0)
         extents.push_back({begin, begin + tensors[i].numel() * tensors[i].element_size(), name, i});
@@ -132,7 +132,7 @@ inline void check_apart(std::initializer_list<NamedList> lists) {
   }
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (size_t i = 1; i < extents.size(); ++i)
+  for (std::size_t i = 1; i < extents.size(); ++i)
     STD_TORCH_CHECK(extents[i - 1].end <= extents[i].begin, extents[i - 1].name, "[", extents[i - 1].tensor,
                     "] and ", extents[i].name, "[", extents[i].tensor, "] share memory");
 }

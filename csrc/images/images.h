@@ -31,7 +31,7 @@ inline std::vector<Channel> check_channels(const std::vector<double>& mean, cons
                   mean.size(), " and ", std.size());
   const auto in_range = [](double value) { return value >= 1e-18 && value <= 1e18; };
   std::vector<Channel> constants;
-  for (size_t c = 0; c < mean.size(); ++c) {
+  for (std::size_t c = 0; c < mean.size(); ++c) {
     STD_TORCH_CHECK(mean[c] == 0 || in_range(std::abs(mean[c])), "mean[", c,
                     "] must be 0 or of a magnitude from 1e-18 to 1e18, got ", mean[c]);
     STD_TORCH_CHECK(in_range(std[c]), "std[", c, "] must be a number from 1e-18 to 1e18, got ", std[c]);

@@ -14,9 +14,9 @@ struct Pattern {
   std::vector<float> mean, std, inverse, rest;
 
   explicit Pattern(const std::vector<Channel>& channels) {
-    constexpr size_t kElements = 192, kPixels = 16;
-    const size_t step = channels.size() * kPixels, size = (kElements + step - 1) / step * step;
-    for (size_t i = 0; i < size; ++i) {
+    constexpr std::size_t kElements = 192, kPixels = 16;
+    const std::size_t step = channels.size() * kPixels, size = (kElements + step - 1) / step * step;
+    for (std::size_t i = 0; i < size; ++i) {
       const Channel& channel = channels[i % channels.size()];
       mean.push_back(channel.mean);
       std.push_back(channel.std);
@@ -139,7 +139,7 @@ void normalize_batch(const ImageBatch& batch, const std::vector<Channel>& channe
   const int64_t grain = std::max<int64_t>(kWorthAThread * pieces / batch.elements(), 1);
   torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> bytes(piece_pixels * batch.channels);
-    std::vector<float> floats(std::max<size_t>(pattern.mean.size(), kBlock));
+    std::vector<float> floats(std::max<std::size_t>(pattern.mean.size(), kBlock));
     run_vectorized(NormalizePieces<T, C>{batch, channels, pattern, piece_pixels, pieces_of_image, begin, end,
                                          bytes.data(), floats.data()});
   });

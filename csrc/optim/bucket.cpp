@@ -37,7 +37,7 @@ TensorList aliases_of(const TensorList& tensors) {
 void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
   STD_TORCH_CHECK(steps.size() == leader.size(), name, " must hold as many tensors as weights (",
                   leader.size(), "), got ", steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
+  for (std::size_t i = 0; i < steps.size(); ++i) {
     STD_TORCH_CHECK(
         (steps[i].scalar_type() == ScalarType::Float || steps[i].scalar_type() == ScalarType::Double) &&
             steps[i].numel() == 1 && same_device(steps[i], leader[i]),
@@ -53,7 +53,7 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
                const TensorList& lows, const std::vector<int64_t>& ids)
     : rule_(rule_named(rule)), states_(0), steps_(steps) {
   check_leader(weights, "weights");
-  const size_t count = weights.size();
+  const std::size_t count = weights.size();
   compute_ = weights[0].scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   grad_dtype_ = weights[0].scalar_type();
   device_type_ = device_type(weights[0]);
@@ -75,7 +75,7 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
     STD_TORCH_CHECK((streams_.back().tensors[0].scalar_type() == ScalarType::Byte) == codes_,
                     "states must be uint8 all or none");
     if (!codes_) continue;
-    for (size_t i = 0; i < count; ++i)
+    for (std::size_t i = 0; i < count; ++i)
       check_absmax(absmaxes[s * count + i], "absmaxes", s * count + i, weights[i], "weights");
     const TensorList stream = stream_of(absmaxes, s);
     streams_.push_back({stream, 4 + states_ + s, aliases_of(stream)});
@@ -107,7 +107,7 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
   STD_TORCH_CHECK(ids.empty() || ids.size() == count, "ids must hold as many numbers as weights (", count,
                   "), got ", ids.size());
   flat_.resize(count);
-  for (size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     flat_[i].numel = weights[i].numel();
     flat_[i].id = static_cast<uint32_t>(ids.empty() ? static_cast<int64_t>(i) : ids[i]);
     for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.kept[i].data_ptr();
@@ -130,7 +130,7 @@ void Bucket::add_stream(TensorList tensors, const char* name, int slot) {
   STD_TORCH_CHECK(dtype == compute_ || is_16_bit(dtype) || is_code || is_remainder, name, " must be ",
                   torch::headeronly::toString(compute_),
                   ", of 16 bits or (states beside float32) uint8, got ", torch::headeronly::toString(dtype));
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
     STD_TORCH_CHECK(tensors[i].scalar_type() == dtype, name, "[", i,
                     "] must have the dtype of its neighbours");
     check_beside(tensors[i], name, i, weights[i], "weights");
@@ -163,7 +163,7 @@ Storage Bucket::storage() const {
   return storage;
 }
 
-bool Bucket::has_moved(size_t tensor) const {
+bool Bucket::has_moved(std::size_t tensor) const {
   const FlatTensor& flat = flat_[tensor];
   for (const Stream& stream : streams_)
     if (stream.tensors[tensor].data_ptr() != flat.address[stream.slot]) return true;
@@ -171,7 +171,7 @@ bool Bucket::has_moved(size_t tensor) const {
 }
 
 // Called for thousands of tensors in every step, so facts about the weights are cached.
-Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, size_t tensor) const {
+Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, std::size_t tensor) const {
   if (has_moved(tensor)) return Fit::kMoved;
   if (!is_strided(grad) || grad.scalar_type() != dtype || device_type(grad) != device_type_ ||
       grad.get_device_index() != device_)
@@ -190,18 +190,18 @@ Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& whic
   held_.clear();
   grads_.clear();
   if (grads.empty() && which.empty()) return Fit::kReady;
-  const size_t count = which.empty() ? flat_.size() : which.size();
+  const std::size_t count = which.empty() ? flat_.size() : which.size();
   STD_TORCH_CHECK(grads.size() == count, "grads must hold one tensor per weight (", count, "), got ",
                   grads.size());
   const ScalarType dtype = is_strided(grads[0]) ? grads[0].scalar_type() : ScalarType::Short;
   if (dtype != compute_ && !(is_16_bit(dtype) && (narrow_ == dtype || narrow_ == ScalarType::Float)))
     return Fit::kNotNative;
-  const size_t element_size = grads[0].element_size();
+  const std::size_t element_size = grads[0].element_size();
   std::vector<FlatTensor> held;
   held.reserve(count);
   Fit worst = Fit::kReady;
-  for (size_t i = 0; i < count; ++i) {
-    const size_t at = which.empty() ? i : static_cast<size_t>(which[i]);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t at = which.empty() ? i : static_cast<std::size_t>(which[i]);
     STD_TORCH_CHECK(at < flat_.size() && (i == 0 || which.empty() || which[i] > which[i - 1]), "which[", i,
                     "] must be below ", flat_.size(), " and above the previous index, got ", at);
     const Fit here = fit(grads[i], dtype, at);
@@ -222,7 +222,7 @@ Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& whic
 }
 
 void Bucket::add_grad_extents(std::vector<Extent>& extents) const {
-  size_t size = 0;
+  std::size_t size = 0;
   with_dtype(grad_dtype_, [&]<class T>(T*) { size = sizeof(T); });
   for (const FlatTensor& tensor : held_) {
     const auto begin = reinterpret_cast<uintptr_t>(tensor.address[1]);
@@ -236,7 +236,7 @@ bool Bucket::are_apart(std::vector<Extent> extents) {
   if (extents == apart_) return true;
   std::vector<Extent> sorted = extents;
   std::sort(sorted.begin(), sorted.end());
-  for (size_t i = 1; i < sorted.size(); ++i)
+  for (std::size_t i = 1; i < sorted.size(); ++i)
     if (sorted[i - 1].second > sorted[i].first) return false;
   apart_ = std::move(extents);
   return true;

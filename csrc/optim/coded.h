@@ -7,7 +7,7 @@
 namespace flatout {
 
 // The absmaxes of a leader's tensor in 8 bits.
-inline void check_absmax(const Tensor& absmax, const char* name, size_t i, const Tensor& leader,
+inline void check_absmax(const Tensor& absmax, const char* name, std::size_t i, const Tensor& leader,
                          const char* leader_name) {
   const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;
   STD_TORCH_CHECK(absmax.scalar_type() == ScalarType::Float && absmax.is_contiguous() &&

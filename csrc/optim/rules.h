@@ -72,7 +72,7 @@ struct AdamRule {
 };
 
 struct AdamConfig : StepConfig {
-  static constexpr size_t kOptions = 4;
+  static constexpr std::size_t kOptions = 4;
   double beta1, beta2, eps;
   bool decoupled;
 
@@ -131,7 +131,7 @@ struct SgdRule {
 };
 
 struct SgdConfig : StepConfig {
-  static constexpr size_t kOptions = 3;
+  static constexpr std::size_t kOptions = 3;
   double momentum, dampening;
   bool nesterov;
 
@@ -182,7 +182,7 @@ struct LionRule {
 };
 
 struct LionConfig : StepConfig {
-  static constexpr size_t kOptions = 2;
+  static constexpr std::size_t kOptions = 2;
   double beta1, beta2;
 
   LionConfig(const StepConfig& common, const double* options)

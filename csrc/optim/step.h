@@ -71,8 +71,8 @@ class Bucket {
     TensorList kept;     // aliases of the memory that steps work on
   };
   void add_stream(TensorList tensors, const char* name, int slot);
-  bool has_moved(size_t tensor) const;
-  Fit fit(const Tensor& grad, ScalarType dtype, size_t tensor) const;
+  bool has_moved(std::size_t tensor) const;
+  Fit fit(const Tensor& grad, ScalarType dtype, std::size_t tensor) const;
   // The 16-bit type among the streams, else the compute type.
   ScalarType narrowest_stream() const;
   Storage storage() const;

@@ -21,6 +21,6 @@ bool launch_step(RuleName rule, int states, const Storage& storage, const StepCo
 
 // Copies `bytes`, a multiple of 4, to the device in stream order. They travel as arguments of launches: the
 // host waits for nothing and may forget them at once, and a CUDA graph keeps its own.
-void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream);
+void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 
 }  // namespace flatout

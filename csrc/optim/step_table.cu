@@ -7,7 +7,7 @@ namespace flatout {
 namespace {
 
 struct Words {
-  static constexpr size_t kCapacity = (kArgumentBytes - 64) / sizeof(uint32_t);
+  static constexpr std::size_t kCapacity = (kArgumentBytes - 64) / sizeof(uint32_t);
   uint32_t word[kCapacity];
 };
 
@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_write(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
   Words words{};
-  for (size_t begin = 0; begin < bytes; begin += sizeof(words.word)) {
-    const size_t piece = std::min(bytes - begin, sizeof(words.word));
+  for (std::size_t begin = 0; begin < bytes; begin += sizeof(words.word)) {
+    const std::size_t piece = std::min(bytes - begin, sizeof(words.word));
     memcpy(words.word, static_cast<const char*>(from) + begin, piece);
     const auto count = static_cast<uint32_t>(piece / sizeof(uint32_t));
     // Lanes that ask for different words of an argument wait for one another: over as many blocks as

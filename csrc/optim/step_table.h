@@ -15,14 +15,14 @@ struct StepTable {
 // The table of some tensors as it lies in memory: ticket, tensors, first chunks.
 inline std::vector<char> table_image(const std::vector<FlatTensor>& tensors) {
   const std::vector<uint32_t> first = first_chunks(tensors);
-  const size_t tensor_bytes = tensors.size() * sizeof(FlatTensor),
-               first_bytes = first.size() * sizeof(uint32_t);
+  const std::size_t tensor_bytes = tensors.size() * sizeof(FlatTensor),
+                    first_bytes = first.size() * sizeof(uint32_t);
   std::vector<char> image(kVectorBytes + tensor_bytes + first_bytes);
   memcpy(image.data() + kVectorBytes, tensors.data(), tensor_bytes);
   memcpy(image.data() + kVectorBytes + tensor_bytes, first.data(), first_bytes);
   return image;
 }
-inline StepTable table_at(void* image, size_t tensors) {
+inline StepTable table_at(void* image, std::size_t tensors) {
   char* first_tensor = static_cast<char*>(image) + kVectorBytes;
   return {static_cast<uint32_t*>(image), reinterpret_cast<const FlatTensor*>(first_tensor),
           reinterpret_cast<const uint32_t*>(first_tensor + tensors * sizeof(FlatTensor))};

@@ -78,7 +78,7 @@ inline FlatGrads flatten_grads(const TensorList& grads) {
   if (grads.empty()) return flat;
   const int32_t device = grads[0].get_device_index(), type = device_type(grads[0]);
   uint64_t chunks = 0;
-  for (size_t i = 0; i < grads.size(); ++i) {
+  for (std::size_t i = 0; i < grads.size(); ++i) {
     STD_TORCH_CHECK(grads[i].get_device_index() == device && device_type(grads[i]) == type, "grads[", i,
                     "] must be on the device of grads[0]");
     const ScalarType dtype = check_dtype(grads[i], "grads");

@@ -146,7 +146,7 @@ Tensor grad_norms(const TensorList& grads, const std::optional<Tensor>& inv_scal
   const Check check = prepare_check(flat, grads[0], inv_scale, std::nullopt, norm_type);
   const Tensor result = new_norms(check, grads);
   std::map<ScalarType, std::vector<uint32_t>> positions;
-  for (size_t i = 0; i < grads.size(); ++i)
+  for (std::size_t i = 0; i < grads.size(); ++i)
     positions[grads[i].scalar_type()].push_back(static_cast<uint32_t>(i));
   const Norms norms{nullptr, {}, {}, result.data_ptr(), result.scalar_type() == ScalarType::Double, true};
   with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
@@ -155,7 +155,7 @@ Tensor grad_norms(const TensorList& grads, const std::optional<Tensor>& inv_scal
         const std::vector<uint32_t> first = first_chunks(tensors);
         const std::vector<Partial> partials =
             partials_of<T, kNorm>(tensors, check.unscaling.get(), /*rewrite=*/false);
-        for (size_t t = 0; t < tensors.size(); ++t)
+        for (std::size_t t = 0; t < tensors.size(); ++t)
           norms.write<kNorm>(positions[dtype][t], first[t + 1] - first[t],
                              sum<kNorm>(std::span(partials).subspan(first[t], first[t + 1] - first[t])));
       });

@@ -13,7 +13,7 @@ namespace {
 // All gradients in their order, those of other dtypes empty.
 std::vector<FlatTensor> only(ScalarType dtype, const TensorList& grads) {
   std::vector<FlatTensor> flat(grads.size());
-  for (size_t i = 0; i < grads.size(); ++i) {
+  for (std::size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].scalar_type() != dtype) continue;
     flat[i].address[0] = grads[i].data_ptr();
     flat[i].numel = grads[i].numel();
