@@ -5,9 +5,9 @@
 
 #include <optional>
 
-#include "core/fast_call.h"
 #include "core/nvtx.h"
 #include "core/unmade.h"
+#include "mfu/fast_call.h"
 #include "mfu/signature.h"
 #include "mfu/step_counter.h"
 #include "mfu/step_types.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/fast_call.h"
+#include "mfu/fast_call.h"
 
 namespace py = pybind11;
 

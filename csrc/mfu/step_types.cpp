@@ -7,8 +7,8 @@
 #include <cstring>
 #include <optional>
 
-#include "core/fast_call.h"
 #include "core/nvtx.h"
+#include "mfu/fast_call.h"
 #include "mfu/step_counter.h"
 
 namespace py = pybind11;
