@@ -34,8 +34,8 @@ struct BlockStart {
 // Written in place, part by part. A returned value would stay in registers, which costs a kernel threads.
 template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
-                            uint32_t block, const Config& config, const Storage& storage) {
-  find_place(start.place, table, batch, block);
+                            uint32_t t, uint32_t chunk, const Config& config, const Storage& storage) {
+  find_place(start.place, table, batch, t, chunk);
   const double step = next_step(start.place.tensor);
   start.rule = config.template at<Rule>(step);
   start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, step);

@@ -46,8 +46,12 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
   __shared__ BlockStart<T, Rule> start;
   __shared__ bool last;
   if (blockIdx.x < batch.chunks) {
-    // Powers and roots in double are slow on most GPUs: once per block.
-    if (threadIdx.x == 0) start_block(start, table, batch, blockIdx.x, config, storage);
+    if (threadIdx.x < kLanes) {
+      const uint32_t chunk = chunk_of(batch, blockIdx.x);
+      const uint32_t t = warp_tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
+      // Powers and roots in double are slow on most GPUs: once per block.
+      if (threadIdx.x == 0) start_block(start, table, batch, t, chunk, config, storage);
+    }
     __syncthreads();
     if (skipped) {
       // A skipped step only unscales gradients, below.

@@ -63,11 +63,17 @@ struct Place {
   int64_t begin;
 };
 
-// A batch's last chunks come first: the check has read their gradients last, and L2 may still hold them.
+// The chunk of a block. A batch's last chunks come first: the check has read their gradients last, and L2
+// may still hold them.
 template <class Batch>
-FLATOUT_HD void find_place(Place& place, const StepTable& table, const Batch& batch, uint32_t block) {
-  const uint32_t chunk = batch.first_chunk + batch.chunks - 1 - block;
-  const uint32_t t = tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
+FLATOUT_HD uint32_t chunk_of(const Batch& batch, uint32_t block) {
+  return batch.first_chunk + batch.chunks - 1 - block;
+}
+
+// The place of a chunk of the batch's tensor `t`.
+template <class Batch>
+FLATOUT_HD void find_place(Place& place, const StepTable& table, const Batch& batch, uint32_t t,
+                           uint32_t chunk) {
   const FlatTensor& tensor = table.tensor[batch.first_tensor + t];
   place.tensor = tensor;
   place.tensor.address[1] = batch.gradient[t];

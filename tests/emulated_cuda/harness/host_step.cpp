@@ -37,7 +37,10 @@ void step(const Config& config, const Storage& storage, const std::vector<FlatTe
   for_each_batch<StepBatch<>>(tensors, [&](const auto& batch) {
     for (uint32_t block = 0; block < batch.chunks; ++block) {
       BlockStart<T, Rule> start;
-      start_block(start, table, batch, block, config, storage);
+      const uint32_t chunk = chunk_of(batch, block);
+      start_block(start, table, batch,
+                  tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk), chunk, config,
+                  storage);
       if (skipped) {
         // A skipped step only unscales gradients, below.
       } else if constexpr (kHasCodes<K>) {

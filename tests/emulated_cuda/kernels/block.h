@@ -13,7 +13,7 @@ struct Thread {
   dim3 block_dim, grid_dim;
 };
 
-enum class WarpOperation { kSync, kShuffle, kUp, kDown, kXor };
+enum class WarpOperation { kSync, kShuffle, kUp, kDown, kXor, kBallot };
 
 // A kernel with its arguments.
 struct Job {

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <bit>
 #include <tuple>
 #include <utility>
 
@@ -63,6 +64,14 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
   return emulated::shuffle(emulated::WarpOperation::kXor, mask, value, static_cast<unsigned>(lanes), width);
 }
+
+// "Warp Vote Functions"
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  return emulated::shuffle<unsigned>(emulated::WarpOperation::kBallot, mask, predicate != 0, 0, 32);
+}
+
+// "Integer Intrinsics"
+inline int __clz(int value) { return std::countl_zero(static_cast<unsigned>(value)); }
 
 // "Atomic Functions": relaxed, and so no fence.
 template <class T>

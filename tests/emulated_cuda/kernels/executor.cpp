@@ -385,14 +385,26 @@ unsigned source_lane(const Fiber& fiber, unsigned lane) {
   }
 }
 
+// The lanes of a mask that have sent a true predicate.
+unsigned ballot(const Fiber* warp, unsigned mask) {
+  unsigned voters = 0;
+  for (unsigned lane = 0; lane < kLanes; ++lane)
+    if ((mask >> lane & 1u) != 0 && warp[lane].sent[0] != 0) voters |= 1u << lane;
+  return voters;
+}
+
 // Exchanges the values of the lanes of a mask, all of which have come.
 void exchange(Fiber* warp, unsigned mask) {
-  ++warp[std::countr_zero(mask)].passed_operations;
+  Fiber& first = warp[std::countr_zero(mask)];
+  ++first.passed_operations;
+  const unsigned voters = first.operation == WarpOperation::kBallot ? ballot(warp, mask) : 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     if ((mask >> lane & 1u) == 0) continue;
     Fiber& fiber = warp[lane];
     const unsigned source = source_lane(fiber, lane);
-    if ((mask >> source & 1u) != 0) {
+    if (fiber.operation == WarpOperation::kBallot) {
+      std::memcpy(fiber.received, &voters, sizeof voters);
+    } else if ((mask >> source & 1u) != 0) {
       std::memcpy(fiber.received, warp[source].sent, sizeof(fiber.received));
     } else {
       std::memset(fiber.received, kPoison, sizeof(fiber.received));  // undefined on a GPU
