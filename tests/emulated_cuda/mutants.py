@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+
+from tests.emulated_cuda.run import make_console
 
 ROOT = Path(__file__).parents[2]
 COPIED = ["CMakeLists.txt", "cmake", "csrc", "pyproject.toml", "src", "tests"]
@@ -227,7 +228,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of a bug's name")
     options = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    copy, console = Copy(options.build.resolve()), Console()
+    copy, console = Copy(options.build.resolve()), make_console()
     has_failed = False
     for check in dict.fromkeys(mutant.check for mutant in mutants):
         copy.make(check)

@@ -101,6 +101,11 @@ def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Seq
     return Result(name, counts, reasons, seconds, output if status else "")
 
 
+def make_console() -> Console:
+    """Return a console that is as wide as the terminal. A log has 120 columns."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
 def table_of(results: Sequence[Result]) -> Table:
     """Return the results as a table."""
     table = Table("file", "passed", "failed", "skipped", "s", "why skipped")
@@ -120,8 +125,7 @@ def main() -> int:
     parser.add_argument("--orders", choices=["random", "lazy", "eager"], nargs="+", default=["random"])
     parser.add_argument("files", type=Path, nargs="*")
     options, arguments = parser.parse_known_args()
-    console = Console(width=None if sys.stdout.isatty() else 120)  # a log has no width
-    build = options.build.resolve()
+    console, build = make_console(), options.build.resolve()
     files = options.files or sorted([*ROOT.glob("tests/gpu/test_*.py"), *HERE.rglob("test_*.py")])
     has_failed = False
     for seed, order in product(options.seeds, options.orders):
