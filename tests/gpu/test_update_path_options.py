@@ -237,21 +237,25 @@ def test_a_table_is_for_its_stream():
 
 
 def test_a_graph_keeps_a_table_of_its_own():
-    """Captured before and between eager steps, replayed after the optimizer has let go of its own."""
+    """Captured before and between eager steps of one stream, replayed after the optimizer has let go of its own."""
     params = [torch.nn.Parameter(torch.zeros(n, device="cuda")) for n in (7, 900)]
     assert native.has_cuda_kernels(params[0].device.index)
     optimizer = fo.SGD(params, lr=torch.tensor(1.0, device="cuda"))
     for p in params:
         p.grad = torch.ones_like(p)
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    with torch.cuda.graph(graphs[0]):  # the very first step
+    graphs, stream = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graphs[0], stream=stream):  # the very first step
         optimizer.step()
-    optimizer.step()
-    with torch.cuda.graph(graphs[1]):
+    with torch.cuda.stream(stream):
         optimizer.step()
-    optimizer.step()
-    optimizer.release()
-    taken = zeros_in_freed_memory()
+    with torch.cuda.graph(graphs[1], stream=stream):
+        optimizer.step()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+        optimizer.release()
+        taken = zeros_in_freed_memory()
+    torch.cuda.current_stream().wait_stream(stream)
     for graph in (*graphs, *reversed(graphs)):
         graph.replay()
     assert all((p == -6).all() for p in params)
