@@ -50,10 +50,15 @@ def wrong_values(streams, transform=None):
         torch.cuda.current_stream().wait_stream(streams[number % len(streams)])
     return int(wrong)
 
-def wrong_values_after_a_close():
+class OnDevice:
+    def __iter__(self):
+        for number in range(BATCHES):
+            yield {"x": torch.full((64, 1024), float(number), device="cuda")}
+
+def wrong_values_after_a_close(loader, transform=None):
     tensors = []
     for _ in range(BATCHES):
-        batches = iter(Prefetcher(Numbered(), "cuda", 3))
+        batches = iter(Prefetcher(loader, "cuda", 3, transform=transform))
         torch.cuda._sleep(1_000_000)
         next(batches)
         batches.close()
@@ -88,6 +93,10 @@ def wrong_results_of_warm_up_steps():
 def doubled(batch):
     return {"x": batch["x"] * 2 / 2, "number": batch["number"]}
 
+def zeroed(batch):
+    batch["x"].zero_()
+    return batch
+
 with mock.patch("flatout.data.prefetcher.make_ring", return_value=None) if sys.argv[1] == "torch" else mock.MagicMock():
     current, other = torch.cuda.current_stream(), torch.cuda.Stream()
     result = {
@@ -96,7 +105,8 @@ with mock.patch("flatout.data.prefetcher.make_ring", return_value=None) if sys.a
         "transform": wrong_values([current], doubled),
         "transform, two streams": wrong_values([current, other], doubled),
         "labels of a transform": wrong_values([current, other], lambda batch: batch),
-        "close": wrong_values_after_a_close(),
+        "close": wrong_values_after_a_close(Numbered()),
+        "close, transform of the loader's device memory": wrong_values_after_a_close(OnDevice(), zeroed),
         "rows": sum_of_rows_gathered_on_the_device([current, other]) - BATCHES * 1024 * 1023 // 2,
         "warm-up steps": wrong_results_of_warm_up_steps(),
     }

@@ -167,6 +167,7 @@ class _CudaCopy(_Copy):
     def apply(self, transform: Callable[[Any], Any]) -> None:
         # `record_stream` does not reach memory that objects hide. The allocator may give that memory to `transform`.
         self._home.wait_stream(torch.cuda.current_stream(self._home.device))
+        share_with(self._home, self._batch)  # tensors that were on the device before belong to other streams
         with torch.cuda.stream(self._home):
             super().apply(transform)
         self._applied = self._home.record_event()
