@@ -21,7 +21,7 @@ struct LossScale {
   // The arithmetic of torch._amp_update_scale_.
   FLATOUT_HD void write_next(bool found_inf) const {
     const int64_t successful = found_inf ? 0 : int64_t{*growth_tracker} + 1;
-    const bool grows = successful == growth_interval;
+    const bool grows = !found_inf && successful == growth_interval;  // an interval of 0 never grows
     float next = *scale;
     if (found_inf) next = static_cast<float>(next * backoff_factor);
     if (grows) {

@@ -270,7 +270,7 @@ def run_history(steps, modules, names, growth_interval, scaler_class):
 
 
 @settings(max_examples=120, deadline=None)
-@given(data=st.data(), count=st.integers(1, 3), growth_interval=st.integers(1, 3))
+@given(data=st.data(), count=st.integers(1, 3), growth_interval=st.integers(0, 3))
 def test_any_history_of_any_optimizers_gives_torchs_scales_and_parameters(data, count, growth_interval):
     step = st.tuples(
         st.lists(
