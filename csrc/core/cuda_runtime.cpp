@@ -67,22 +67,21 @@ void check_cuda(cudaError_t error, const char* call) {
   throw std::runtime_error(std::string("flatout: ") + call + " failed: " + cudaGetErrorString(error));
 }
 
-DeviceGuard::DeviceGuard(int device) { check_cuda(switch_to(device), "cudaSetDevice"); }
+DeviceGuard::DeviceGuard(int device) : switch_(device) { check_cuda(switch_.error(), "cudaSetDevice"); }
 
-DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept {
-  if (switch_to(device) != cudaSuccess) static_cast<void>(cudaGetLastError());
+DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept : switch_(device) {
+  if (switch_.error() != cudaSuccess) static_cast<void>(cudaGetLastError());
 }
 
-cudaError_t DeviceGuard::switch_to(int device) noexcept {
+DeviceGuard::Switch::Switch(int device) noexcept {
   const Contexts& contexts = Contexts::get();
-  if (contexts.device() == device) return cudaSuccess;
+  if (contexts.device() == device) return;
   previous_ = contexts.current();
-  const cudaError_t error = cudaSetDevice(device);
-  has_switched_ = error == cudaSuccess;
-  return error;
+  error_ = cudaSetDevice(device);
+  has_switched_ = error_ == cudaSuccess;
 }
 
-DeviceGuard::~DeviceGuard() {
+DeviceGuard::Switch::~Switch() {
   if (has_switched_) Contexts::get().make_current(previous_);
 }
 

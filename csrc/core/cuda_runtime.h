@@ -12,7 +12,8 @@ namespace flatout {
 // Throws std::runtime_error that names the call. Clears the error first, so that no later call reports it.
 void check_cuda(cudaError_t error, const char* call);
 
-// Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery.
+// Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery. Makes a
+// context of the current device, as most calls do.
 class RelaxedCapture {
  public:
   RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -33,16 +34,25 @@ class DeviceGuard {
   explicit DeviceGuard(int device);
   // For destructors: ignores errors, because at the end of the process the driver may be gone.
   DeviceGuard(int device, std::nothrow_t) noexcept;
-  ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  cudaError_t switch_to(int device) noexcept;
+  class Switch {
+   public:
+    explicit Switch(int device) noexcept;
+    ~Switch();
+    cudaError_t error() const { return error_; }
 
+   private:
+    CUctx_st* previous_ = nullptr;  // null: the thread had no context
+    bool has_switched_ = false;
+    cudaError_t error_ = cudaSuccess;
+  };
+
+  // In this order: without a context, a change of the capture mode would make one on the first device.
+  const Switch switch_;
   const RelaxedCapture relaxed_;
-  CUctx_st* previous_ = nullptr;  // null: the thread had no context
-  bool has_switched_ = false;
 };
 
 // True if work on the stream is recorded into a graph instead of run. True also for the default stream while

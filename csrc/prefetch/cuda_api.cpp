@@ -40,6 +40,7 @@ bool usable() noexcept {
 }
 
 void enter_thread(int device) {
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");  // first, because other calls make a context
   thread_local bool has_entered = false;
   if (!has_entered) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -47,7 +48,6 @@ void enter_thread(int device) {
     bind_thread_near(pci_bus_id(device));
     has_entered = true;
   }
-  check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }
 
 Stream create_stream(int device) {

@@ -62,6 +62,31 @@ assert torch.cuda.current_device() == 0
     )
 
 
+def test_a_copy_to_the_second_device_takes_no_memory_of_the_first() -> None:
+    run(
+        HAS_CONTEXT
+        + """
+import threading, torch
+from flatout.native import _host
+
+source, target = torch.arange(8.0), torch.zeros(8, device="cuda:1")
+
+def copy():  # its thread has no context, nor have those of the stager
+    stager = _host.Stager(_host.Ring(device=1), device=1, helpers=1)
+    transfer = source.data_ptr(), target.data_ptr(), source.nbytes
+    stager.copy([transfer], False, _host.create_stream(1), 0, None).wait()
+    stager.close()
+
+thread = threading.Thread(target=copy)
+thread.start()
+thread.join()
+assert torch.equal(target.cpu(), source)
+assert has_context(1)
+assert not has_context(0)
+"""
+    )
+
+
 def test_the_current_device_stays_current() -> None:
     run(
         """

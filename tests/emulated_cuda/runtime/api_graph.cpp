@@ -51,9 +51,13 @@ void leave_capture(Stream* stream) {
 
 extern "C" {
 
+// The mode is the thread's, but the runtime makes a context of the current device all the same
+// (libcudart 13.0).
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  std::swap(*mode, emulated::capture_mode);
-  return cudaSuccess;
+  return call(__func__, Needs::kContext, [&](Runtime&, Lock&) {
+    std::swap(*mode, emulated::capture_mode);
+    return cudaSuccess;
+  });
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
