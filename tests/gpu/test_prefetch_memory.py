@@ -80,6 +80,18 @@ def sum_of_rows_gathered_on_the_device(streams):
     torch.cuda.synchronize()
     return sum(map(int, sums))
 
+def wrong_rows_of_a_dropped_loader(shuffle):
+    stream, rows = torch.cuda.Stream(), []
+    for number in range(BATCHES):
+        data = TensorDataset(torch.full((1024,), float(number)))
+        loader = InMemoryLoader(DataLoader(data, 64, shuffle=shuffle), device="cuda")
+        with torch.cuda.stream(stream):
+            rows.append(torch.stack([batch[0] for batch in loader]))
+        del loader
+        torch.full((1024,), -1.0, device="cuda")
+    torch.cuda.synchronize()
+    return sum(int((row != number).sum()) for number, row in enumerate(rows))
+
 def wrong_results_of_warm_up_steps():
     recorder = CudaRecorder(torch.device("cuda", 0))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -108,6 +120,8 @@ with mock.patch("flatout.data.prefetcher.make_ring", return_value=None) if sys.a
         "close": wrong_values_after_a_close(Numbered()),
         "close, transform of the loader's device memory": wrong_values_after_a_close(OnDevice(), zeroed),
         "rows": sum_of_rows_gathered_on_the_device([current, other]) - BATCHES * 1024 * 1023 // 2,
+        "dropped, shuffled": wrong_rows_of_a_dropped_loader(True),
+        "dropped, in order": wrong_rows_of_a_dropped_loader(False),
         "warm-up steps": wrong_results_of_warm_up_steps(),
     }
 print(json.dumps(result))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flatout.core.streams import share_with
 from flatout.native import _host
 
 # DLPack type codes: 0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool.
@@ -107,30 +108,40 @@ class DeviceGather:
 
     Args:
         columns: tensors ``[N, ...]``, contiguous.
+        home: the stream that owns the columns' memory, on a CUDA device.
     """
 
-    def __init__(self, columns: Sequence[Tensor]) -> None:
+    def __init__(self, columns: Sequence[Tensor], home: torch.cuda.Stream | None) -> None:
         self._columns = columns
+        self._home = home
         self._words = [_words(column) for column in columns]
 
     def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
+        current = None
+        if self._home is not None:
+            current = torch.cuda.current_stream(self._home.device)
+            if current != self._home:
+                current.wait_stream(self._home)
         if indices is None:
             stop = first + count * batches
-            return ((slice(begin, begin + count), None) for begin in range(first, stop, count))
-        device, home = self._words[0].device, None
-        if device.type == "cuda":
+            return ((slice(begin, begin + count), current) for begin in range(first, stop, count))
+        if current is not None:
             indices = indices.pin_memory()  # from other memory the copy would wait for the stream
-            home = torch.cuda.current_stream(device)
-        return zip(indices.to(device, non_blocking=True).split(count), itertools.repeat(home))
+        rows = indices.to(self._words[0].device, non_blocking=True).split(count)
+        return zip(rows, itertools.repeat(current))
 
     def take(self, started: Any, ahead: int) -> list[Tensor]:
-        rows, home = next(started)
+        rows, begun_on = next(started)
+        if self._home is not None:
+            current = torch.cuda.current_stream(self._home.device)
+            if current != begun_on:
+                current.wait_stream(begun_on)
+                share_with(current, rows)
+            if current != self._home:
+                share_with(current, self._words)
         if isinstance(rows, slice):
             gathered = [words[rows].clone() for words in self._words]
         else:
-            if home is not None and (current := torch.cuda.current_stream(home.device)) != home:
-                current.wait_stream(home)
-                rows.record_stream(current)
             gathered = [words.index_select(0, rows) for words in self._words]
         return [_rows_like(column, words) for column, words in zip(self._columns, gathered, strict=True)]
 

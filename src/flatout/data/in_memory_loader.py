@@ -200,6 +200,7 @@ class InMemoryLoader(Forwarding):
         self._rows = rows
         self.device = None if device is None else torch.device(device)
         self._on_device: list[Tensor] = []
+        self._home: torch.cuda.Stream | None = None  # of the memory on the device
         if self.device is not None:
             self._move(self.device)
         self._rings: dict[tuple[int, int], Any] = {}
@@ -211,6 +212,7 @@ class InMemoryLoader(Forwarding):
         room = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else needed
         if needed > room:
             raise ValueError(f"the data takes {needed:,} bytes, half of what is free on {device} is {room:,}")
+        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._on_device = [torch.cat([tensor.to(device) for tensor in column]).contiguous() for column in columns]
 
     def __iter__(self) -> Iterator[Any]:
@@ -218,7 +220,7 @@ class InMemoryLoader(Forwarding):
 
     def _epoch(self) -> Iterator[Any]:
         if self.device is not None:
-            return self._kept(_InMemoryIterator(self, DeviceGather(self._on_device), pin=False))
+            return self._kept(_InMemoryIterator(self, DeviceGather(self._on_device, self._home), pin=False))
         return self._iterate(-1, pin=bool(self.loader.pin_memory) and torch.cuda.is_available())
 
     def iterate_pinned(self, device: int) -> Iterator[Any]:
