@@ -147,8 +147,8 @@ MUTANTS = [
     Mutant(
         "wrong device",
         "csrc/core/cuda_runtime.cpp",
-        "  const cudaError_t error = cudaSetDevice(device);\n",
-        "  const cudaError_t error = cudaSetDevice(0);\n",
+        "  error_ = cudaSetDevice(device);\n",
+        "  error_ = cudaSetDevice(0);\n",
         DEVICES,
     ),
     Mutant(
