@@ -69,7 +69,7 @@ def test_a_copy_to_the_second_device_takes_no_memory_of_the_first() -> None:
 import threading, torch
 from flatout.native import _host
 
-source, target = torch.arange(8.0), torch.zeros(8, device="cuda:1")
+source, target = torch.arange(8.0), torch.empty(8, device="cuda:1")  # zeros would be written at any time
 
 def copy():  # its thread has no context, nor have those of the stager
     stager = _host.Stager(_host.Ring(device=1), device=1, helpers=1)
