@@ -15,6 +15,7 @@ PYBIND11_MODULE(_host, m) {
   m.attr("built_with_cuda") = false;
 #endif
   m.def("cuda_versions", &flatout::cuda_versions);
+  m.def("needed_driver", &flatout::needed_driver, pybind11::arg("runtime"));
   flatout::bind_mfu(m);
   bind_prefetch(m);
   bind_cache(m);

@@ -15,6 +15,7 @@ namespace flatout {
 // tensor share its misalignment.
 inline constexpr uint32_t kChunk = 16384;
 inline constexpr int kVectorBytes = 16;
+inline constexpr uint32_t kLanes = 32;        // threads of a warp
 inline constexpr int kArgumentBytes = 32764;  // of a kernel, at most (CUDA >= 12.1)
 // Weight, gradient, three states, average, 16-bit companion, three absmaxes.
 inline constexpr int kMaxStreams = 10;

@@ -98,7 +98,7 @@ bool is_capturing(cudaStream_t stream) {
 
 bool driver_is_new_enough() {
   const auto [driver, runtime] = cuda_versions();
-  return runtime != 0 && driver / 1000 >= runtime / 1000 && driver >= 12010;
+  return runtime != 0 && driver >= needed_driver(runtime);
 }
 
 }  // namespace flatout

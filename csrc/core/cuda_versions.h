@@ -1,6 +1,7 @@
 // cuda_versions.h: versions of the NVIDIA driver and of the CUDA runtime in this library.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #ifdef FLATOUT_WITH_CUDA
@@ -20,5 +21,9 @@ inline std::pair<int, int> cuda_versions() {
 #endif
   return {driver, runtime};
 }
+
+// The oldest driver for the kernels of a runtime. Minor versions are compatible within a major version. Older
+// drivers than 12.1 take at most 4 KiB of kernel arguments.
+inline int needed_driver(int runtime) { return std::max(runtime / 1000 * 1000, 12010); }
 
 }  // namespace flatout

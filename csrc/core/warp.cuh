@@ -1,7 +1,7 @@
 // warp.cuh: reductions over the lanes of a warp, and a search by all of them.
 #pragma once
 
-#include <cstdint>
+#include "core/chunks.h"
 
 namespace flatout {
 
@@ -19,7 +19,7 @@ __device__ inline uint32_t warp_max(uint32_t value) {
 __device__ inline uint32_t warp_tensor_of(const uint32_t* first_chunk, uint32_t tensors, uint32_t chunk) {
   uint32_t begin = 0, count = tensors;  // the tensor is one of these
   while (count > 1) {
-    const uint32_t stride = (count + 31) / 32, at = threadIdx.x % 32 * stride;
+    const uint32_t stride = (count + kLanes - 1) / kLanes, at = threadIdx.x % kLanes * stride;
     const bool is_before = at < count && first_chunk[begin + at] <= chunk;
     const auto last =
         31 - static_cast<uint32_t>(__clz(static_cast<int>(__ballot_sync(kWholeWarp, is_before))));

@@ -17,7 +17,7 @@ template <class T, int C, Order In, Order Out>
 __global__ void __launch_bounds__(kBlockThreads)
     group_kernel(__grid_constant__ Argument<GroupThread<T, C, In, Out>> thread,
                  __grid_constant__ Argument<Channels<C>> channels) {
-  const uint32_t lane = threadIdx.x % kLanesOfWarp;
+  const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t group = blockIdx.x * kBlockThreads + threadIdx.x;
   if constexpr (GroupThread<T, C, In, Out>::kStaged) {
     __shared__ Pack<T> stages[kBlockThreads * C];

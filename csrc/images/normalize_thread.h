@@ -5,8 +5,6 @@
 
 namespace flatout {
 
-inline constexpr uint32_t kLanesOfWarp = 32;
-
 // Bytes of the input, in registers: words, so that a GPU takes them apart with one instruction each.
 template <int Count>
 struct alignas(Count) Bytes {
@@ -175,13 +173,13 @@ struct GroupThread {
   FLATOUT_HD void store_staged(uint32_t first_group, uint32_t lane, const Pack<T>* stage) const {
     if constexpr (kStaged) {
       const int64_t first = int64_t{first_group} * C + lane;
-      const auto staged = [&](uint32_t k) { return stage[slot(k * kLanesOfWarp + lane)]; };
-      if ((first_group + kLanesOfWarp) * kWidth <= all_pixels) {
+      const auto staged = [&](uint32_t k) { return stage[slot(k * kLanes + lane)]; };
+      if ((first_group + kLanes) * kWidth <= all_pixels) {
         FLATOUT_UNROLL
         for (uint32_t k = 0; k < C; ++k)
-          static_cast<Pack<T>*>(batch.out)[first + int64_t{k} * kLanesOfWarp] = staged(k);
+          static_cast<Pack<T>*>(batch.out)[first + int64_t{k} * kLanes] = staged(k);
       } else {
-        for (uint32_t k = 0; k < C; ++k) store_pack(batch, first + int64_t{k} * kLanesOfWarp, staged(k));
+        for (uint32_t k = 0; k < C; ++k) store_pack(batch, first + int64_t{k} * kLanes, staged(k));
       }
     }
   }

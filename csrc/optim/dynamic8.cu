@@ -7,7 +7,7 @@
 namespace flatout {
 namespace {
 
-constexpr uint32_t kLanes = 32, kWarps = kThreads / kLanes, kPerLane = kDynamicBlock / kLanes;
+constexpr uint32_t kWarps = kThreads / kLanes, kPerLane = kDynamicBlock / kLanes;
 static_assert(kChunk % kDynamicBlock == 0);
 
 // A CUDA block has a chunk, and each of its warps a block of numbers at a time.

@@ -8,8 +8,6 @@
 
 namespace flatout {
 
-inline constexpr uint32_t kLanes = 32;
-
 template <class T, class Rule, Kind K>
 struct CodesWarp {
   using Acc = compute_t<T>;

@@ -29,13 +29,13 @@ using WarpSums = Partial[32];
 template <Norm kNorm>
 __device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
   const Partial sum = warp_sum<kNorm>(mine);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = sum;
 }
 
 // The sum of these in thread 0, for a call of the first warp. blockDim.x is a multiple of 32.
 template <Norm kNorm>
 __device__ Partial sum_of(const WarpSums& warps) {
-  return warp_sum<kNorm>(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Partial{0, 0});
+  return warp_sum<kNorm>(threadIdx.x < blockDim.x / kLanes ? warps[threadIdx.x] : Partial{0, 0});
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
     keep_warp_sum<kNorm>(warps[i], check_chunk<kNorm, Rewrite, T>(view_chunk<T>(table, first + i), inverse,
                                                                   threadIdx.x, blockDim.x));
   __syncthreads();
-  if (threadIdx.x < 32)
+  if (threadIdx.x < kLanes)
     for (uint32_t i = 0; i < count; ++i) {
       const Partial sum = sum_of<kNorm>(warps[i]);
       if (threadIdx.x == 0) conclusion.partials[first_partial + first + i] = sum;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   keep_warp_sum<kNorm>(warps[0], add_partials<kNorm, kTogether>(conclusion.partials, conclusion.chunks,
                                                                 threadIdx.x, blockDim.x));
   __syncthreads();
-  if (threadIdx.x >= 32) return;
+  if (threadIdx.x >= kLanes) return;
   const Partial total = sum_of<kNorm>(warps[0]);
   if (threadIdx.x == 0) conclusion.template write<kNorm>(total);
 }

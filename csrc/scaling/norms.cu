@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
     keep_warp_sum<kNorm>(warps, check_chunk<kNorm, false, T>(view_chunk<T>(table, blockIdx.x), inverse,
                                                              threadIdx.x, blockDim.x));
     __syncthreads();
-    if (threadIdx.x < 32) {
+    if (threadIdx.x < kLanes) {
       const Partial sum = sum_of<kNorm>(warps);
       if (threadIdx.x == 0) norms.partials[blockIdx.x] = sum;
     }
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (!last) return;
   constexpr uint32_t kTogether = 4;  // more would cost the kernel threads, in registers
-  for (uint32_t t = threadIdx.x / 32; t < table.tensors; t += blockDim.x / 32) {
+  for (uint32_t t = threadIdx.x / kLanes; t < table.tensors; t += blockDim.x / kLanes) {
     const uint32_t first = table.first_chunk[t], chunks = table.first_chunk[t + 1] - first;
-    const Partial total =
-        warp_sum<kNorm>(add_partials<kNorm, kTogether>(norms.partials + first, chunks, threadIdx.x % 32, 32));
-    if (threadIdx.x % 32 == 0) norms.template write<kNorm>(t, chunks, total);
+    const Partial total = warp_sum<kNorm>(
+        add_partials<kNorm, kTogether>(norms.partials + first, chunks, threadIdx.x % kLanes, kLanes));
+    if (threadIdx.x % kLanes == 0) norms.template write<kNorm>(t, chunks, total);
   }
 }
 

@@ -19,13 +19,13 @@ class Fault:
 
 
 @contextmanager
-def failing(function: str, nth: int, error: int, *, is_sticky: bool = False) -> Iterator[Fault]:
-    """Let the ``nth`` call of a function of the runtime from now on return an error.
+def failing(function: str, nth: int, error: int, *, times: int = 1, is_sticky: bool = False) -> Iterator[Fault]:
+    """Let the ``nth`` call of a function of the runtime from now on return an error, and ``times`` calls in all.
 
     A sticky error stays until the end of the block: all later calls return it, as after an illegal access.
     """
     runtime = ctypes.CDLL(None)
-    runtime.emulated_cuda_fail(function.encode(), nth, error, is_sticky)
+    runtime.emulated_cuda_fail(function.encode(), nth, times, error, is_sticky)
     fault = Fault()
     try:
         yield fault

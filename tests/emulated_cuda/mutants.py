@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "missing barrier",
         "csrc/scaling/check.cu",
-        "  __syncthreads();\n  if (threadIdx.x < 32)\n",
-        "  if (threadIdx.x < 32)\n",
+        "  __syncthreads();\n  if (threadIdx.x < kLanes)\n",
+        "  if (threadIdx.x < kLanes)\n",
         KERNELS,
     ),
     Mutant(

@@ -114,7 +114,6 @@ class GradScaler(torch.amp.GradScaler):
             update(optimizer, max_grad_norm=max_grad_norm)
             return None
         self._note_capture()
-        self._check_scale_growth_tracker("step")
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

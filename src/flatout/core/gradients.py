@@ -195,8 +195,8 @@ def norms(grads: Sequence[Tensor | None], inv_scale: Tensor | float | None, norm
     given = [grad for grad in grads if grad is not None]
     device = given[0].device
     inverse = on_device(inv_scale, device)
-    is_native = norm_type in _NORM_TYPES and has_kernels(device)
-    if is_native and {grad.device for grad in given} == {device} and _all_plain(given):
+    has_operator = norm_type in _NORM_TYPES and has_kernels(device)
+    if has_operator and {grad.device for grad in given} == {device} and _all_plain(given):
         nothing = given[0].new_empty(0)
         listed = [nothing if grad is None else grad for grad in grads]
         result: Tensor = _on_dense(_ops.grad_norms, listed, inverse, norm_type)

@@ -21,8 +21,8 @@ class DataLoaderSource(Source):
         super().__init__(loader, "")
         self._dataloader = loader
         self._persistent: DataLoader | None = None
-        # torch's pin thread copies each batch of a worker. Without workers, torch passes on a batch that the collate
-        # function has pinned and may fill again.
+        # torch's pin thread copies each batch of a worker. Without workers, the collate function may pin a batch and
+        # fill the same memory again.
         self.is_fresh = loader.pin_memory and loader.num_workers > 0
 
     def _iterate(self) -> tuple[DataLoader, Any]:

@@ -13,6 +13,9 @@ built_with_cuda: bool
 def cuda_versions() -> tuple[int, int]:
     """Return the newest CUDA that the driver supports, and flatout's own: 1000 x major + 10 x minor, 0 for none."""
 
+def needed_driver(runtime: int) -> int:
+    """Return the oldest driver, as the newest CUDA that it supports, for kernels of a CUDA runtime."""
+
 # Address, Extent and Handle cannot be checked and are trusted. Wrong values of other arguments raise.
 Address = int
 """Address of memory that the caller keeps valid, such as ``tensor.data_ptr()``."""

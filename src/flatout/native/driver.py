@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from flatout.native import _host
 
-_OLDEST_DRIVER = 12010
-"""Oldest driver, because the kernels' arguments take more than 4 KiB."""
-
 
 @dataclass(frozen=True)
 class OldDriver:
@@ -30,12 +27,11 @@ class OldDriver:
 def old_driver() -> OldDriver | None:
     """Return the driver if it is too old for flatout's CUDA kernels, else None. Without a driver: None."""
     driver, runtime = _host.cuda_versions()
-    # Minor versions are compatible within a major version.
-    needed = max(runtime // 1000 * 1000, _OLDEST_DRIVER)
+    needed = _host.needed_driver(runtime)
     if driver == 0 or runtime == 0 or driver >= needed:
         return None
     fix = f"install a driver for CUDA {_text(needed)} or newer"
-    if driver >= _OLDEST_DRIVER:
+    if driver >= _host.needed_driver(driver):
         fix += f", or build flatout with a CUDA {driver // 1000} toolkit"
     return OldDriver(_text(driver), _text(runtime), fix)
 

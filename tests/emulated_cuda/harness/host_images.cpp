@@ -16,10 +16,10 @@ bool run_groups(const ImageBatch& batch, const Channel* channels) {
   const Thread thread(batch);
   Channel constants[C];
   std::copy(channels, channels + C, constants);
-  for (uint32_t first = 0; first < thread.groups(); first += kLanesOfWarp) {
-    Pack<T> stage[kLanesOfWarp * C] = {};
-    for (uint32_t lane = 0; lane < kLanesOfWarp; ++lane) thread.compute(constants, first + lane, lane, stage);
-    for (uint32_t lane = 0; lane < kLanesOfWarp; ++lane) thread.store_staged(first, lane, stage);
+  for (uint32_t first = 0; first < thread.groups(); first += kLanes) {
+    Pack<T> stage[kLanes * C] = {};
+    for (uint32_t lane = 0; lane < kLanes; ++lane) thread.compute(constants, first + lane, lane, stage);
+    for (uint32_t lane = 0; lane < kLanes; ++lane) thread.store_staged(first, lane, stage);
   }
   return true;
 }

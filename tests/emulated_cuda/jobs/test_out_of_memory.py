@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.emulated_cuda.faults import MEMORY_ALLOCATION, failing
 from tests.emulated_cuda.record import EMULATED
 from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train_plainly, trained
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: `make test-emulated`")
 
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 ATTEMPTS = 2  # calls of cudaMalloc for one allocation of torch, which frees its cache after the first
 
 
@@ -28,10 +27,8 @@ def room_for(size: int) -> Iterator[None]:
     filled, refused = list(filling()), torch.cuda.memory_stats()["num_ooms"]
     while size > 0:
         size -= filled.pop(0).nbytes  # the largest first
-    runtime = ctypes.CDLL(None)
-    runtime.emulated_cuda_fail_repeatedly(b"cudaMalloc", 1, ATTEMPTS, OUT_OF_MEMORY)
-    yield
-    runtime.emulated_cuda_heal()
+    with failing("cudaMalloc", 1, MEMORY_ALLOCATION, times=ATTEMPTS):
+        yield
     assert torch.cuda.memory_stats()["num_ooms"] == refused + 1
 
 

@@ -43,14 +43,9 @@ void emulated::note_operation(unsigned stream, const std::string& name) {
   if (recorded_thread != std::thread::id()) add("stream " + std::to_string(stream) + ": " + name);
 }
 
-void emulated_cuda_fail(const char* function, int nth, int error, int is_sticky) {
+void emulated_cuda_fail(const char* function, int nth, int times, int error, int is_sticky) {
   const std::lock_guard lock(mutex);
-  faults[function] = {nth, 1, static_cast<cudaError_t>(error), is_sticky != 0};
-}
-
-void emulated_cuda_fail_repeatedly(const char* function, int nth, int times, int error) {
-  const std::lock_guard lock(mutex);
-  faults[function] = {nth, times, static_cast<cudaError_t>(error), false};
+  faults[function] = {nth, times, static_cast<cudaError_t>(error), is_sticky != 0};
 }
 
 void emulated_cuda_break(int error) {

@@ -16,12 +16,9 @@ void note_operation(unsigned stream, const std::string& name);
 
 // For tests, by ctypes.
 extern "C" {
-// Lets the n-th call from now of a function of the runtime return an error. A sticky error stays, as after an
-// illegal access: every later call of the process returns it.
-void emulated_cuda_fail(const char* function, int nth, int error, int is_sticky);
-// Lets the n-th call and those after it fail, so many in all. torch's allocator calls cudaMalloc twice before
-// it gives up.
-void emulated_cuda_fail_repeatedly(const char* function, int nth, int times, int error);
+// Lets the n-th call from now of a function of the runtime return an error, and the calls after it, `times`
+// in all. A sticky error stays, as after an illegal access: every later call of the process returns it.
+void emulated_cuda_fail(const char* function, int nth, int times, int error, int is_sticky);
 // Ends all errors. Returns how many of the requested ones have not occurred.
 int emulated_cuda_heal();
 // Breaks the context: every later call returns the error, as after an assertion of a kernel.
