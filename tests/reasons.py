@@ -97,7 +97,7 @@ PATTERNS: dict[str, str] = {
     "no-waits": "no line of the model or the loss makes Python wait",
     "not-a-dataloader": "not a DataLoader",
     "not-faster": "^a step takes .* ms with it and .* ms without",
-    "not-fused": "not flatout's fused one",
+    "not-fused": "a graph would fix the learning rate",
     "not-map-style": "not map-style",
     "not-on-device": "cannot be kept on the device",
     "not-only-tensors": "the batches hold more than tensors",

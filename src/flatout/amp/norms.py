@@ -16,8 +16,8 @@ def grad_norms(
     """Return the norm of each parameter's gradient.
 
     Equals ``torch.stack([torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.float32) for p in parameters])``
-    times ``inv_scale``, within rounding. On a GPU it takes one launch per dtype for up to 2,300 parameters. A lazy
-    update leaves gradients scaled and unclipped, so their norms are, too.
+    times ``inv_scale``, within rounding. On a GPU, 2,300 parameters of one dtype take one launch. After a lazy update
+    the gradients are still scaled and unclipped, and so are these norms.
 
     Args:
         parameters: parameters, with gradients of any devices, dtypes and layouts.
@@ -26,8 +26,8 @@ def grad_norms(
 
     Returns:
         Norms in the order of ``parameters``, shape [number of parameters], on the device of the first gradient, not
-        synchronized: float32, or float64 if all gradients are. The norm is 0 for a parameter without a gradient. On
-        gradients that are DTensors every rank gets the norm of the whole.
+        synchronized: float32, or float64 if all gradients are. The norm is 0 for a parameter without a gradient. For
+        DTensors, every rank gets the norm of the full gradient.
     """
     found = [gradients.dense(parameter) for parameter in parameters]
     if all(grad is None for grad in found):

@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
 
     _last_step_skipped: Tensor | None = None
     _spare: tuple[Tensor, Tensor] | None = None  # receives the scale and growth tracker after an update
-    _computed: _Inputs | None = None  # from which the last check has computed them
+    _computed: _Inputs | None = None  # inputs of the check that has computed both
 
     @property
     def last_step_skipped(self) -> Tensor | None:
@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.compiler.disable  # torch's is, too
     def scale(self, outputs: Any) -> Any:
-        """Multiplies with the scale. Arguments and results are those of torch."""
+        """Multiply outputs by the scale. Arguments and results are those of torch."""
         self._note_capture()
         return super().scale(outputs)
 
@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
             self._unscaled_step(optimizer, max_grad_norm, record, lazy)
         record["stage"] = OptState.STEPPED
         found_inf = _found_inf(record)
-        # A tensor of its own: update() adds the findings of other optimizers to ours.
+        # A new tensor, because update() adds the findings of other optimizers to `found_inf`.
         self._last_step_skipped = skipped if skipped is not None or found_inf is None else found_inf != 0
         return result
 
@@ -139,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
     ) -> Tensor | None:
         scale, growth_tracker = self._check_scale_growth_tracker("step")
-        self._computed = None  # the check overwrites what an earlier one has computed
+        self._computed = None  # the check overwrites the results of an earlier check
         # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
         factor: Tensor | LossScale
@@ -152,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
         if result.skipped is not None:
             inputs = self._inputs()
-            self._computed = inputs if len(inputs.tensors) == 3 else None  # one finding, ours
+            self._computed = inputs if len(inputs.tensors) == 3 else None  # only this optimizer has a finding
         return result.skipped
 
     def _computes_natively(self, scale: Tensor) -> bool:
@@ -175,10 +175,10 @@ class GradScaler(torch.amp.GradScaler):
         return _Inputs(tensors, [*versions, self._growth_factor, self._backoff_factor, self._growth_interval])
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale, as in torch.
+        """Update the scale, like torch's GradScaler.
 
         Args:
-            new_scale: the new scale; None to grow or shrink it by what the steps have found.
+            new_scale: the new scale. None: grow or shrink the scale by the findings of the steps.
         """
         self._note_capture()
         computed, self._computed = self._computed, None

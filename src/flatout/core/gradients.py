@@ -41,7 +41,7 @@ class GradCheck:
     grad_factor: Tensor
     """``inv_scale`` x clip coefficient: the factor for each gradient."""
     skipped: Tensor | None = None
-    """bool: ``found_inf``. Only of a check that also computes the next loss scale."""
+    """``found_inf`` as bool, of a check that also computes the next loss scale; else None."""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -71,7 +71,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter, if any, as dense storage: of a sparse one its values, coalesced first."""
+    """Return the gradient of a parameter, or None. Of a sparse gradient, coalesce it and return its values."""
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return grad

@@ -11,10 +11,12 @@ from flatout.core.batches import tensors_within
 
 
 def share_with(stream: torch.cuda.Stream, batch: Any) -> None:
-    """Delay the reuse of a batch's CUDA memory after its free until the work then queued on ``stream`` has run.
+    """Record ``stream`` as a user of a batch's CUDA memory, as ``Tensor.record_stream`` does for one tensor.
+
+    After a tensor is freed, the allocator reuses its memory only when ``stream`` has run all work queued until then.
 
     Args:
-        stream: uses the memory, and is not the stream that allocated it.
+        stream: the stream that uses the memory, other than the one that allocated it.
         batch: any nesting of tensors, and of objects with tensors as attributes.
     """
     for tensor in tensors_within(batch):

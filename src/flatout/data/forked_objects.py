@@ -1,8 +1,8 @@
-"""Objects of CUDA in a forked process, such as a loader's worker, which cannot free them.
+"""Protection of forked processes, such as loader workers, from freeing CUDA objects of the parent.
 
-The runtime raises in a child whose parent has used the device. The destructors of torch's events, and of tensors that
-several streams have used, do not expect that, and end the process. A collection of the parent's garbage would call them
-(https://github.com/rwth-i6/returnn/issues/1494).
+CUDA raises in a child whose parent has used the device. The destructors of torch's events, and of tensors that several
+streams have used, do not catch the exception, so the child ends with SIGABRT. A garbage collection in the child would
+call these destructors (https://github.com/rwth-i6/returnn/issues/1494).
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class _Ahead(_PassThrough):
         return move_object(leaf, self._prefetcher.device)
 
     def _transform(self, entry: _Entry) -> None:
-        """Run the user's transform behind the copy, on its stream."""
+        """Run the user's transform after the copy, on the stream of the copies."""
         transform = self._prefetcher.transform
         if transform is None or entry.is_transformed or entry.copy is None:
             return

@@ -79,12 +79,12 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return our stream on ``device``. A process has one, because each stream keeps a memory pool of its own."""
+    """Return flatout's stream on ``device``, one per process, because the allocator has a separate pool per stream."""
     index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
         if native.has_cuda_runtime():
-            torch.cuda.current_stream(device)  # torch makes the device's context before we use it
+            torch.cuda.current_stream(device)  # torch makes the device's context before flatout uses it
             _side_streams[index] = torch.cuda.ExternalStream(_host.create_stream(index), device=device)
         else:
             _side_streams[index] = torch.cuda.Stream(device)
@@ -165,9 +165,9 @@ class _CudaCopy(_Copy):
         self._applied: torch.cuda.Event | None = None
 
     def apply(self, transform: Callable[[Any], Any]) -> None:
-        # `record_stream` does not reach memory that objects hide. The allocator may give that memory to `transform`.
+        # Objects may hide tensors from `record_stream`. Their memory may be allocated again within `transform`.
         self._home.wait_stream(torch.cuda.current_stream(self._home.device))
-        share_with(self._home, self._batch)  # tensors that were on the device before belong to other streams
+        share_with(self._home, self._batch)  # other streams have allocated tensors that the loader made on the device
         with torch.cuda.stream(self._home):
             super().apply(transform)
         self._applied = self._home.record_event()
@@ -244,7 +244,7 @@ class _NativeCopy(_CudaCopy):
 
 
 class TorchCopier:
-    """The same through torch alone, for a build without CUDA or a driver that is too old for ours."""
+    """Copies with torch alone, if flatout was built without CUDA or the driver is too old for its kernels."""
 
     def __init__(self, device: torch.device, *, fresh: bool = False, transforms: bool = False) -> None:
         self._fresh = fresh

@@ -75,7 +75,7 @@ def _kernels_run(device: int) -> bool:
 
 
 def has_cuda_runtime() -> bool:
-    """True when flatout's own CUDA runtime works with the driver, which copies and streams need.
+    """Return True if flatout's CUDA runtime works with the driver, as native copies and streams require.
 
     Warns of a driver that is too old, once per process.
     """

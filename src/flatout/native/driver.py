@@ -25,7 +25,7 @@ class OldDriver:
 
 
 def old_driver() -> OldDriver | None:
-    """Return the driver if it is too old for flatout's CUDA kernels, else None. Without a driver: None."""
+    """Return the driver if it is too old for flatout's CUDA kernels. None: new enough, or not installed."""
     driver, runtime = _host.cuda_versions()
     needed = _host.needed_driver(runtime)
     if driver == 0 or runtime == 0 or driver >= needed:

@@ -1,4 +1,4 @@
-"""The loss scale of a gradient scaler, as a native update takes it."""
+"""Loss scale of a gradient scaler, as an argument of native updates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossScale:
-    """Loss scale on a device, the rule for its next value, and the memory for this value.
+    """Loss scale on a device, the rule for its next value, and memory for the next value.
 
-    The rule is that of ``torch._amp_update_scale_``. Tensors have one element each.
+    The rule is that of ``torch._amp_update_scale_``. Each tensor has one element.
     """
 
     scale: Tensor
     """float32."""
     growth_tracker: Tensor
-    """Updates without inf or NaN since the scale has changed last; int32."""
+    """Updates without inf or NaN since the last change of the scale; int32."""
     next_scale: Tensor
     """Receives the next scale; float32."""
     next_growth_tracker: Tensor

@@ -27,7 +27,7 @@ class UpdateResult:
     grad_norm: Tensor | None
     """2-norm of the unscaled gradients before clipping."""
     skipped: Tensor | None = None
-    """bool: ``found_inf``. Measured only where the next loss scale was computed."""
+    """``found_inf`` as bool, if the check also computed the next loss scale; else None."""
 
 
 @torch.compiler.disable
@@ -51,7 +51,7 @@ def update(
             ``torch.nn.utils.clip_grad_norm_``.
         inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 /
             accumulated micro-batches, or their product. A 0-dim tensor stays on its device. A ``LossScale`` stands
-            for 1 / scale. If all gradients are native and on its device, its next value is computed, too.
+            for 1 / scale. Its next value is computed if all gradients are native and on its device.
         max_grad_norm: clip to this norm.
         skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
             Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
@@ -101,7 +101,7 @@ def _factor(inv_scale: Tensor | float | LossScale | None) -> Tensor | float | No
 def _look(
     ready: list[Bucket], inv_scale: Tensor | float | LossScale | None, max_norm: float | None
 ) -> gradients.GradCheck:
-    """One look at the gradients set in buckets of any devices and ranks."""
+    """Check the gradients that are set in buckets of any devices and ranks."""
     by_place: dict[tuple[torch.device, Ranks | None], list[int]] = {}
     for bucket in ready:
         by_place.setdefault((bucket.device, bucket.ranks), []).append(bucket.handle)
@@ -120,7 +120,7 @@ def _look(
 def _look_at_once(
     handles: list[int], device: torch.device, inv_scale: Tensor | float | LossScale | None, max_norm: float | None
 ) -> gradients.GradCheck:
-    """One look at gradients of one device, whole on this rank."""
+    """Check unsharded gradients of one device, in one call."""
     if isinstance(inv_scale, LossScale) and inv_scale.scale.device == device:
         return gradients.GradCheck(
             *_ops.check_scaled_buckets(

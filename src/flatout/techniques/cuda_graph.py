@@ -139,8 +139,8 @@ def why_not_captured(job: Job) -> str:
 def _why_not_this_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if not isinstance(optimizer, NativeStep) and (why_not := why_not_fusable(optimizer)):
         return (
-            "the optimizer is not flatout's fused one, which takes its learning rate from the device: "
-            f"a graph would have that as a constant. {why_not}"
+            "a graph would fix the learning rate, because only flatout's fused optimizer reads it from the device. "
+            f"{why_not}"
         )
     if is_patched(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks or a step of its own, and a replay runs no Python"

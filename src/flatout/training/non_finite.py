@@ -32,7 +32,7 @@ class NonFiniteMonitor:
 
     Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,
     and bad if the scaler skipped it. The first bad loss gives a warning. Skipped updates are normal for a scaler and
-    give no warning. Warning and error name the first gradient that is not finite, if the gradients are still there.
+    give no warning. Warning and error name the first gradient that is not finite, if the gradients still exist.
 
     On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
     and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
@@ -126,8 +126,8 @@ def _finding(search: Callable[[], str]) -> str:
 def first_bad_gradient(job: Job, step: int, now: int) -> str:
     """Return a sentence that names the first parameter whose gradient is not finite, in the order of the model.
 
-    It waits for the device, and reads gradients as they are: scaled by a loss scaler, and accumulated since the last
-    update.
+    Waits for the device. Reads gradients as they are, which may be scaled by a loss scaler, or accumulated since the
+    last update.
 
     Args:
         job: the job with the gradients.
@@ -142,7 +142,7 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
     if _are_clipped(job, grads.values()):
         return f"the gradients of step {step} are no longer known, because clipping multiplied all of them by NaN"
     for name, grad in grads.items():
-        part = dtensor.local(grad)  # no rank waits for others, which may have finite losses
+        part = dtensor.local(grad)  # a collective would hang, because other ranks may have finite losses
         bad = _count_bad(part)
         if bad:
             shape = tuple(grad.shape)
@@ -154,7 +154,7 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
 
 
 def _are_clipped(job: Job, grads: Iterable[Tensor]) -> bool:
-    """Return whether clipping to a norm of NaN may have rewritten the gradients. A lazy update never writes them."""
+    """Return True if clipping to a norm of NaN may have rewritten the gradients. A lazy update never writes them."""
     if job.spec.max_grad_norm is None:
         return False
     return not (isinstance(job.spec.optimizer, NativeStep) and all(map(gradients.is_native, grads)))

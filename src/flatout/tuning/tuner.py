@@ -85,7 +85,7 @@ class Tuner:
     def seconds_for(self, technique: Measured) -> float:
         """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin.
 
-        A trial that does not fit in full takes all that is left.
+        A trial that does not fit takes the rest of the budget.
         """
         bench = self._bench
         if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
@@ -138,11 +138,11 @@ class Tuner:
         return self._decide_loader(technique)
 
     def _check(self, technique: Measured) -> None:
-        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice rules out another that it requires."""
+        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice turns off one that it requires."""
         technique.check(self._bench.job)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
-            raise NotApplicable(f"it requires the {required.title}, and {self._choices.chooser} does without that")
+            raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _required(self, technique: Measured) -> StepTechnique | None:
         """Return the technique to turn on together with this one; None if none is required or it is on already."""
@@ -221,7 +221,7 @@ class Tuner:
         return bench.keep(Decision(row, "trial", best[1].value, best[1]))
 
     def _decide_both(self, technique: StepTechnique, required: StepTechnique) -> Row:
-        """Try a technique together with one that it requires, whatever became of that one alone."""
+        """Try a technique together with one that it requires, also if that one did not pay alone."""
         job = self._bench.job
         pairs = [
             PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")
