@@ -1,8 +1,8 @@
-# Finds nvcc (FLATOUT_NVCC, empty where the kernels cannot be built) and reduces FLATOUT_CUDA_ARCHS to what its
-# toolkit compiles for. Enables no language, so that a script can run it.
+# Finds nvcc and sets FLATOUT_NVCC, which is empty if the kernels cannot be built. Removes architectures that the
+# toolkit lacks from FLATOUT_CUDA_ARCHS. Enables no language, so that a script can run this file.
 set(oldest_cuda 12.1)  # the first with more than 4 KiB of kernel arguments
 
-# An unset variable gives no hint: "/bin" would be one, where distributions keep an old nvcc.
+# An unset variable gives no hint. It would become "/bin", where distributions have an old nvcc.
 set(nvcc_hints)
 foreach(variable CUDA_HOME CUDA_PATH)
   if(NOT "$ENV{${variable}}" STREQUAL "")
@@ -44,7 +44,7 @@ if(NOT problem)
   if(NOT kept)
     set(problem "CUDA kernels need an architecture that CUDA ${cuda_version} knows, got ${FLATOUT_CUDA_ARCHS}")
   elseif(dropped)
-    # PTX is what newer GPUs run. That of an architecture with a suffix, such as 90a, runs on no newer one.
+    # Newer GPUs run PTX, but not PTX of an architecture with a suffix, such as 90a.
     if(dropped MATCHES "(^|;)[0-9]+(-virtual)?(;|$)")
       set(newest 0)
       foreach(arch IN LISTS kept)

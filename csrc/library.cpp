@@ -45,13 +45,13 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // gradient is not strided, not float or on another device. No storage may be resized between this call and
   // the step.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
-  // unscale_and_check over the gradients set in buckets of one device. `factor` takes the place of inv_scale
-  // where that is None.
+  // unscale_and_check of the gradients that are set in buckets of one device. `factor` replaces inv_scale if
+  // that is None.
   m.def(
       "check_buckets(int[] buckets, Tensor? inv_scale, float? max_norm, float factor=1.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
-  // check_buckets with 1 / scale for inv_scale. The scale and growth tracker that torch._amp_update_scale_
-  // would leave go to next_scale and next_growth_tracker. `skipped` is found_inf as a bool.
+  // check_buckets with 1 / scale for inv_scale. Writes the results of torch._amp_update_scale_ to next_scale
+  // and next_growth_tracker. `skipped` is found_inf as a bool.
   m.def(
       "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
@@ -68,8 +68,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // True if no two gradients that are set in these buckets share memory, as unscale_grads requires.
   m.def("grads_are_apart(int[] buckets) -> bool");
 
-  // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
-  // and strides. Of numbers without a sign no positive one becomes 0.
+  // Converts numbers to optimizer states in uint8, and back. `values` (float32) and `codes` have equal shapes
+  // and strides. Without a sign, no positive number becomes 0.
   m.def("encode_(Tensor values, Tensor(a!) codes, Tensor(b!) absmax, bool has_sign) -> ()");
   m.def("decode_(Tensor(a!) values, Tensor codes, Tensor absmax, bool has_sign) -> ()");
 

@@ -8,14 +8,13 @@
 
 namespace flatout::cache {
 
-// Lies over memory that the caller owns and that was zero at first. A row is written by the one process that
-// has claimed it, and whoever sees it complete sees all of it, on processors too that reorder their writes
-// and reads.
+// View of memory that the caller owns and has set to zero. Only the process that has claimed a row writes it.
+// A process that finds a row complete reads all of the row, because the state is released and acquired.
 class RowStates {
  public:
   RowStates(std::uint8_t* states, std::size_t rows) noexcept : states_(states), rows_(rows) {}
 
-  // Whether the row is now the caller's to write; not if it is or was anybody's.
+  // True if the caller is to write the row: it is the first to claim it.
   bool claim(std::size_t row) const {
     std::uint8_t expected = empty;
     return at(row).compare_exchange_strong(expected, claimed, std::memory_order_acq_rel,

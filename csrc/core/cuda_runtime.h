@@ -13,7 +13,7 @@ namespace flatout {
 void check_cuda(cudaError_t error, const char* call);
 
 // Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery. Makes a
-// context of the current device, as most calls do.
+// context on the current device, like most calls.
 class RelaxedCapture {
  public:
   RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }

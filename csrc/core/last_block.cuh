@@ -5,8 +5,8 @@
 
 namespace flatout {
 
-// Adds to a counter and returns its old value. The one operation releases what the thread has done before,
-// and acquires what other threads have released on the counter. Full fences beside it would wait longer.
+// Adds to a counter and returns its old value. This operation releases earlier writes of the thread, and
+// acquires writes that other threads have released on the counter. Two full fences would wait longer.
 __device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
 #ifdef __CUDACC__
   uint32_t old;
@@ -20,8 +20,8 @@ __device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value
 #endif
 }
 
-// Counts `share` of `total` as done by the calling thread. True for the thread that completes the total: it
-// sees what the others have done before they counted, and leaves the counter at 0.
+// Counts `share` of `total` as done by the calling thread. True for the thread that completes the total. This
+// thread sees earlier writes of all threads that have counted, and resets the counter to 0.
 __device__ inline bool finishes_last(uint32_t* counter, uint32_t share, uint32_t total) {
   if (add_acquire_release(counter, share) + share != total) return false;
   *counter = 0;

@@ -124,8 +124,8 @@ FLATOUT_HD void split(float value, bf16& high, int16_t& remainder) {
   remainder = static_cast<int16_t>(word);
 }
 
-// a * b + c, rounded once. All else is rounded at each operation, because every compiler is kept from
-// contracting by itself: so a step has the same bits on any device.
+// a * b + c, rounded once. Compilers contract no other operations (-ffp-contract=off, -fmad=false), so a step
+// has the same bits on CPUs and GPUs.
 FLATOUT_HD float fused_multiply_add(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -141,7 +141,7 @@ FLATOUT_HD double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// torch.lerp's bits: from the nearer end, so that weights of 0 and 1 are exact.
+// Equals torch.lerp bit for bit. It starts at the nearer end, so that weights of 0 and 1 are exact.
 template <class Acc>
 FLATOUT_HD Acc interpolate(Acc from, Acc to, Acc weight) {
   const bool near = weight < Acc(0.5);

@@ -1,5 +1,4 @@
-// normalize_launch.h: the CUDA launcher of normalizing images, callable from code that knows torch and code
-// that does not.
+// normalize_launch.h: the CUDA launcher of normalizing images. Includes no torch header.
 #pragma once
 
 #include "core/cuda_launch.h"
@@ -7,8 +6,8 @@
 
 namespace flatout {
 
-// Constants travel as a kernel's argument: as many as fit the 4 KB that every driver takes. The cameras with
-// the most bands have some 220.
+// The constants are a kernel argument, and this many fit into the 4 KB of older drivers. The cameras with the
+// most bands have some 220.
 inline constexpr int kMaxChannels = 240;
 
 // Images as Ts. `channels`: one for each channel, kMaxChannels at most.

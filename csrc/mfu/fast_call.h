@@ -1,6 +1,5 @@
 // fast_call.h: methods that every training step calls, bound without pybind11. Its dispatch takes 0.2 us in a
-// tight loop, but 3 to 4 us in the midst of a training step, which leaves none of it in the caches; this
-// takes a tenth.
+// tight loop, but 3 to 4 us in a training step, which evicts it from the caches. These calls take a tenth.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -71,7 +70,7 @@ struct FastCall;
 
 template <class Owner, class Result, class... Args, Result (Owner::*method)(Args...)>
 struct FastCall<method> {
-  // A property's getter.
+  // Binds the getter of a property.
   static pybind11::object bind(const pybind11::object& owner) {
     static PyMethodDef definition = {"method", as_method(call), METH_FASTCALL, nullptr};
     return bind_to<Owner>(definition, owner);

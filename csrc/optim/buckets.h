@@ -1,4 +1,4 @@
-// buckets.h: buckets by number, for operators, whose arguments cannot be C++ objects.
+// buckets.h: buckets by number, because arguments of operators cannot be C++ objects.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace flatout {
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket);
 std::shared_ptr<Bucket> find_bucket(int64_t number);
 
-// make_bucket for the device that a class of buckets runs on.
+// The operator make_bucket, for the device of a class of buckets.
 template <class B>
 int64_t make_bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
                     const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,

@@ -1,4 +1,4 @@
-// coded.h: numbers beside their codes of 8 bits, as the operators that convert them take them.
+// coded.h: numbers and their 8-bit codes, as arguments of the operators that convert them.
 #pragma once
 
 #include "core/tensors.h"
@@ -6,7 +6,7 @@
 
 namespace flatout {
 
-// The absmaxes of a leader's tensor in 8 bits.
+// Checks the absmaxes of an 8-bit tensor with the shape of `leader`.
 inline void check_absmax(const Tensor& absmax, const char* name, std::size_t i, const Tensor& leader,
                          const char* leader_name) {
   const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;

@@ -1,4 +1,4 @@
-// dynamic8.cu: whole tensors into 8 bits and back on CUDA, where an optimizer's state is converted.
+// dynamic8.cu: converts whole tensors into 8 bits and back on CUDA, for optimizer state.
 #include "core/chunks.h"
 #include "core/warp.cuh"
 #include "optim/dynamic8.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kWarps = kThreads / kLanes, kPerLane = kDynamicBlock / kLanes;
 static_assert(kChunk % kDynamicBlock == 0);
 
-// A CUDA block has a chunk, and each of its warps a block of numbers at a time.
+// A CUDA block converts a chunk, and each of its warps one block of numbers at a time.
 template <bool Signed>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const float* values, uint8_t* codes, float* absmax, int64_t count) {

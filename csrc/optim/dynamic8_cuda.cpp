@@ -1,4 +1,4 @@
-// dynamic8_cuda.cpp: whole tensors into 8 bits and back under torch's CUDA key.
+// dynamic8_cuda.cpp: the operators that convert whole tensors into 8 bits and back, for CUDA.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cuda_glue.h"

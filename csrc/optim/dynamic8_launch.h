@@ -1,5 +1,5 @@
-// dynamic8_launch.h: the CUDA launchers of whole tensors into 8 bits and back, callable from code that knows
-// torch and code that does not.
+// dynamic8_launch.h: the CUDA launchers that convert whole tensors into 8 bits and back. Includes no torch
+// header.
 #pragma once
 
 #include "core/cuda_launch.h"

@@ -7,7 +7,7 @@
 
 namespace flatout {
 
-// Abilities of a kernel beside the rule. An ability that a kernel lacks costs no registers.
+// Work of a kernel beside the rule. Work that a kernel lacks costs no registers.
 enum class Kind {
   kPlain,
   kExtended /* averages, 16-bit companions */,
@@ -26,7 +26,7 @@ struct alignas(kVectorBytes) Bytes16 {
   uint32_t word[4];
 };
 
-// A GPU faults at a misaligned access. The code for the host, which emulated devices run, must not accept it.
+// Throws at a misaligned address in host code, which emulated devices run. A GPU faults.
 FLATOUT_HD void must_be_aligned([[maybe_unused]] const void* address) {
 #ifndef __CUDA_ARCH__
   if (reinterpret_cast<uintptr_t>(address) % kVectorBytes != 0) throw std::logic_error("misaligned vector");

@@ -12,7 +12,7 @@ struct StepTable {
   const uint32_t* first_chunk;  // of each tensor, then the number of chunks
 };
 
-// The table of some tensors as it lies in memory: ticket, tensors, first chunks.
+// The table of some tensors, as bytes of device memory: ticket, tensors, first chunks.
 inline std::vector<char> table_image(const std::vector<FlatTensor>& tensors) {
   const std::vector<uint32_t> first = first_chunks(tensors);
   const std::size_t tensor_bytes = tensors.size() * sizeof(FlatTensor),
@@ -28,8 +28,8 @@ inline StepTable table_at(void* image, std::size_t tensors) {
           reinterpret_cast<const uint32_t*>(first_tensor + tensors * sizeof(FlatTensor))};
 }
 
-// What one launch works on: as many of the table's tensors as their gradients fit beside the other arguments,
-// for which 1 KiB is kept.
+// The tensors of one launch: as many as have room for their gradients among the arguments. 1 KiB is left for
+// other arguments.
 template <int Capacity = (kArgumentBytes - 1024) / 8>
 struct StepBatch {
   static constexpr uint32_t kCapacity = Capacity;

@@ -24,7 +24,7 @@ struct Storage {
   FLATOUT_HD bool is_code(int stream, int states) const {
     return codes && stream >= 2 && stream < 2 + states;
   }
-  // Where element `i` of a stream, or the absmax of its block, lies; null stays null.
+  // The address of element `i` of a stream, or of the absmax of its block. Null for a null stream.
   template <class T>
   FLATOUT_HD char* move(void* address, int stream, int states, int64_t i) const {
     int64_t bytes = i * static_cast<int64_t>(is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T));
@@ -57,7 +57,7 @@ struct Extras {
   }
 };
 
-// The count that a step brings a tensor to; without a count no step is the first.
+// The step count after a step. A tensor without a count never has a first step.
 FLATOUT_HD double next_step(const FlatTensor& tensor) {
   if (tensor.step == nullptr) return 2.0;
   return 1 + (tensor.step_is_double ? *static_cast<const double*>(tensor.step)

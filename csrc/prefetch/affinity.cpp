@@ -1,4 +1,4 @@
-// affinity.cpp: the CPUs beside a GPU, as Linux lists them.
+// affinity.cpp: CPUs on the NUMA node of a GPU, as Linux lists them.
 #include "prefetch/affinity.h"
 
 #ifdef __linux__

@@ -1,5 +1,5 @@
-// bindings.cpp: Ring, Columns and Stager for Python. The GIL is released around every wait; no thread of ours
-// takes it.
+// bindings.cpp: Ring, Columns and Stager for Python. Waits release the GIL, and threads of the stager never
+// take it.
 #include "prefetch/bindings.h"
 
 #include <pybind11/stl.h>
@@ -53,7 +53,7 @@ std::size_t bytes_of(std::size_t count, std::size_t each) {
   return bytes;
 }
 
-// Pinned memory that a ring still holds is freed with it, which waits for the device.
+// Frees a ring and its pinned memory. A free of pinned memory waits for the device.
 void delete_without_gil(Ring* ring) {
   std::optional<ReleaseGil> nogil;
   if (PyGILState_Check() == 1) nogil.emplace();  // else on a thread of ours
@@ -98,7 +98,7 @@ class Columns {
   const std::vector<Layout>& layouts() const { return layouts_; }
 
  private:
-  // A tensor over gathered rows must not reach beyond them.
+  // A tensor on gathered rows must not exceed them.
   static void check_layout(int code, int bits, const std::vector<std::int64_t>& row_shape,
                            std::size_t row_bytes) {
     require(code >= 0 && code <= 6, "code must be one of DLPack's types, 0 to 6");
@@ -117,7 +117,7 @@ class Columns {
   py::object owner_;
 };
 
-// Owns a slot for as long as a tensor lies over it.
+// Owns a slot while a tensor uses its memory.
 struct SlotTensor {
   dlpack::ManagedTensor managed;
   std::vector<std::int64_t> shape;  // [N, *row_shape]
@@ -125,7 +125,7 @@ struct SlotTensor {
 };
 
 void delete_unused_capsule(PyObject* capsule) {
-  // torch renames a capsule that it has taken over; one that still bears this name was never used.
+  // torch renames a capsule when it takes the tensor. A capsule with this name was never used.
   if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
   auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   managed->deleter(managed);
@@ -154,7 +154,7 @@ py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t cou
   return py::reinterpret_steal<py::object>(capsule);
 }
 
-// Batches of consecutive stretches of indices, gathered one after the other.
+// Batches of consecutive indices, gathered one after another.
 class Batches {
  public:
   Batches(std::shared_ptr<Stager> stager, std::shared_ptr<const Columns> columns, std::uintptr_t indices,

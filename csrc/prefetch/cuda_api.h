@@ -1,4 +1,4 @@
-// cuda_api.h: the few CUDA runtime calls of the prefetcher; in a build without CUDA every one throws.
+// cuda_api.h: the CUDA runtime calls of the prefetcher. In a build without CUDA every call throws.
 #pragma once
 
 #include <cstddef>
@@ -15,17 +15,16 @@ namespace cuda {
 using Stream = std::uintptr_t;       // a cudaStream_t, as torch hands it out (`stream.cuda_stream`)
 using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`event.cuda_event`)
 
-// True when CUDA was compiled in, the driver is new enough for our static runtime, and a device is there.
+// True if the build has CUDA, the driver is new enough for its static runtime, and there is a device.
 bool usable() noexcept;
 
-// For threads of the prefetcher, before any other call: makes `device` current and binds the thread to the
-// CPUs beside it. Calls of the thread then leave a CUDA graph intact that the user captures meanwhile.
+// First call of each thread of the prefetcher. Makes `device` current, and binds the thread to CPUs on its
+// NUMA node. Later calls of the thread do not break a CUDA graph that the user captures.
 void enter_thread(int device);
-// A non-blocking stream that is not shared (torch's pool repeats after 32); it lives as long as the
-// process.
+// A non-blocking stream, which lives as long as the process. Streams of torch's pool are shared after 32.
 Stream create_stream(int device);
 
-// Pinned in the context of `device`, whichever is current: a context on another one would cost its memory.
+// Memory pinned in the context of `device`. A context on the current device could cost its memory.
 void* allocate_pinned(std::size_t bytes, int device);
 void free_pinned(void* data, int device) noexcept;
 bool is_pinned(const void* data);

@@ -57,7 +57,7 @@ Ring::Ring(int device, std::size_t max_idle)
     : device_(device), max_idle_(max_idle), state_(std::make_unique<State>()) {}
 
 Ring::~Ring() {
-  // The fork may have caught another thread inside the deque: leave it alone.
+  // Another thread may have been changing the deque at the fork, so the child does not touch it.
   if (guard_.forked()) {
     [[maybe_unused]] State* leaked = state_.release();
   }
@@ -70,8 +70,8 @@ Slot Ring::acquire(std::size_t bytes) {
     std::deque<std::unique_ptr<HostBuffer>> freed;  // after the lock
     const std::lock_guard lock(state_->mutex);
     freed.swap(state_->surplus);
-    // The smallest that fits, but none much too large: a user who keeps every batch's labels must not keep
-    // buffers of the size of its images with them. Newest first among equals: it is the warmest in the cache.
+    // The smallest that fits, but not one that is much too large. A user who keeps the labels of all batches
+    // would keep buffers of the size of images. The newest of equal ones is most likely still in the cache.
     auto best = state_->idle.rend();
     for (auto it = state_->idle.rbegin(); it != state_->idle.rend(); ++it) {
       const std::size_t capacity = (*it)->capacity();

@@ -1,5 +1,4 @@
-// ring.h: host buffers that are used again and again, so that a warm loop neither allocates nor faults pages
-// in.
+// ring.h: host buffers that are reused, so that a warm loop neither allocates nor has page faults.
 #pragma once
 
 #include <cstddef>
@@ -29,20 +28,20 @@ class HostBuffer {
   ForkGuard guard_;
 };
 
-// A buffer on loan: the last copy of the pointer to go returns it to its ring.
+// A buffer in use. The last copy of the pointer returns the buffer to its ring.
 using Slot = std::shared_ptr<HostBuffer>;
 
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
-  // Of memory pinned for `device`; host_device: of ordinary memory. Keeps at most `max_idle` returned
-  // buffers; what comes back beyond that is freed, the oldest first. A free of pinned memory waits for the
-  // device, so the next thread that acquires does it, never the one that lets go of a buffer.
+  // Buffers pinned for `device`, or of ordinary memory for host_device. Keeps at most `max_idle` returned
+  // buffers, and frees the oldest of more. A free of pinned memory waits for the device, so it is left to the
+  // next thread that acquires a buffer.
   Ring(int device, std::size_t max_idle);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Never blocks: when every buffer is held by the user, a fresh one is made.
+  // Never waits for a buffer: allocates one if all are in use.
   Slot acquire(std::size_t bytes);
   void clear();                     // frees the idle buffers
   std::size_t allocations() const;  // buffers made so far

@@ -11,15 +11,13 @@
 namespace flatout::prefetch {
 namespace {
 
-// Device copies start at addresses the copy engine likes; also keeps leaves of a batch off each other's cache
-// lines.
+// Alignment of device copies, for the copy engine. Leaves of a batch share no cache line.
 constexpr std::size_t staging_alignment = 256;
 
-// Gathered at a time by one thread, if a row is not longer: long enough that handing it out costs nothing,
-// short enough that neither who closes nor who waits for the last part waits long.
+// Bytes that a thread gathers at a time, or one row if it is longer: large enough that scheduling costs
+// little, small enough that close() and the last part take little time.
 constexpr std::size_t part_bytes = std::size_t{128} * 1024;
-// A smaller batch is gathered in less time than a thread takes to start: who takes only one, like
-// next(iter(loader)), needs none.
+// A smaller batch is gathered in less time than a thread takes to start, so next(iter(loader)) starts none.
 constexpr std::size_t worth_a_thread = std::size_t{1024} * 1024;
 // A batch of so many bytes will have left the caches before it is read.
 constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
@@ -35,12 +33,11 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + staging_alignment - 1) / staging_alignment * staging_alignment;
 }
 
-// Staged and copied at a time, so that the device copies a piece while the next ones are staged: long enough
-// to reach the bus's speed. Staging memory comes in pieces, so that batches of all sizes use the same
-// buffers.
+// Bytes that are staged and copied at a time. The device copies a piece while the next pieces are staged. A
+// piece is large enough for the speed of the bus, and batches of all sizes use the same buffers.
 constexpr std::size_t piece_bytes = std::size_t{4} * 1024 * 1024;
 
-// A stretch of one transfer, and its place in a piece.
+// Part of one transfer, and its place in a piece.
 struct Segment {
   Transfer transfer;
   std::size_t offset;
@@ -65,7 +62,7 @@ std::vector<Piece> cut(const std::vector<Transfer>& transfers) {
   return pieces;
 }
 
-// A power of two: few sizes, so that a buffer that comes back fits a later piece.
+// A power of two. With few sizes, a returned buffer fits a later piece.
 std::size_t capacity_for(const Piece& piece) {
   return std::bit_ceil(piece.back().offset + piece.back().transfer.bytes);
 }
@@ -74,8 +71,7 @@ void fill(const Piece& piece, std::byte* staged) {
   for (const auto& [transfer, offset] : piece) std::memcpy(staged + offset, transfer.from, transfer.bytes);
 }
 
-// Pieces that threads fill. They read the sources and the pieces, so this waits at its end, whatever
-// happened.
+// Pieces that threads fill. The destructor waits for the threads, because they read the sources and pieces.
 class Filling {
  public:
   Filling(Worker& helpers, const std::vector<Piece>& pieces) : helpers_(helpers), pieces_(pieces) {
@@ -150,7 +146,7 @@ void Stager::wait(Gathered& batch) {
       worker_.start();
     } catch (const std::system_error&) {
       if (!on_host) {
-        worker_.close();  // the caller will let go of what the jobs read
+        worker_.close();  // the caller frees memory that the jobs read
         throw;
       }
       // This thread gathers alone.
@@ -185,11 +181,11 @@ void Stager::run_copy(const std::vector<Transfer>& transfers, PinnedSources pinn
   try {
     enqueue(transfers, pinned, stream, fence, *copied);
   } catch (const std::exception&) {
-    // What was enqueued before the failure still reads the sources and writes the destinations.
+    // Copies that were enqueued before the failure still read the sources and write the destinations.
     try {
       hold_until_passed(copied, stream);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-      // The device is lost, and nothing copies any more.
+      // The device is lost, and no copy runs.
     }
     throw;
   }
@@ -269,7 +265,7 @@ void Stager::close() noexcept {
   try {
     reap(0);
   } catch (const std::exception&) {
-    // The device is lost: nothing copies any more, so what the copies used may go.
+    // The device is lost. No copy runs, so their memory may be freed.
     in_flight_.clear();
   }
 }

@@ -1,5 +1,4 @@
-// stager.h: gathers batches into slots, and copies batches to the device through slots, on threads of its
-// own.
+// stager.h: gathers batches into slots, and copies batches to the device through slots, on separate threads.
 #pragma once
 
 #include <atomic>
@@ -43,16 +42,16 @@ struct Transfer {
   std::size_t bytes;
 };
 
-// How sources that are pinned already reach the device. Straight from where they lie saves a copy on the
-// host, but reads them until the device has passed the copy: only for sources that nobody writes again.
+// Path of pinned sources to the device. A direct copy saves a copy on the host, but reads the source until
+// the device has passed the copy. So it is only for sources that are never written again.
 enum class PinnedSources : std::uint8_t { direct, staged };
 
 class Stager {
  public:
   // Gathers on `threads` threads, and stages copies on one thread and `helpers` more.
   //
-  // At most `max_in_flight` staged copies wait for the device at a time: a host that runs ahead of its GPU is
-  // held there, and pinned memory stays bounded.
+  // At most `max_in_flight` staged copies wait for the device at a time. A host that is further ahead of its
+  // GPU waits, so pinned memory stays bounded.
   Stager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight, int helpers);
   ~Stager();
   Stager(const Stager&) = delete;
@@ -63,18 +62,17 @@ class Stager {
   std::shared_ptr<Gathered> gather(std::shared_ptr<const std::vector<Column>> columns,
                                    const std::int64_t* indices, std::int64_t first, std::size_t count);
 
-  // Waits for a gather; only here is one sure to be begun. Into ordinary memory the calling thread gathers,
-  // too, what is in line: it has nothing better to do, and its core is free. (What CUDA knows of a user's
-  // thread is not ours to change.)
+  // Starts the threads if the batch is worth one, and waits for the gather. The calling thread gathers, too,
+  // but not into pinned memory, because its CUDA calls would change the state of a user's thread.
   void wait(Gathered& batch);
 
   // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
-  // destinations and fence alive until the copy is finished(); when the ticket is done, staged sources may be
-  // overwritten. On a host device: plain copies.
+  // destinations and fence alive until the copy is finished(). Once the ticket is done, staged sources may be
+  // overwritten. On a host device, copies in memory.
   std::shared_ptr<Copied> copy(std::vector<Transfer> transfers, PinnedSources pinned, cuda::Stream stream,
                                cuda::EventHandle fence);
 
-  // Ends the threads and waits for copies under way; what has not begun fails with "closed".
+  // Ends the threads and waits for running copies. Jobs that have not begun fail with "closed".
   void close() noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// block_sum.cuh: sums over a block, and the block that finishes last.
+// block_sum.cuh: sums over the threads of a block.
 #pragma once
 
 #include "core/last_block.cuh"

@@ -1,5 +1,4 @@
-// check_launch.h: the CUDA launchers of unscale + check, callable from code that knows torch and code that
-// does not.
+// check_launch.h: the CUDA launchers of unscale + check. Includes no torch header.
 #pragma once
 
 #include <vector>
@@ -12,7 +11,7 @@ namespace flatout {
 
 // The whole check of gradients without elements.
 void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream);
-// One list of a check, of Ts; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
+// One list of Ts of a check. Its partials start at `first_partial`. With `rewrite`, the norm is of order 2.
 template <class T>
 void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// conclusion.h: the state that all launches of one check share, and the verdict from their partial sums.
+// conclusion.h: the state that all launches of one check share, and the result from their partial sums.
 #pragma once
 
 #include "scaling/counter.h"

@@ -1,14 +1,14 @@
-// counter.h: which counter in global memory finds the block of a launch that finishes last.
+// counter.h: a counter in global memory, which finds the block of a launch that finishes last.
 #pragma once
 
 #include <cstdint>
 
 namespace flatout {
 
-// Counters that a device's code has: more than torch has streams.
+// Counters in a device's code, one per stream: more than torch has streams.
 inline constexpr uint32_t kKeptCounters = 1024;
 
-// 0 before the first launch, and again after the last.
+// The counter is 0 before the first launch and after the last.
 struct Counter {
   uint32_t* own = nullptr;  // null: the one with the number `kept` among those of the device's code
   uint32_t kept = 0;

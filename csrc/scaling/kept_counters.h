@@ -1,4 +1,4 @@
-// kept_counters.h: the counter of a call's launches: one kept per stream, or one in the call's own memory.
+// kept_counters.h: the counter of a call's launches, either one kept per stream or one in the call's memory.
 #pragma once
 
 #include <map>
@@ -11,7 +11,7 @@
 
 namespace flatout {
 
-// Numbers of the counters that the device's code has, one per stream: its kernels run one after the other.
+// Numbers of the counters in the device's code. A stream has one, because its kernels run one after another.
 class KeptCounters {
  public:
   static KeptCounters& instance() {
@@ -19,7 +19,8 @@ class KeptCounters {
     return counters;
   }
 
-  // Calls launch(number), or launch(nullopt) once all counters are in use. Launches of one stream do not mix.
+  // Calls launch(number), or launch(nullopt) once all counters are in use. Host threads take turns, so that
+  // launches of one stream do not mix.
   template <class Launch>
   void use(int32_t device, cudaStream_t stream, const Launch& launch) {
     const std::lock_guard lock(mutex_);

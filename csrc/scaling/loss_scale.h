@@ -1,4 +1,4 @@
-// loss_scale.h: the loss scale of a gradient scaler, on the device: its reciprocal and its next value.
+// loss_scale.h: the reciprocal and the next value of a gradient scaler's loss scale, on the device.
 #pragma once
 
 #include "core/scalar.h"
@@ -14,8 +14,8 @@ struct LossScale {
   double growth_factor = 1, backoff_factor = 1;
   int64_t growth_interval = 1;
 
-  // torch computes the reciprocal in double, which is the same float: no reciprocal of a float lies close
-  // enough to the middle of two floats.
+  // torch computes the reciprocal in double and rounds it to the same float. No reciprocal of a float is
+  // close enough to the middle of two floats to differ.
   FLATOUT_HD float inverse() const { return 1.0f / *scale; }
 
   // The arithmetic of torch._amp_update_scale_.
@@ -26,7 +26,7 @@ struct LossScale {
     if (found_inf) next = static_cast<float>(next * backoff_factor);
     if (grows) {
       const auto grown = static_cast<float>(next * growth_factor);
-      if (grown - grown == 0) next = grown;  // not beyond the largest float
+      if (grown - grown == 0) next = grown;  // not if it overflows
     }
     *next_scale = next;
     *next_growth_tracker = grows ? 0 : static_cast<int32_t>(successful);

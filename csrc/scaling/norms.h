@@ -1,4 +1,4 @@
-// norms.h: where the norm of each gradient goes.
+// norms.h: the state that all launches of one call for norms share, and its result.
 #pragma once
 
 #include "scaling/conclusion.h"

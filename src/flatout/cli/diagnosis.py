@@ -170,8 +170,8 @@ CHECKS = (
         Rule("{gpu}", "{model}"),
         Rule("{gpu} torch", "torch {torch} is built for {built_for}", "broken",
              "install a torch whose build has {architecture}", lambda f: f.cannot_run_torch),
-        Rule("{gpu} kernels", "torch's own operations run: flatout's kernels were built with CUDA {old_driver.built_with}, "
-             "the driver supports CUDA {old_driver.supports}", "slow",
+        Rule("{gpu} kernels", "torch's own operations run: flatout's kernels were built with CUDA "
+             "{old_driver.built_with}, the driver supports CUDA {old_driver.supports}", "slow",
              "{old_driver.fix}", lambda f: f.cannot_run_kernels and f.old_driver),
         Rule("{gpu} kernels", "torch's own operations run: flatout's kernels are built for other GPUs", "slow",
              "build flatout for {architecture}", lambda f: f.cannot_run_kernels),
