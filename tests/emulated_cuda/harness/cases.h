@@ -1,4 +1,4 @@
-// cases.h: the cases of the test, and what a case reports.
+// cases.h: the cases of the test, and the report of a case.
 #pragma once
 
 #include <functional>

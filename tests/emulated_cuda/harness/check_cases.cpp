@@ -1,5 +1,5 @@
-// check_cases.cpp: checks, scaling and writes on a device, beside plain loops and the same threads on the
-// host.
+// check_cases.cpp: checks, scaling and writes on a device, compared with plain loops and with the same
+// threads on the host.
 #include <tuple>
 #include <utility>
 
@@ -17,7 +17,7 @@ using namespace flatout;
 
 namespace {
 
-// Gradients of one dtype or, where they are only checked, of all four in one check.
+// Gradients of one dtype. A check without rewriting also takes all four dtypes together.
 struct CheckTest {
   std::vector<int64_t> sizes;
   Norm norm = Norm::kTwo;
@@ -26,7 +26,7 @@ struct CheckTest {
   double bad = 0;  // the last gradient of all, unless 0
   std::size_t misalignment = 0;
   bool scale_is_double = false, is_wide = true, has_own_counter = false;
-  // Updates since the loss scale has changed last, of 3 after which it grows; < 0: inv_scale is given.
+  // Updates since the last change of the loss scale, which grows after 3. < 0: inv_scale is given.
   int32_t growth_tracker = -1;
   int device = 0;
 
@@ -129,7 +129,7 @@ bool is_near(double got, double expected, double error) {
          std::abs(got - expected) <= error * std::abs(expected);
 }
 
-// The next loss scale, from the text of torch.amp.GradScaler's documentation.
+// The next loss scale, by the documentation of torch.amp.GradScaler.
 void check_next_scale(const CheckTest& test, bool is_finite, const Regions& after, Report& report) {
   const auto scale = static_cast<float>(1 / test.inv_scale);
   const bool grows = is_finite && test.growth_tracker + 1 == kGrowthInterval;
@@ -230,7 +230,7 @@ void run_write(std::size_t bytes, Report& report) {
   const Memory memory({region_of(std::vector<char>(bytes))}, Memory::Place::kDevice);
   launch_write(memory.at(0), source.data(), bytes, stream);
   const std::vector<char> expected =
-      std::exchange(source, std::vector<char>(bytes));  // the host forgets them at once
+      std::exchange(source, std::vector<char>(bytes));  // the host frees them at once
   stream.synchronize();
   report.expect(memory.read()[0].bytes == expected, "the bytes differ");
 }

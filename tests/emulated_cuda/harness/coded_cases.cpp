@@ -1,4 +1,4 @@
-// coded_cases.cpp: tensors into 8 bits and back on a device, beside the same on the host.
+// coded_cases.cpp: converts tensors into 8 bits and back on a device, and compares with the host.
 #include "cases.h"
 #include "memory.h"
 #include "numbers.h"

@@ -1,4 +1,4 @@
-// codes.h: numbers in 8 bits from their definition (optim/dynamic8.h), by a table of all 256.
+// codes.h: the table of all 256 numbers in 8 bits, by their definition (optim/dynamic8.h).
 #pragma once
 
 #include <algorithm>

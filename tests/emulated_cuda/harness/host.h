@@ -1,5 +1,4 @@
-// host.h: the launchers' counterparts on the host, which runs the blocks and threads of the kernels one by
-// one.
+// host.h: launchers that run the blocks and threads of kernels on the host, one by one.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// host_check.cpp: checks and scaling as check.cu runs them, with its sums in the same order.
+// host_check.cpp: checks and scaling on the host, with sums in the order of check.cu.
 #include <algorithm>
 #include <array>
 
@@ -11,7 +11,8 @@ using namespace flatout;
 
 namespace {
 
-// Sum over the lanes of a warp in lane 0. A lane past the end reads its own value, as __shfl_down_sync says.
+// Sum over the lanes of a warp in lane 0. A lane past the end reads its own value, as with
+// __shfl_down_sync.
 template <Norm kNorm>
 Partial warp_sum(const Partial* lanes) {
   Partial lane[32];

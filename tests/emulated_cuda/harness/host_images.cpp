@@ -1,4 +1,4 @@
-// host_images.cpp: normalizing images as normalize.cu runs it.
+// host_images.cpp: normalizes images on the host, with the threads of normalize.cu.
 #include <algorithm>
 
 #include "host.h"

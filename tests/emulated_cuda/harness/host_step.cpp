@@ -1,4 +1,4 @@
-// host_step.cpp: optimizer steps as step_kernel.cuh runs them.
+// host_step.cpp: optimizer steps on the host, with the blocks of step_kernel.cuh.
 #include <algorithm>
 
 #include "core/cuda_launch.h"

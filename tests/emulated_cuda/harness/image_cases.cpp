@@ -1,4 +1,4 @@
-// image_cases.cpp: normalizing images on a device, beside the plain formula and the same threads on the host.
+// image_cases.cpp: normalizes images on a device, and compares with the formula and with the host.
 #include "cases.h"
 #include "host.h"
 #include "images/normalize_launch.h"

@@ -1,4 +1,4 @@
-// intrinsic_cases.cpp: operations on a device, beside the host's and beside NVIDIA's own code for the host.
+// intrinsic_cases.cpp: compares operations on a device with the host's, and with NVIDIA's code for the host.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -48,7 +48,7 @@ uint32_t definition(Operation operation, const Operands& x, uint32_t divisor) {
   return 0;
 }
 
-// Devices, NVIDIA's headers and flatout give NaN different bits: any NaN equals any other one.
+// Devices, NVIDIA's headers and flatout give NaN different bits, so all NaNs are equal here.
 uint32_t without_payload(Operation operation, uint32_t result) {
   const auto narrow = [](uint32_t bits, uint32_t infinity) {
     return (bits & 0x7FFF) > infinity ? 0x7FFF : bits;
@@ -114,7 +114,7 @@ std::vector<Operands> bytes() {
   return all;
 }
 
-// Words of which `mask` selects bits, and `set` adds some.
+// Words with random bits in `mask`, and the bits of `set`.
 std::vector<Operands> random_words(std::size_t count, uint32_t mask = ~0u, uint32_t set = 0) {
   std::mt19937 random(3);
   std::vector<Operands> all(count);

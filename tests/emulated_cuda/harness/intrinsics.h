@@ -1,4 +1,4 @@
-// intrinsics.h: the operations that a GPU does by an intrinsic and the host by arithmetic.
+// intrinsics.h: operations that a GPU computes by an intrinsic, and the host by arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +23,7 @@ struct Operands {
   uint32_t a, b, c;
 };
 
-// What both sides do, in words: a float is its bits, and of two results of 16 bits the first is the low half.
+// The operations, on words of 32 bits. A float is its bits. The first of two 16-bit results is the low half.
 FLATOUT_HD uint32_t result_of(Operation operation, const Operands& x, const flatout::Divisor& divisor) {
   using flatout::detail::bit_cast;
   const float a = bit_cast<float>(x.a), b = bit_cast<float>(x.b), c = bit_cast<float>(x.c);

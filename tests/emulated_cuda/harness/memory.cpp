@@ -1,5 +1,5 @@
-// memory.cpp: allocates and copies the memory of a case. The host touches a device's memory by cudaMemcpy
-// alone.
+// memory.cpp: allocates and copies the memory of a case. The host accesses device memory only by
+// cudaMemcpy.
 #include "memory.h"
 
 #include <algorithm>

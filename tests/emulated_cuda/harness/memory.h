@@ -6,7 +6,7 @@
 
 namespace harness {
 
-// Bytes that lie `misalignment` bytes beside a multiple of 64. An empty region has no address.
+// Bytes that begin `misalignment` bytes after a multiple of 64. An empty region has no address.
 struct Region {
   std::vector<char> bytes;
   std::size_t misalignment = 0;
@@ -24,7 +24,7 @@ const T* elements(const Region& region) {
   return reinterpret_cast<const T*>(region.bytes.data());
 }
 
-// A copy of regions. A few regions of a device lie between guard pages each, many lie side by side.
+// A copy of regions. Each of a few regions on a device has guard pages. Many regions are side by side.
 class Memory {
  public:
   enum class Place { kHost, kDevice };

@@ -1,5 +1,5 @@
-// norms_cases.cpp: the norm of each gradient on a device, beside the same threads on the host and plain
-// loops.
+// norms_cases.cpp: compares the norm of each gradient on a device with plain loops, and with the same threads
+// on the host.
 #include <cmath>
 
 #include "cases.h"

@@ -1,4 +1,4 @@
-// numbers.h: the dtypes as numbers in double, without flatout's conversions, and random numbers of them.
+// numbers.h: numbers of each dtype as double, converted without flatout's code, and random numbers.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// reference.h: optimizers from their definitions, in double: torch.optim's, and Lion from its paper.
+// reference.h: optimizers in double, by the definitions of torch.optim and of the Lion paper.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ struct Optimizer {
     return {beta1, beta2};
   }
 
-  // True if the direction of Lion's step is a rounding error away from another one.
+  // True if a rounding error may change the direction of Lion's step.
   bool is_ambiguous(const double* x) const {
     const double gradient = maximize ? -x[1] : x[1];
     return rule == flatout::RuleName::kLion && std::abs(beta1 * x[2] + (1 - beta1) * gradient) < 1e-6;

@@ -15,7 +15,7 @@ constexpr int64_t kChunk = flatout::kChunk;
 struct Rule {
   const char* name;
   Optimizer optimizer;
-  const char* small_dtype;  // which one is enough where kernels are slow
+  const char* small_dtype;  // the only dtype of the small set
 };
 
 std::vector<Rule> rules() {
@@ -45,7 +45,7 @@ struct NamedStorage {
   bool stochastic = false;
 };
 
-// Every way in which tensors whose narrowest type is T can be stored.
+// All storages of tensors whose narrowest type is T.
 template <class T>
 std::vector<NamedStorage> storages(int states) {
   constexpr bool kIsNarrow = sizeof(T) == 2, kIsBfloat = std::is_same_v<T, flatout::bf16>;

@@ -1,4 +1,4 @@
-// step_definition.h: compares what a step made of memory with the optimizer's definition.
+// step_definition.h: compares the memory after a step with the optimizer's definition.
 #pragma once
 
 #include "codes.h"
@@ -28,7 +28,7 @@ class Streams {
     return elements<float>(regions_[region(t, stream)])[i / flatout::kDynamicBlock];
   }
   const Region& stream(std::size_t t, int s) const { return regions_[region(t, s)]; }
-  // The count before or after a step; without counts no step is the first.
+  // The count before or after a step. Without counts no step is the first.
   double count(std::size_t t) const {
     const Region& count = regions_[region(t, kCount)];
     if (count.bytes.empty()) return 1;
@@ -78,7 +78,7 @@ class DefinitionCheck {
         if (!skips) check_element(t, i);
       }
     }
-    // Rounding by chance has no bias: the mean of n errors, each below one unit, is within 5 / (2 sqrt(n))
+    // Stochastic rounding has no bias. The mean of n errors, each below one unit, is within 5 / (2 sqrt(n))
     // units.
     if (test_.stochastic && rounded_ > 1000 && !(std::abs(error_) <= 2.5 * std::sqrt(rounded_)))
       report_.fail("stochastic rounding has a bias of " + std::to_string(error_ / rounded_));
@@ -138,7 +138,7 @@ class DefinitionCheck {
     if (!is_near(got, expected, rounding)) fail(name, t, i, got, expected);
   }
 
-  // Beside the last rounding, those of the computation: some units of the compute type, of numbers around 1.
+  // The computation rounds before the last rounding, by some units of the compute type, of numbers around 1.
   static bool is_near(double got, double expected, double rounding) {
     const double computing = 16 * rounding_error<Acc>() * (1 + std::abs(expected));
     if (std::isnan(expected)) return std::isnan(got);

@@ -1,4 +1,4 @@
-// step_regions.h: the memory of an optimizer step: its regions, and the addresses that a launcher takes.
+// step_regions.h: the regions of memory of an optimizer step, and their addresses for a launcher.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ inline Region scalar_of(double value, Where where) {
   return where == Where::kDouble ? region_of<double>({value}) : region_of<float>({static_cast<float>(value)});
 }
 
-// Random tensors: weights and gradients around 0, states as an optimizer leaves them, codes at random.
+// Random tensors: weights and gradients around 0, possible states of an optimizer, random codes.
 template <class T>
 Regions make_regions(const StepTest& test) {
   using Acc = flatout::compute_t<T>;
@@ -122,7 +122,7 @@ inline flatout::StepConfig step_config(const StepTest& test, const Memory& memor
   return config;
 }
 
-// The check of the step's gradients, and the gradients as it takes them.
+// The check of the step's gradients, and its arguments.
 inline flatout::Conclusion conclusion_of(const StepTest& test, const Memory& memory, const Regions& regions) {
   const auto chunks = regions[common(test, kPartials)].bytes.size() / sizeof(flatout::Partial);
   return {memory.at<flatout::Partial>(common(test, kPartials)),

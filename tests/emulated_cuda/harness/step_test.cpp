@@ -1,4 +1,4 @@
-// step_test.cpp: runs a step on a device and on the host over the same bytes, and compares.
+// step_test.cpp: runs a step on a device and on the host from the same bytes, and compares.
 #include "step_test.h"
 
 #include "host.h"

@@ -1,4 +1,4 @@
-// step_test.h: an optimizer step on a device beside the same step on the host and beside its definition.
+// step_test.h: compares an optimizer step on a device with the step on the host and with its definition.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct StepTest {
   flatout::Storage storage{};
   bool stochastic = false;
   double ema_decay = 0.75;
-  // Elements that streams begin beside a multiple of 64 bytes.
+  // Elements by which streams begin after a multiple of 64 bytes.
   std::size_t misalignment = 0, grad_misalignment = 0;
   bool counts_steps = true, count_is_double = false;
   Where lr = Where::kHost, factor = Where::kHost;

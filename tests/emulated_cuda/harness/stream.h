@@ -1,4 +1,4 @@
-// stream.h: a stream of a device, which is current while the stream exists.
+// stream.h: a stream of a device. The device is current while the stream exists.
 #pragma once
 
 #include "core/cuda_launch.h"

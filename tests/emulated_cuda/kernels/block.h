@@ -1,4 +1,4 @@
-// block.h: what the header of device code and the executor of kernels share.
+// block.h: interface of device code and the executor of kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +18,9 @@ enum class WarpOperation { kSync, kShuffle, kUp, kDown, kXor, kBallot };
 // A kernel with its arguments.
 struct Job {
   const char* name;
-  void (*run)(const Job*);  // one thread of it
+  void (*run)(const Job*);  // runs one thread of the kernel
   void (*destroy)(Job*);
-  // An address among the `__shared__` variables of the module that holds the kernel, for the calling OS
-  // thread.
+  // An address within the `__shared__` variables of the kernel's module, for the calling OS thread.
   void* (*shared_memory)();
 };
 
@@ -37,7 +36,7 @@ void emulated_threadfence();
 void emulated_atomic_begin(const void* address);
 void emulated_atomic_end(const void* address);
 cudaError_t emulated_launch(emulated::Job* job, dim3 blocks, dim3 threads, cudaStream_t stream);
-// Queues host work on a stream, as late as a kernel: for torch's kernels. It may access the memory of the
+// Queues host work on a stream, as a kernel would be. For torch's kernels. It may access the memory of the
 // stream's device, or that of all devices.
 cudaError_t emulated_enqueue(const char* name, void (*run)(void*), void (*destroy)(void*), void* argument,
                              cudaStream_t stream, bool all_devices);

@@ -1,8 +1,7 @@
-// device_code.h: what nvcc gives device code, for g++. Included before all else when a .cu file is compiled.
+// device_code.h: the names that nvcc defines for device code. g++ includes this file first in every .cu file.
 //
 // Models "C++ Language Extensions" of the CUDA C++ Programming Guide, as far as flatout's kernels use them. A
-// thread of a kernel is a fiber, a block runs on one OS thread, and so a `__shared__` variable is one of an
-// OS thread.
+// thread of a kernel is a fiber. A block runs on one OS thread, so a `__shared__` variable is thread-local.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -105,7 +104,7 @@ constexpr T min(T a, T b) {
 // "Execution Control" of the runtime API: a launch copies the kernel's arguments.
 namespace emulated {
 
-// Beside the variables that are `__shared__`, in every module with kernels.
+// In every module with kernels, among its `__shared__` variables.
 inline thread_local char shared_memory_anchor;
 
 template <class... Parameters>

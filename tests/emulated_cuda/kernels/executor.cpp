@@ -2,8 +2,8 @@
 // of one OS thread, which run in random order from one barrier to the next.
 //
 // Models "Thread Hierarchy", "Synchronization Functions", "Memory Fence Functions" and "Warp Shuffle
-// Functions" of the CUDA C++ Programming Guide. With ThreadSanitizer each thread of a kernel is a fiber of
-// its own, so that a missing barrier or fence is a data race.
+// Functions" of the CUDA C++ Programming Guide. ThreadSanitizer sees each thread of a kernel as
+// a separate fiber, so that a missing barrier or fence is a data race.
 #include <link.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -36,7 +36,7 @@ extern "C" {
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void* save, const void** bottom, std::size_t* size);
 
 // Saves what a call preserves ("Function Calling Sequence" of the System V ABI for x86-64) on the stack,
-// stores the stack's pointer in *from, and goes on where the stack `to` was left.
+// stores the stack's pointer in *from, and continues on the stack `to`.
 void emulated_switch(void** from, void* to);
 }
 
@@ -77,7 +77,7 @@ enum class State { kReady, kAtBarrier, kInWarpOperation, kDone };
 
 struct Block;
 
-// A stack, and where it was left.
+// A stack, and the stack pointer of its suspended function.
 struct Context {
   void* stack = nullptr;
   std::size_t bytes = 0;
@@ -116,15 +116,15 @@ struct Fiber {
   Block* block = nullptr;
   State state = State::kDone;
   Context context;
-  // Warp operation that it waits in. The first lane of a mask counts those that have come.
+  // The warp operation in which the thread waits. The first lane of a mask counts waiting lanes.
   WarpOperation operation{};
   unsigned argument = 0, arrived_mask = 0, arrived = 0;
   WarpOperation arrived_operation{};
   int width = 0;
   alignas(16) unsigned char sent[16], received[16];
   unsigned passed_operations = 0;  // of the warp, with it as the first lane
-  // For ThreadSanitizer: what does atomic operations in its place, and knows only what came before its last
-  // fence.
+  // For ThreadSanitizer: a fiber that does the thread's atomic operations, and is ordered only after the
+  // thread's last fence.
   void* courier = nullptr;
   char fence = 0, courier_end = 0;    // their addresses stand for synchronizations
   const void* read_atomic = nullptr;  // the last one
@@ -145,8 +145,8 @@ struct Block {
   unsigned size = 0, live = 0, at_barrier = 0;
   int barrier_line = 0;
   Random random;
-  // Their addresses stand for synchronizations in ThreadSanitizer. Barriers take turns: a thread that is late
-  // to leave one must not see what others did before they came to the next one.
+  // Their addresses stand for synchronizations in ThreadSanitizer. Two barriers alternate, because a thread
+  // that leaves one late must not be ordered after work of others before the next one.
   char launch = 0, end = 0, barriers[2] = {};
   unsigned passed_barriers = 0;
 
@@ -160,7 +160,7 @@ struct Block {
 
 thread_local Block* block_of_thread = nullptr;
 
-// Makes an atomic operation and its release one. ThreadSanitizer does not see it, and so no order in it.
+// Joins an atomic operation and its release. ThreadSanitizer does not see this lock, so it adds no order.
 std::atomic_flag atomic_lock;
 
 void acquire(void* address) {
@@ -176,7 +176,7 @@ void release(void* address) {
   std::abort();
 }
 
-// Lets another fiber of the block run; the scheduler, if none is ready.
+// Runs another fiber of the block, or the scheduler if none is ready.
 void leave(Fiber& fiber) {
   Block& block = *fiber.block;
   if (fiber.state == State::kReady) block.ready.push_back(&fiber);
@@ -186,7 +186,7 @@ void leave(Fiber& fiber) {
   switch_to(fiber.context, next == nullptr ? block.scheduler : next->context);
 }
 
-// First function of every fiber, which serves one thread after another.
+// First function of every fiber, which runs one thread after another.
 [[noreturn]] void serve() {
   Fiber& fiber = *block_of_thread->current;
   Block& block = *fiber.block;
@@ -302,8 +302,8 @@ int find_thread_locals(dl_phdr_info* info, std::size_t, void* data) {
   return 0;
 }
 
-// Shared memory of a new block is undefined. It is all that a module with kernels keeps per thread on these
-// threads.
+// Poisons shared memory, which is undefined in a new block. These OS threads have no other thread-local
+// variables in a module with kernels.
 void poison_shared_memory(const Job& job) {
   Range range{reinterpret_cast<std::uintptr_t>(job.shared_memory()), nullptr, 0};
   if (dl_iterate_phdr(find_thread_locals, &range) != 0) std::memset(range.begin, kPoison, range.bytes);
@@ -367,7 +367,7 @@ class Pool {
   unsigned busy_ = 0;
 };
 
-// Lane that a lane reads from; its own where there is none.
+// The lane that a lane reads from, or the lane itself if there is none.
 unsigned source_lane(const Fiber& fiber, unsigned lane) {
   const auto width = static_cast<unsigned>(fiber.width);
   const unsigned segment = lane & ~(width - 1), argument = fiber.argument;
@@ -393,7 +393,7 @@ unsigned ballot(const Fiber* warp, unsigned mask) {
   return voters;
 }
 
-// Exchanges the values of the lanes of a mask, all of which have come.
+// Exchanges the values of the lanes of a mask, after all have arrived.
 void exchange(Fiber* warp, unsigned mask) {
   Fiber& first = warp[std::countr_zero(mask)];
   ++first.passed_operations;
@@ -472,8 +472,8 @@ void emulated_warp(WarpOperation operation, unsigned mask, const void* in, void*
   if (size != 0) std::memcpy(out, fiber.received, size);
 }
 
-// "Memory Fence Functions": what a thread does before a fence and an atomic operation, in this order, comes
-// before what another one does after an atomic operation that has read it and a fence.
+// "Memory Fence Functions": a thread writes, then runs a fence, then an atomic operation. Another thread
+// reads the result by an atomic operation and runs a fence. Its later work is ordered after the writes.
 void emulated_threadfence() {
   Fiber& fiber = *block_of_thread->current;
   release(&fiber.fence);
@@ -486,7 +486,7 @@ void emulated_atomic_begin(const void*) {
   while (atomic_lock.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
   if (__tsan_switch_to_fiber == nullptr) return;
   Fiber& fiber = *block.current;
-  if (fiber.courier == nullptr) {  // a new fiber knows what its maker knows
+  if (fiber.courier == nullptr) {  // a new fiber is ordered after work of its creator
     __tsan_switch_to_fiber(block.scheduler.tsan, kNoSynchronization);
     fiber.courier = __tsan_create_fiber(0);
   }
@@ -495,7 +495,7 @@ void emulated_atomic_begin(const void*) {
   acquire(&fiber.fence);
 }
 
-// The operation itself belongs to what it releases: the block that has counted last may reset the counter.
+// Releases the operation itself, too, because the block that counts last may reset the counter.
 void emulated_atomic_end(const void* address) {
   Fiber& fiber = *block_of_thread->current;
   release(const_cast<void*>(address));
@@ -516,8 +516,7 @@ cudaError_t emulated_launch(Job* job, dim3 blocks, dim3 threads, cudaStream_t ha
     Stream* stream = runtime.stream_of(handle);
     if (stream->device != current_device()) return cudaErrorInvalidResourceHandle;
     const std::string what = std::string("kernel ") + kept->name;
-    // Of the operation alone: ThreadSanitizer does not see that the count of owners orders the last one's
-    // delete.
+    // Only around the operation. ThreadSanitizer does not see that the count of owners orders the delete.
     auto run = [kept = std::move(kept), blocks, threads] { Pool::get().run(kept.get(), blocks, threads); };
     return runtime.enqueue(stream, {what, std::move(run), bit_of(stream->device)});
   });

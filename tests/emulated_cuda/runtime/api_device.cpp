@@ -1,8 +1,8 @@
 // api_device.cpp: devices, versions and errors.
 //
 // Models "Device Management", "Version Management", "Error Handling" and "Interactions with the CUDA Driver
-// API" of the CUDA Runtime API, and "Context Management" of the CUDA Driver API. The numbers are an H100's,
-// but for the memory.
+// API" of the CUDA Runtime API, and "Context Management" of the CUDA Driver API. The properties are an
+// H100's, except for the memory.
 #include <cuda.h>
 
 #include <cstdint>
@@ -122,7 +122,7 @@ cudaError_t cudaGetDevice(int* device) {
   });
 }
 
-// Since CUDA 12.0 it also makes the device's context.
+// Since CUDA 12.0, also makes the device's context.
 cudaError_t cudaSetDevice(int device) {
   return call(__func__, Needs::kDriver, [&](Runtime& runtime, Lock&) {
     if (!is_device(runtime, device)) return cudaErrorInvalidDevice;

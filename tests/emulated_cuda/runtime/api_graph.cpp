@@ -24,7 +24,7 @@ cudaStreamCaptureStatus status_of(const Stream* stream) {
   return stream->capture->is_broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
 }
 
-// True if the origin of a capture depends on all that other streams have added.
+// True if the origin of a capture depends on all nodes of other streams.
 bool is_joined(const Capture& capture, const std::set<std::size_t>& frontier,
                const std::vector<Stream*>& joined) {
   std::set<std::size_t> reached;
@@ -144,7 +144,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   });
 }
 
-// What a graph holds may call the runtime when it is freed: not under its lock.
+// Objects of a graph may call the runtime when they are freed, so they are freed without its lock.
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete reinterpret_cast<Graph*>(graph);
   return cudaSuccess;

@@ -33,8 +33,8 @@ cudaError_t allocate(const char* name, Kind kind, void** pointer, std::size_t by
   });
 }
 
-// Frees at once, after a wait for all devices: that cudaFree waits is not promised, but code that relies on
-// it is common, and a wait makes what runs later fail for certain.
+// Waits for all devices and frees. CUDA does not promise the wait, but much code relies on it. Later accesses
+// fault for certain.
 cudaError_t release(const char* name, void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   return call(name, Needs::kContext, [&](Runtime& runtime, Lock& lock) {
@@ -125,8 +125,8 @@ cudaError_t cudaHostUnregister(void* pointer) {
   });
 }
 
-// The memory is there at once, and is unmapped when the stream comes to the free: a later access by another
-// stream that does not wait is a bad access.
+// Memory is mapped at once, and unmapped when the stream reaches the free. Another stream that accesses the
+// memory later, without a wait, faults.
 cudaError_t cudaMallocAsync(void** pointer, std::size_t bytes, cudaStream_t handle) {
   return call(__func__, Needs::kContext, [&](Runtime& runtime, Lock&) {
     const Stream* stream = runtime.stream_of(handle);

@@ -1,7 +1,7 @@
 // api_module.cpp: the kernels of torch's own libraries, which register themselves when a library is loaded.
 //
-// They are device code, and so none of them runs: torch_shim replaces their operators. The exception is the
-// kernel behind torch.cuda._sleep, which keeps a stream busy.
+// These kernels are device code and cannot run. torch_shim replaces their operators. The exception is the
+// kernel of torch.cuda._sleep, which keeps a stream busy.
 #include <cmath>
 #include <map>
 #include <string>

@@ -29,7 +29,7 @@ cudaError_t refuse_wait_for(Runtime& runtime, Stream* stream) {
              : cudaSuccess;
 }
 
-// A wait in a stream for something of another stream or of a graph.
+// A wait of a stream for an event of another stream or of a graph.
 cudaError_t join_capture(Stream* stream, const Event* event) {
   if (stream->capture != nullptr && stream->capture != event->capture) return cudaErrorStreamCaptureMerge;
   if (stream->capture == nullptr) {

@@ -17,7 +17,7 @@ struct Fault {
   bool is_sticky;
 };
 
-// Of its own lock: calls are recorded before they take the runtime's.
+// Separate from the runtime's lock, because calls are recorded before they take that lock.
 std::mutex& mutex = *new std::mutex;
 auto& faults = *new std::map<std::string, Fault>;
 auto& record = *new std::string;

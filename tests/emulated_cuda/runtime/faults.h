@@ -7,7 +7,7 @@
 
 namespace emulated {
 
-// Counts a call of the runtime, and returns the error that was requested for it; cudaSuccess if none was.
+// Counts a call of the runtime, and returns the error that was requested for it, else cudaSuccess.
 cudaError_t note_call(const std::string& name);
 // Records an operation that a device has done.
 void note_operation(unsigned stream, const std::string& name);
@@ -23,7 +23,7 @@ void emulated_cuda_fail(const char* function, int nth, int times, int error, int
 int emulated_cuda_heal();
 // Breaks the context: every later call returns the error, as after an assertion of a kernel.
 void emulated_cuda_break(int error);
-// Records the calls of this thread and the operations of all devices from now on, in an empty record.
+// Clears the record, and then records the calls of this thread and the operations of all devices.
 void emulated_cuda_begin_record();
 // Copies the record, a line each: "call FUNCTION" or "stream ID: OPERATION". Returns the bytes that it needs.
 size_t emulated_cuda_record(char* text, size_t bytes);

@@ -46,10 +46,10 @@ class Memory {
   void check_access(const char* what, const void* begin, std::size_t bytes) const;
   std::size_t used(int device) const;
 
-  // Lets a running operation access the memory of these devices; 0 lets nobody.
+  // Lets a running operation access the memory of these devices. 0: of none.
   void open(unsigned devices);
 
-  // Writes to stderr what an address belongs to. For handlers of signals: takes no lock.
+  // Writes the allocation of an address to stderr. For signal handlers, so it takes no lock.
   void describe(const void* address) const;
 
  private:

@@ -27,7 +27,7 @@ const char* setting(const char* name, const char* otherwise) {
   return value == nullptr ? otherwise : value;
 }
 
-// Says what a bad access was to before the process ends of it.
+// Names the address of a bad access before the process ends.
 void describe_bad_access(int number, siginfo_t* info, void*) {
   std::fprintf(stderr, "emulated CUDA: bad access by %s\n",
                is_executor ? "the device" : "the host or a kernel");
@@ -103,8 +103,7 @@ Event* Runtime::event_of(cudaEvent_t handle) {
   return event;
 }
 
-// "Stream Synchronization Behavior": the legacy default stream waits for all blocking streams, and they for
-// it.
+// "Stream Synchronization Behavior": the legacy default stream and all blocking streams wait for each other.
 std::vector<CompletionPtr> Runtime::unfinished_before(const Stream* stream) const {
   std::vector<CompletionPtr> before;
   for (const Stream* other : streams) {
@@ -149,8 +148,8 @@ bool Runtime::blocking_stream_captures(int device) const {
   });
 }
 
-// The rules of cudaThreadExchangeStreamCaptureMode: a capture in mode "global" prohibits unsafe calls of all
-// threads in that mode, one that is not relaxed those of its own thread.
+// The rules of cudaThreadExchangeStreamCaptureMode. A capture in mode "global" prohibits unsafe calls of all
+// threads in that mode. Any capture that is not relaxed prohibits unsafe calls of its own thread.
 cudaError_t Runtime::refuse_in_capture() {
   if (capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   for (Stream* stream : streams) {
@@ -210,7 +209,7 @@ Stream* Runtime::next_ready() {
   return ready.empty() ? nullptr : ready[random() % ready.size()];
 }
 
-// A device begins an operation as soon as it is queued and all before it are done.
+// A device begins an operation as soon as it is queued and all earlier ones are done.
 static Clock::time_point begin_of(const Operation& operation) {
   Clock::time_point begin = operation.queued;
   for (const CompletionPtr& one : operation.after) begin = std::max(begin, one->at);
@@ -251,7 +250,7 @@ void Runtime::execute() {
     if (stream->is_destroyed && stream->queue.empty()) forget(stream);
     progress_.notify_all();
     lock.unlock();
-    finished = {};  // what the operation held may be freed by calls of its own
+    finished = {};  // frees objects of the operation, which may call the runtime
     lock.lock();
   }
 }

@@ -1,6 +1,7 @@
 // runtime.h: state of the emulated runtime, and the frame of each of its calls.
 //
-// The devices' work is done by one thread, the executor: an operation at a time, the streams in random order.
+// One thread, the executor, does the work of the devices. It runs one operation at a time, from streams in
+// random order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,12 +33,12 @@ struct Completion {
 };
 using CompletionPtr = std::shared_ptr<Completion>;
 
-// What a kernel, a copy or a host function does when its turn comes.
+// Work of a kernel, a copy or a host function.
 struct Work {
   std::string name;
   std::function<void()> run;
   unsigned devices;                        // whose memory it may access
-  std::optional<Clock::duration> lasts{};  // on the device's clock; as long as it really takes, if not given
+  std::optional<Clock::duration> lasts{};  // on the device's clock; none: the real time
 };
 
 struct Operation {
@@ -128,13 +129,12 @@ class Runtime {
 
   // Waits for operations of the devices. The predicate is called with the lock held.
   void wait(Lock& lock, const std::function<bool()>& is_done);
-  // Waits for a moment, as a host that polls.
+  // Waits for a moment, because the host polls.
   void wait_shortly(Lock& lock);
   bool is_idle(int device) const;
   std::vector<CompletionPtr> unfinished_before(const Stream* stream) const;
 
-  // Result of a call that must not be made during some captures: "Prohibited and Unhandled Operations" of the
-  // guide.
+  // The error of a call that some captures prohibit: "Prohibited and Unhandled Operations" of the guide.
   cudaError_t refuse_in_capture();
   bool blocking_stream_captures(int device) const;
 
@@ -156,7 +156,7 @@ class Runtime {
   bool is_started_ = false, is_stopping_ = false, is_running_ = false;
 };
 
-// The calling thread's device: that of its context; without one, the device that it chose last, or 0.
+// The device of the calling thread's context. Without a context, the device that it chose last, or 0.
 int current_device();
 void set_current_device(int device);
 // Device of the calling thread's context: kNoContext if it has none.

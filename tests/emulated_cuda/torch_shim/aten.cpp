@@ -1,7 +1,7 @@
-// aten.cpp: replaces torch's CUDA kernels by the CPU's. Each runs over the same memory when its turn comes in
-// its stream, so that it is as late as a kernel of a GPU, and as capturable.
+// aten.cpp: replaces torch's CUDA kernels by the CPU's, on the same memory. Each is an operation of a stream,
+// so it runs as late as a kernel of a GPU, and can be captured.
 //
-// It uses torch's C++ API, which is not stable, and so serves one version of torch.
+// It uses torch's C++ API, which is not stable, so it works with one version of torch.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -31,7 +31,7 @@ using at::IValue;
 using at::Tensor;
 using torch::jit::Stack;
 
-// The kernels alone: what autograd, autocast and modes add was added before.
+// Keys of kernels alone. Autograd, autocast and modes have run before.
 class KernelsAlone {
   const c10::InferenceMode normal_{false};
   const c10::impl::ExcludeDispatchKeyGuard guard_{
@@ -71,7 +71,7 @@ void each_tensor(const IValue& value, const std::function<void(const Tensor&)>& 
   with_tensors(value, [&](const Tensor& tensor) { return visit(tensor), tensor; }, at::kCPU);
 }
 
-// Python numbers take part in type promotion otherwise than tensors.
+// Python numbers have other rules of type promotion than tensors.
 Tensor with_promotion_of(Tensor made, const Tensor& original) {
   if (original.unsafeGetTensorImpl()->is_wrapped_number())
     made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -83,7 +83,7 @@ Tensor empty_on(const Tensor& tensor, c10::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
-// A CPU tensor over device memory.
+// A CPU tensor on device memory.
 Tensor alias_of(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
@@ -97,7 +97,7 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
-// Operators whose CPU kernels leave results empty that other kernels fill. Their backward takes both.
+// Operators whose CPU kernels leave some results empty, which other kernels fill. Their backward takes both.
 const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only",
                                             "aten::native_batch_norm"};
 
@@ -124,7 +124,7 @@ class Invocation {
   c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, c10::cuda::current_device())); }
 
   // Finds the results' shapes without reading the device. Returns false if they depend on values, or if the
-  // result is a number for the host, as that of torch.equal.
+  // result is a Python number, such as torch.equal's.
   bool make_results() {
     if (!op_.schema().returns().empty() && !holds_tensors(*op_.schema().returns()[0].type())) return false;
     if (!may_resize_ &&
@@ -145,7 +145,7 @@ class Invocation {
     const KernelsAlone guard;
     auto* work = new Work{*this, arguments_for_cpu(), {}};
     for (const IValue& result : results_) work->results.push_back(with_tensors(result, alias_of, at::kCPU));
-    work->invocation.arguments_.clear();  // device memory may be reused in stream order, as under a kernel
+    work->invocation.arguments_.clear();  // device memory may be reused in stream order, as for a kernel
     work->invocation.results_.clear();
     const std::string name = toString(op_.operator_name());
     const auto run = [](void* pointer) {
@@ -177,7 +177,7 @@ class Invocation {
   }
 
  private:
-  // The argument that a result is, as in-place operators and `out=` return it.
+  // The argument that is also a result, of in-place operators and `out=`.
   std::optional<std::size_t> argument_of(const c10::Argument& result) const {
     if (!is_written(result)) return std::nullopt;
     const auto& arguments = op_.schema().arguments();
@@ -186,7 +186,7 @@ class Invocation {
     return std::nullopt;
   }
 
-  // Runs the operator over stand-ins: of the meta device, or zeros of the CPU.
+  // Runs the operator on meta tensors, or on zeros of the CPU.
   bool make_results_like(c10::DeviceType stand_ins) {
     Stack stack, before;
     if (!run_on(stand_ins, stack, before)) return false;
@@ -219,7 +219,7 @@ class Invocation {
     }
   }
 
-  // Numbers of the host are arguments of a launch: they are read now.
+  // Python numbers are arguments of a launch, so they are read now.
   Stack arguments_for_cpu() const {
     Stack stack;
     for (std::size_t i = 0; i < arguments_.size(); ++i) {
@@ -235,7 +235,7 @@ class Invocation {
     return stack;
   }
 
-  // Takes random numbers from the device's generator, as a launch does.
+  // Takes random numbers from the device's generator, like a launch.
   void draw() {
     if (!generator_ && op_.operator_name().name != "aten::native_dropout") return;
     const bool is_given = generator_ && arguments_[*generator_].isGenerator();
@@ -246,7 +246,7 @@ class Invocation {
     random_ = at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(4);
   }
 
-  // Seed and offset are read when the kernel runs: from the device's memory where a graph was captured.
+  // The kernel reads seed and offset when it runs, from device memory in a captured graph.
   at::Generator generator_now() const {
     const at::PhiloxCudaState& state = *random_;
     const auto seed = static_cast<std::uint64_t>(state.captured_ ? *state.seed_.ptr : state.seed_.val);
@@ -298,7 +298,7 @@ class Invocation {
 
   c10::OperatorHandle op_;
   Stack arguments_, results_;                         // results: those that are no arguments
-  std::vector<std::optional<std::size_t>> returned_;  // the argument that a result is
+  std::vector<std::optional<std::size_t>> returned_;  // the argument that is also a result
   std::optional<c10::Device> device_;
   std::optional<std::size_t> generator_;
   std::optional<at::PhiloxCudaState> random_;
@@ -320,7 +320,7 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
 // ---- copies
 // ----------------------------------------------------------------------------------------------------------
 
-// Lets a stream wait for what another one has now.
+// Lets a stream wait for all work that another stream has now.
 void wait_for(cudaStream_t waiting, const c10::cuda::CUDAStream& other) {
   const c10::cuda::CUDAGuard guard(other.device());
   cudaEvent_t event = nullptr;
@@ -354,7 +354,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
-// What torch keeps: memory, views, reads of a number, and choices of a kernel.
+// Operators that torch keeps: memory, views, reads of a number, and choices of a kernel.
 const std::set<std::string> kKept = {"aten::_copy_from",
                                      "aten::_copy_from_and_resize",
                                      "aten::_efficientzerotensor",
