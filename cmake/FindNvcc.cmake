@@ -1,8 +1,9 @@
-# Finds nvcc (FLATOUT_NVCC, empty where the kernels cannot be built) and reduces FLATOUT_CUDA_ARCHS to what its
-# toolkit compiles for. Enables no language, so that a script can run it.
-set(oldest_cuda 12.1)  # the first with more than 4 KiB of kernel arguments
+# Sets FLATOUT_NVCC to the nvcc that builds the kernels. FLATOUT_NVCC is empty if no nvcc can build the kernels. Removes
+# from FLATOUT_CUDA_ARCHS the architectures that the toolkit does not support. Enables no language, so that a script can
+# include this file.
+set(oldest_cuda 12.1)  # the first version with more than 4 KiB of kernel arguments
 
-# An unset variable gives no hint: "/bin" would be one, where distributions keep an old nvcc.
+# An unset variable must not add the hint "/bin", because distributions keep an old nvcc there.
 set(nvcc_hints)
 foreach(variable CUDA_HOME CUDA_PATH)
   if(NOT "$ENV{${variable}}" STREQUAL "")
@@ -34,7 +35,7 @@ if(NOT problem)
   set(kept)
   set(dropped)
   foreach(arch IN LISTS FLATOUT_CUDA_ARCHS)
-    string(REGEX MATCH "^[0-9]+" number "${arch}")  # none in "native" or "all-major"
+    string(REGEX MATCH "^[0-9]+" number "${arch}")  # empty for "native" and "all-major"
     if(NOT number STREQUAL "" AND NOT sm_${number} IN_LIST known)
       list(APPEND dropped ${arch})
     else()
@@ -42,9 +43,10 @@ if(NOT problem)
     endif()
   endforeach()
   if(NOT kept)
-    set(problem "CUDA kernels need an architecture that CUDA ${cuda_version} knows, got ${FLATOUT_CUDA_ARCHS}")
+    set(problem "FLATOUT_CUDA_ARCHS must name one that CUDA ${cuda_version} supports, got ${FLATOUT_CUDA_ARCHS}")
   elseif(dropped)
-    # PTX is what newer GPUs run. That of an architecture with a suffix, such as 90a, runs on no newer one.
+    # Newer GPUs need PTX. If the toolkit drops the architecture with PTX, the newest remaining architecture gets PTX.
+    # An architecture with a suffix, such as 90a, does not count, because newer GPUs cannot run PTX for it.
     if(dropped MATCHES "(^|;)[0-9]+(-virtual)?(;|$)")
       set(newest 0)
       foreach(arch IN LISTS kept)
@@ -54,7 +56,7 @@ if(NOT problem)
       endforeach()
       list(TRANSFORM kept REPLACE "^${newest}-real$" "${newest}")
     endif()
-    message(STATUS "CUDA ${cuda_version} lacks the architectures ${dropped}: building for ${kept}")
+    message(STATUS "CUDA ${cuda_version} does not support the architectures ${dropped}. This build has ${kept}")
     set(FLATOUT_CUDA_ARCHS ${kept})
   endif()
 endif()
@@ -62,11 +64,11 @@ endif()
 if(problem)
   set(remedy "Set CUDA_HOME to a CUDA toolkit and build again.")
   if(FLATOUT_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "${problem}. ${remedy} FLATOUT_CUDA=OFF builds the CPU core alone.")
+    message(FATAL_ERROR "${problem}. ${remedy} FLATOUT_CUDA=OFF builds only the CPU core.")
   elseif(FLATOUT_NVCC)
-    message(WARNING "${problem}. This build has the CPU core alone. ${remedy}")
+    message(WARNING "${problem}. This build has only the CPU core. ${remedy}")
   else()
-    message(STATUS "${problem}. This build has the CPU core alone. ${remedy}")
+    message(STATUS "${problem}. This build has only the CPU core. ${remedy}")
   endif()
   set(FLATOUT_NVCC)
 else()

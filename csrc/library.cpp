@@ -16,17 +16,21 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // The rewriting form, for users' own loops: gradients come back unscaled. Here and in scale_, none may
   // share memory with another.
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor? inv_scale) -> (Tensor found_inf, Tensor grad_norm)");
-  // The norm of each gradient times inv_scale, [len(grads)], as above. At least one gradient.
+  // Returns the norm of each gradient times inv_scale: [len(grads)]. The dtype and norm_type are those of
+  // unscale_and_check. Requires at least one gradient.
   m.def("grad_norms(Tensor[] grads, Tensor? inv_scale, float norm_type=2.0) -> Tensor");
   // grads *= factor; a factor of 1, known to the device only, costs no memory traffic.
   m.def("scale_(Tensor(a!)[] grads, Tensor factor) -> ()");
 
-  // The tensors of optimizer steps, checked once and kept by number. `rule` is adam (states: exp_avgs,
-  // exp_avg_sqs and, with amsgrad, max_exp_avg_sqs; options: beta1, beta2, eps, decoupled), sgd
-  // (momentum_buffers or none; momentum, dampening, nesterov) or lion (exp_avgs; beta1, beta2). Tensors of
-  // one device:
-  //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
-  //             parameters whose missing 16 bits are `lows`
+  // Checks the tensors of optimizer steps once, and returns the number of the bucket that keeps the tensors.
+  // `rule` is one of three:
+  //   adam  states: exp_avgs, exp_avg_sqs and, with amsgrad, max_exp_avg_sqs; options: beta1, beta2, eps,
+  //         decoupled
+  //   sgd   states: momentum_buffers or none; options: momentum, dampening, nesterov
+  //   lion  states: exp_avgs; options: beta1, beta2
+  // All tensors are on one device:
+  //   weights   the updated tensors, of one dtype: parameters, their float32 masters, or bfloat16 parameters
+  //             whose missing 16 bits are `lows`
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
   //             or 16-bit; or uint8, codes of optim/dynamic8.h
   //   absmaxes  of states in uint8: float32, one per 256 elements in the order of memory
@@ -45,22 +49,23 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // gradient is not strided, not float or on another device. No storage may be resized between this call and
   // the step.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
-  // unscale_and_check over the gradients set in buckets of one device. `factor` takes the place of inv_scale
-  // where that is None.
+  // unscale_and_check of the gradients that are set in buckets of one device. If inv_scale is None, `factor`
+  // replaces it.
   m.def(
       "check_buckets(int[] buckets, Tensor? inv_scale, float? max_norm, float factor=1.0) -> "
       "(Tensor found_inf, Tensor grad_norm, Tensor grad_factor)");
-  // check_buckets with 1 / scale for inv_scale. The scale and growth tracker that torch._amp_update_scale_
-  // would leave go to next_scale and next_growth_tracker. `skipped` is found_inf as a bool.
+  // check_buckets with an inv_scale of 1 / scale. Also computes the scale and growth tracker as
+  // torch._amp_update_scale_ does, and writes them to next_scale and next_growth_tracker. `skipped` is
+  // found_inf as a bool.
   m.def(
       "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
       "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
-  // One step with the gradients that are set, which the bucket then releases. lr_tensor, where given, wins
-  // over lr. grad_factor and found_inf are read on the device: a step whose found_inf is set changes nothing,
-  // step counts included. A seed rounds bfloat16 weights without lows and bfloat16 states stochastically.
-  // With unscale_grads, the step also multiplies the gradients in memory by grad_factor and rounds them to
-  // their dtype, even if the step is skipped. Otherwise it only reads them.
+  // Steps with the gradients that are set, then releases the gradients. A given lr_tensor replaces lr.
+  // grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes neither weights
+  // nor states nor step counts. A seed rounds bfloat16 weights without lows and bfloat16 states
+  // stochastically. With unscale_grads, the step also multiplies the gradients in memory by grad_factor and
+  // rounds them to their dtype, even if found_inf is not 0. Otherwise the step only reads the gradients.
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "
@@ -68,8 +73,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // True if no two gradients that are set in these buckets share memory, as unscale_grads requires.
   m.def("grads_are_apart(int[] buckets) -> bool");
 
-  // Numbers as the states in uint8 that a step keeps, and back. `values` (float32) and `codes` have one shape
-  // and strides. Of numbers without a sign no positive one becomes 0.
+  // Convert float32 numbers to the uint8 codes of optimizer states, and back. `values` and `codes` have the
+  // same shape and strides. Without a sign, no positive number becomes 0.
   m.def("encode_(Tensor values, Tensor(a!) codes, Tensor(b!) absmax, bool has_sign) -> ()");
   m.def("decode_(Tensor(a!) values, Tensor codes, Tensor absmax, bool has_sign) -> ()");
 

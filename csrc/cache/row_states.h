@@ -8,9 +8,9 @@
 
 namespace flatout::cache {
 
-// Lies over memory that the caller owns and that was zero at first. A row is written by the one process that
-// has claimed it, and whoever sees it complete sees all of it, on processors too that reorder their writes
-// and reads.
+// A view of memory that the caller owns and has zeroed. Only the process that has claimed a row writes the
+// row. A process that sees a row as complete sees all of its bytes, also on processors that reorder reads and
+// writes.
 class RowStates {
  public:
   RowStates(std::uint8_t* states, std::size_t rows) noexcept : states_(states), rows_(rows) {}

@@ -31,8 +31,9 @@ template <class Body>
   body();
 }
 
-// True where prefetching ahead of a loop pays. Intel's prefetchers stop at the end of a page: one thread of a
-// Xeon reads nearly twice as fast with prefetches. AMD's cross pages: on an EPYC prefetches cost a tenth.
+// True where prefetches ahead of a loop pay. Intel's hardware prefetchers stop at the end of a page, so one
+// thread of a Xeon reads nearly twice as fast with prefetches. AMD's hardware prefetchers cross pages, and on
+// an EPYC prefetches cost a tenth of the speed.
 inline const bool prefetches_pay = []() noexcept {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
@@ -42,7 +43,7 @@ inline const bool prefetches_pay = []() noexcept {
 #endif
 }();
 
-// Prefetches `bytes` of memory at `address + ahead`, where that pays. Any address is valid.
+// Prefetches `bytes` of memory at `address + ahead`, where prefetches pay. Any address is valid.
 FLATOUT_HD void prefetch_ahead(const void* address, std::size_t bytes, std::size_t ahead) {
   if (!prefetches_pay) return;
   const char* begin = static_cast<const char*>(address) + ahead;

@@ -12,8 +12,8 @@ namespace flatout {
 // Throws std::runtime_error that names the call. Clears the error first, so that no later call reports it.
 void check_cuda(cudaError_t error, const char* call);
 
-// Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery. Makes a
-// context of the current device, as most calls do.
+// Lets this thread make calls that would break a capture of another stream, such as cudaEventQuery. Creates
+// a context on the current device, as most calls of the runtime do.
 class RelaxedCapture {
  public:
   RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -50,7 +50,8 @@ class DeviceGuard {
     cudaError_t error_ = cudaSuccess;
   };
 
-  // In this order: without a context, a change of the capture mode would make one on the first device.
+  // The order matters. Without a context, a change of the capture mode would create a context on the first
+  // device.
   const Switch switch_;
   const RelaxedCapture relaxed_;
 };

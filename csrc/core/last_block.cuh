@@ -5,8 +5,9 @@
 
 namespace flatout {
 
-// Adds to a counter and returns its old value. The one operation releases what the thread has done before,
-// and acquires what other threads have released on the counter. Full fences beside it would wait longer.
+// Adds to a counter and returns the counter's old value. The operation releases the thread's earlier reads
+// and writes, and acquires those that other threads have released through the counter. A relaxed addition
+// between two full fences would wait longer.
 __device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
 #ifdef __CUDACC__
   uint32_t old;
@@ -20,8 +21,8 @@ __device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value
 #endif
 }
 
-// Counts `share` of `total` as done by the calling thread. True for the thread that completes the total: it
-// sees what the others have done before they counted, and leaves the counter at 0.
+// Counts `share` of `total` as done. Returns true to the thread that completes the total. This thread sees
+// all writes that the other threads made before they counted, and it sets the counter back to 0.
 __device__ inline bool finishes_last(uint32_t* counter, uint32_t share, uint32_t total) {
   if (add_acquire_release(counter, share) + share != total) return false;
   *counter = 0;

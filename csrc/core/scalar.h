@@ -112,8 +112,8 @@ FLATOUT_HD void store_stochastic(bf16& to, float value, uint16_t random) {
 FLATOUT_HD float join(bf16 high, int16_t remainder) {
   const uint32_t upper = static_cast<uint32_t>(high.bits) << 16;
   const float weight = detail::bit_cast<float>(upper + static_cast<uint32_t>(int32_t{remainder}));
-  // Other code may have written a zero or an infinity over the parameter. With some remainders these join to
-  // NaN.
+  // Other code may have written a zero or an infinity over the parameter. Together with some remainders, such
+  // a value makes NaN.
   const float written = detail::bit_cast<float>(upper);
   return weight == weight ? weight : written;
 }
@@ -124,8 +124,8 @@ FLATOUT_HD void split(float value, bf16& high, int16_t& remainder) {
   remainder = static_cast<int16_t>(word);
 }
 
-// a * b + c, rounded once. All else is rounded at each operation, because every compiler is kept from
-// contracting by itself: so a step has the same bits on any device.
+// a * b + c, rounded once. The build forbids compilers to fuse other operations, so a step has the same bits
+// on every device.
 FLATOUT_HD float fused_multiply_add(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -141,7 +141,7 @@ FLATOUT_HD double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// torch.lerp's bits: from the nearer end, so that weights of 0 and 1 are exact.
+// Has the bits of torch.lerp. Starts at the nearer end, so that weights of 0 and 1 are exact.
 template <class Acc>
 FLATOUT_HD Acc interpolate(Acc from, Acc to, Acc weight) {
   const bool near = weight < Acc(0.5);

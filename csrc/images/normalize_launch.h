@@ -1,5 +1,4 @@
-// normalize_launch.h: the CUDA launcher of normalizing images, callable from code that knows torch and code
-// that does not.
+// normalize_launch.h: the CUDA launcher of image normalization. Includes no torch header.
 #pragma once
 
 #include "core/cuda_launch.h"

@@ -1,5 +1,4 @@
-// dynamic8_launch.h: the CUDA launchers of whole tensors into 8 bits and back, callable from code that knows
-// torch and code that does not.
+// dynamic8_launch.h: the CUDA launchers of conversions to 8-bit codes and back. Includes no torch header.
 #pragma once
 
 #include "core/cuda_launch.h"

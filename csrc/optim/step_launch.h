@@ -1,5 +1,4 @@
-// step_launch.h: the CUDA launcher of optimizer steps, callable from code that knows torch and code that does
-// not.
+// step_launch.h: the CUDA launcher of optimizer steps. Includes no torch header.
 #pragma once
 
 #include <vector>
@@ -19,8 +18,8 @@ bool launch_step(RuleName rule, int states, const Storage& storage, const StepCo
                  const std::vector<double>& options, const std::vector<FlatTensor>& tensors,
                  const StepTable& table, cudaStream_t stream);
 
-// Copies `bytes`, a multiple of 4, to the device in stream order. They travel as arguments of launches: the
-// host waits for nothing and may forget them at once, and a CUDA graph keeps its own.
+// Copies `bytes`, a multiple of 4, to the device in stream order. The bytes are arguments of launches. So the
+// host does not wait and may free `from` at once, and a CUDA graph keeps a copy.
 void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 
 }  // namespace flatout

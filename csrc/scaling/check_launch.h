@@ -1,5 +1,4 @@
-// check_launch.h: the CUDA launchers of unscale + check, callable from code that knows torch and code that
-// does not.
+// check_launch.h: the CUDA launchers of unscale + check. Includes no torch header.
 #pragma once
 
 #include <vector>
@@ -10,7 +9,7 @@
 
 namespace flatout {
 
-// The whole check of gradients without elements.
+// Launches the whole check of gradients that have no elements.
 void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream);
 // One list of a check, of Ts; its partials start at `first_partial`. With `rewrite` the norm is of order 2.
 template <class T>

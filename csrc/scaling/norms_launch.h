@@ -1,5 +1,4 @@
-// norms_launch.h: the CUDA launcher of a norm per gradient, callable from code that knows torch and code that
-// does not.
+// norms_launch.h: the CUDA launcher of one norm per gradient. Includes no torch header.
 #pragma once
 
 #include <vector>
@@ -10,7 +9,7 @@
 
 namespace flatout {
 
-// Norms of the Ts among some gradients; in `tensors` all others are empty.
+// Computes the norms of gradients of dtype T. In `tensors`, gradients of other dtypes are empty.
 template <class T>
 void launch_norms(const std::vector<FlatTensor>& tensors, Norm norm, const Norms& norms, cudaStream_t stream);
 
