@@ -1,4 +1,4 @@
-// buckets.h: buckets by number, for operators, whose arguments cannot be C++ objects.
+// buckets.h: buckets by number, because operators cannot take C++ objects as arguments.
 #pragma once
 
 #include <memory>

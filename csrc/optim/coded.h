@@ -1,4 +1,4 @@
-// coded.h: numbers beside their codes of 8 bits, as the operators that convert them take them.
+// coded.h: arguments of the operators that convert numbers to 8-bit codes and back.
 #pragma once
 
 #include "core/tensors.h"
@@ -6,7 +6,7 @@
 
 namespace flatout {
 
-// The absmaxes of a leader's tensor in 8 bits.
+// Checks the absmaxes of the 8-bit codes of a leader's tensor.
 inline void check_absmax(const Tensor& absmax, const char* name, std::size_t i, const Tensor& leader,
                          const char* leader_name) {
   const int64_t blocks = (leader.numel() + kDynamicBlock - 1) / kDynamicBlock;
@@ -20,7 +20,7 @@ inline void check_absmax(const Tensor& absmax, const char* name, std::size_t i, 
 struct Coded {
   float* values;
   uint8_t* codes;
-  float* absmax;  // one per block of numbers
+  float* absmax;  // one per kDynamicBlock numbers
   int64_t numel;
 };
 

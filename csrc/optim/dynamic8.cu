@@ -1,4 +1,4 @@
-// dynamic8.cu: whole tensors into 8 bits and back on CUDA, where an optimizer's state is converted.
+// dynamic8.cu: conversion of whole tensors to 8-bit codes and back on CUDA, for states of optimizers.
 #include "core/chunks.h"
 #include "core/warp.cuh"
 #include "optim/dynamic8.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kLanes = 32, kWarps = kThreads / kLanes, kPerLane = kDynamicBlock / kLanes;
 static_assert(kChunk % kDynamicBlock == 0);
 
-// A CUDA block has a chunk, and each of its warps a block of numbers at a time.
+// A CUDA block converts one chunk. Each warp of the CUDA block converts kDynamicBlock numbers at a time.
 template <bool Signed>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const float* values, uint8_t* codes, float* absmax, int64_t count) {

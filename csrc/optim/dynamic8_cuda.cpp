@@ -1,4 +1,4 @@
-// dynamic8_cuda.cpp: whole tensors into 8 bits and back under torch's CUDA key.
+// dynamic8_cuda.cpp: conversion of whole tensors to 8-bit codes and back under torch's CUDA key.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cuda_glue.h"

@@ -53,10 +53,10 @@ std::size_t bytes_of(std::size_t count, std::size_t each) {
   return bytes;
 }
 
-// Pinned memory that a ring still holds is freed with it, which waits for the device.
+// Releases the GIL, because a ring frees its pinned memory, and such a free waits for the device.
 void delete_without_gil(Ring* ring) {
   std::optional<ReleaseGil> nogil;
-  if (PyGILState_Check() == 1) nogil.emplace();  // else on a thread of ours
+  if (PyGILState_Check() == 1) nogil.emplace();  // false on the stager's threads
   delete ring;
 }
 

@@ -18,11 +18,12 @@ using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`e
 // True when CUDA was compiled in, the driver is new enough for our static runtime, and a device is there.
 bool usable() noexcept;
 
-// For threads of the prefetcher, before any other call: makes `device` current and binds the thread to the
-// CPUs beside it. Calls of the thread then leave a CUDA graph intact that the user captures meanwhile.
+// Prepares a thread of the prefetcher, which must call this function first. Makes `device` current and binds
+// the thread to the CPUs near `device`. Later calls of the thread do not break a capture of a CUDA graph by
+// the user.
 void enter_thread(int device);
-// A non-blocking stream that is not shared (torch's pool repeats after 32); it lives as long as the
-// process.
+// Creates a non-blocking stream that no other code uses. torch's pool would return the same stream to other
+// code after 32 requests. The stream lives as long as the process.
 Stream create_stream(int device);
 
 // Pinned in the context of `device`, whichever is current: a context on another one would cost its memory.

@@ -34,9 +34,9 @@ using Slot = std::shared_ptr<HostBuffer>;
 
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
-  // Of memory pinned for `device`; host_device: of ordinary memory. Keeps at most `max_idle` returned
-  // buffers; what comes back beyond that is freed, the oldest first. A free of pinned memory waits for the
-  // device, so the next thread that acquires does it, never the one that lets go of a buffer.
+  // A ring of memory that is pinned for `device`, or of ordinary memory on host_device. Keeps at most
+  // `max_idle` returned buffers, and frees the oldest ones above this number. A free of pinned memory waits
+  // for the device, so the next acquire frees it. The thread that returns a buffer does not wait.
   Ring(int device, std::size_t max_idle);
   ~Ring();
   Ring(const Ring&) = delete;

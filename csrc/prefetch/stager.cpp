@@ -35,12 +35,11 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + staging_alignment - 1) / staging_alignment * staging_alignment;
 }
 
-// Staged and copied at a time, so that the device copies a piece while the next ones are staged: long enough
-// to reach the bus's speed. Staging memory comes in pieces, so that batches of all sizes use the same
-// buffers.
+// Size of a piece. The device copies one piece while threads stage the next ones. This size reaches the speed
+// of the bus. Staging buffers hold one piece each, so that batches of all sizes use the same buffers.
 constexpr std::size_t piece_bytes = std::size_t{4} * 1024 * 1024;
 
-// A stretch of one transfer, and its place in a piece.
+// A part of one transfer, and its offset in a piece.
 struct Segment {
   Transfer transfer;
   std::size_t offset;
@@ -65,7 +64,7 @@ std::vector<Piece> cut(const std::vector<Transfer>& transfers) {
   return pieces;
 }
 
-// A power of two: few sizes, so that a buffer that comes back fits a later piece.
+// Returns a power of two. With few different sizes, a returned buffer fits a later piece.
 std::size_t capacity_for(const Piece& piece) {
   return std::bit_ceil(piece.back().offset + piece.back().transfer.bytes);
 }
@@ -74,14 +73,14 @@ void fill(const Piece& piece, std::byte* staged) {
   for (const auto& [transfer, offset] : piece) std::memcpy(staged + offset, transfer.from, transfer.bytes);
 }
 
-// Pieces that threads fill. They read the sources and the pieces, so this waits at its end, whatever
-// happened.
+// Pieces that threads fill. The threads read the sources and the pieces, so the destructor waits for the
+// threads, also after an error.
 class Filling {
  public:
   Filling(Worker& helpers, const std::vector<Piece>& pieces) : helpers_(helpers), pieces_(pieces) {
     tickets_.reserve(pieces.size());
   }
-  ~Filling() {  // NOLINT(bugprone-exception-escape): a copy of memory throws nothing
+  ~Filling() {  // NOLINT(bugprone-exception-escape): memcpy throws nothing
     for (const auto& ticket : tickets_) helpers_.help(*ticket);
   }
   Filling(const Filling&) = delete;
@@ -217,7 +216,7 @@ void Stager::stage(const std::vector<Transfer>& transfers, cuda::Stream stream, 
     try {
       helpers_.start();
     } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch)
-      // This thread stages alone.
+      // Without helpers, this thread stages alone.
     }
   }
   Filling filling(helpers_, pieces);
