@@ -1,4 +1,4 @@
-// block_sum.cuh: sums over a block, and the block that finishes last.
+// block_sum.cuh: sums over a block, and the kept counters that find the block that finishes last.
 #pragma once
 
 #include "core/last_block.cuh"
@@ -32,7 +32,8 @@ __device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
 }
 
-// The sum of these in thread 0, for a call of the first warp. blockDim.x is a multiple of 32.
+// Returns the sum over the block to thread 0. Only the first warp may call it. blockDim.x is a multiple
+// of 32.
 template <Norm kNorm>
 __device__ Partial sum_of(const WarpSums& warps) {
   return warp_sum<kNorm>(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : Partial{0, 0});

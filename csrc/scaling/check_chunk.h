@@ -6,7 +6,8 @@
 
 namespace flatout {
 
-// Chunks of one block of a check: of 16-bit gradients two, so that a block reads as many bytes of them.
+// Chunks that one block of a check reads. A block reads two chunks of 16-bit gradients, which have as many
+// bytes as one chunk of float32.
 template <class T>
 inline constexpr uint32_t kChunksOfBlock = sizeof(T) == 2 ? 2 : 1;
 
@@ -15,8 +16,9 @@ FLATOUT_HD uint32_t check_blocks(uint32_t chunks) {
   return chunks / kChunksOfBlock<T> + (chunks % kChunksOfBlock<T> != 0 ? 1 : 0);
 }
 
-// The thread's share of the chunk's norm and finiteness; with Rewrite gradients come back times inv_scale.
-// Rewrite is a template argument: its registers would halve the threads of a check without it.
+// Returns the thread's share of the chunk's norm and finiteness. With Rewrite, multiplies the gradients in
+// memory by inv_scale. Rewrite is a template argument, because its registers would halve the threads of a
+// check that only reads.
 template <Norm kNorm, bool Rewrite, class T>
 FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale, uint32_t thread,
                                uint32_t threads) {

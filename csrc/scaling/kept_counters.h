@@ -1,4 +1,4 @@
-// kept_counters.h: the counter of a call's launches: one kept per stream, or one in the call's own memory.
+// kept_counters.h: chooses the counter of a call: a kept counter per stream, or memory of the call.
 #pragma once
 
 #include <map>
@@ -11,7 +11,8 @@
 
 namespace flatout {
 
-// Numbers of the counters that the device's code has, one per stream: its kernels run one after the other.
+// Assigns one kept counter to each stream. One counter is enough, because kernels of a stream run one after
+// the other.
 class KeptCounters {
  public:
   static KeptCounters& instance() {
@@ -19,7 +20,8 @@ class KeptCounters {
     return counters;
   }
 
-  // Calls launch(number), or launch(nullopt) once all counters are in use. Launches of one stream do not mix.
+  // Calls launch(number), or launch(nullopt) if all counters are in use. Holds a lock, so that launches of
+  // two calls on one stream do not interleave.
   template <class Launch>
   void use(int32_t device, cudaStream_t stream, const Launch& launch) {
     const std::lock_guard lock(mutex_);
@@ -33,7 +35,7 @@ class KeptCounters {
     try {
       launch(std::optional(entry->second));
     } catch (...) {
-      numbers_.erase(entry);  // the counter may not be 0
+      numbers_.erase(entry);  // the counter is possibly not 0
       throw;
     }
   }
@@ -44,8 +46,8 @@ class KeptCounters {
   uint32_t next_ = 0;
 };
 
-// Calls launch() with a counter set. `counter.own` is memory of this call alone. A CUDA graph uses this
-// memory, because a graph may be replayed on any stream, beside other launches.
+// Sets the counter and calls launch(). `counter.own` is memory that only this call uses. A captured CUDA
+// graph uses this memory, because a graph may be replayed on any stream, at the same time as other launches.
 template <class Launch>
 void with_counter(Counter& counter, const Tensor& leader, cudaStream_t stream, const Launch& launch) {
   const auto launch_with = [&](std::optional<uint32_t> kept) {

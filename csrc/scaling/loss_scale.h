@@ -1,4 +1,4 @@
-// loss_scale.h: the loss scale of a gradient scaler, on the device: its reciprocal and its next value.
+// loss_scale.h: reciprocal and next value of a gradient scaler's loss scale, computed on the device.
 #pragma once
 
 #include "core/scalar.h"
@@ -6,7 +6,7 @@
 namespace flatout {
 
 struct LossScale {
-  const float* scale = nullptr;  // null: there is none
+  const float* scale = nullptr;  // null: no loss scale
   const int32_t* growth_tracker = nullptr;
   float* next_scale = nullptr;
   int32_t* next_growth_tracker = nullptr;
@@ -14,19 +14,19 @@ struct LossScale {
   double growth_factor = 1, backoff_factor = 1;
   int64_t growth_interval = 1;
 
-  // torch computes the reciprocal in double, which is the same float: no reciprocal of a float lies close
-  // enough to the middle of two floats.
+  // torch computes the reciprocal in double and rounds it to the same float. No reciprocal of a float is so
+  // close to the middle of two floats that the two roundings differ.
   FLATOUT_HD float inverse() const { return 1.0f / *scale; }
 
   // The arithmetic of torch._amp_update_scale_.
   FLATOUT_HD void write_next(bool found_inf) const {
     const int64_t successful = found_inf ? 0 : int64_t{*growth_tracker} + 1;
-    const bool grows = !found_inf && successful == growth_interval;  // an interval of 0 never grows
+    const bool grows = !found_inf && successful == growth_interval;  // never for an interval of 0
     float next = *scale;
     if (found_inf) next = static_cast<float>(next * backoff_factor);
     if (grows) {
       const auto grown = static_cast<float>(next * growth_factor);
-      if (grown - grown == 0) next = grown;  // not beyond the largest float
+      if (grown - grown == 0) next = grown;  // no growth to infinity
     }
     *next_scale = next;
     *next_growth_tracker = grows ? 0 : static_cast<int32_t>(successful);
@@ -34,7 +34,7 @@ struct LossScale {
   }
 };
 
-// The first factor of gradients: a number, or the reciprocal of a loss scale.
+// The factor that unscales gradients: a number, or the reciprocal of a loss scale.
 struct Unscaling {
   DeviceScalar factor{nullptr, false, 1};
   LossScale loss_scale;

@@ -1,5 +1,5 @@
-// norms.cu: the norm of each gradient on CUDA, in one launch per dtype. The block that finishes last adds the
-// partial sums of each gradient in a fixed order, a warp at a time.
+// norms.cu: the norm of each gradient on CUDA, in one launch per dtype. In the block that finishes last, a
+// warp adds the partial sums of one gradient at a time, in a fixed order.
 #include "scaling/block_sum.cuh"
 #include "scaling/check_chunk.h"
 #include "scaling/norms_launch.h"
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) last = finishes_last(address_of(norms.counter), 1, gridDim.x);
   __syncthreads();
   if (!last) return;
-  constexpr uint32_t kTogether = 4;  // more would cost the kernel threads, in registers
+  constexpr uint32_t kTogether = 4;  // more would need registers, which would cost threads
   for (uint32_t t = threadIdx.x / 32; t < table.tensors; t += blockDim.x / 32) {
     const uint32_t first = table.first_chunk[t], chunks = table.first_chunk[t + 1] - first;
     const Partial total =

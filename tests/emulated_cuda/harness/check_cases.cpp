@@ -26,7 +26,7 @@ struct CheckTest {
   double bad = 0;  // the last gradient of all, unless 0
   std::size_t misalignment = 0;
   bool scale_is_double = false, is_wide = true, has_own_counter = false;
-  // Updates since the loss scale has changed last, of 3 after which it grows; < 0: inv_scale is given.
+  // Updates since the last change of the loss scale, which grows after 3. A negative number: no loss scale.
   int32_t growth_tracker = -1;
   int device = 0;
 
@@ -129,7 +129,7 @@ bool is_near(double got, double expected, double error) {
          std::abs(got - expected) <= error * std::abs(expected);
 }
 
-// The next loss scale, from the text of torch.amp.GradScaler's documentation.
+// Checks the next loss scale against the documentation of torch.amp.GradScaler.
 void check_next_scale(const CheckTest& test, bool is_finite, const Regions& after, Report& report) {
   const auto scale = static_cast<float>(1 / test.inv_scale);
   const bool grows = is_finite && test.growth_tracker + 1 == kGrowthInterval;
@@ -285,7 +285,7 @@ void add_check_cases(std::vector<Case>& cases) {
   };
   add_mixed("all dtypes in one verdict", {.sizes = {300, 40000, 7}, .max_norm = 3});
   add_mixed("on the last device", {.sizes = {300, 40000}, .is_wide = false, .device = last_device()});
-  add_mixed("with a counter of its own", {.sizes = {300, 40000}, .has_own_counter = true});
+  add_mixed("with a counter that is not kept", {.sizes = {300, 40000}, .has_own_counter = true});
   CheckTest many{.sizes = std::vector<int64_t>(4700),
                  .max_norm = 1};  // most are empty: a block takes milliseconds
   for (std::size_t t = 0; t < many.sizes.size(); t += 12) many.sizes[t] = 3;

@@ -1,4 +1,4 @@
-// intrinsics.h: the operations that a GPU does by an intrinsic and the host by arithmetic.
+// intrinsics.h: operations that are intrinsics on a GPU and arithmetic on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +23,8 @@ struct Operands {
   uint32_t a, b, c;
 };
 
-// What both sides do, in words: a float is its bits, and of two results of 16 bits the first is the low half.
+// Runs an operation on a device or on the host. Operands and results are words, and a float is passed as its
+// bits. Of two 16-bit results, the first is the low half.
 FLATOUT_HD uint32_t result_of(Operation operation, const Operands& x, const flatout::Divisor& divisor) {
   using flatout::detail::bit_cast;
   const float a = bit_cast<float>(x.a), b = bit_cast<float>(x.b), c = bit_cast<float>(x.c);

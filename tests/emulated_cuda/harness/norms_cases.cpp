@@ -1,5 +1,5 @@
-// norms_cases.cpp: the norm of each gradient on a device, beside the same threads on the host and plain
-// loops.
+// norms_cases.cpp: the norm of each gradient on a device, compared with the same threads on the host and with
+// plain loops.
 #include <cmath>
 
 #include "cases.h"
@@ -19,7 +19,7 @@ struct NormsTest {
   std::vector<int64_t> sizes;
   Norm norm = Norm::kTwo;
   bool writes_empty = true, is_wide = false;
-  double bad = 0;  // the last element of all, unless 0
+  double bad = 0;  // replaces the last element, unless 0
   std::size_t misalignment = 0;
 };
 

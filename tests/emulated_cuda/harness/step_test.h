@@ -1,4 +1,4 @@
-// step_test.h: an optimizer step on a device beside the same step on the host and beside its definition.
+// step_test.h: an optimizer step on a device, compared with the host and with the step's definition.
 #pragma once
 
 #include <cstdint>

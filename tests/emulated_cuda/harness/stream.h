@@ -1,11 +1,11 @@
-// stream.h: a stream of a device, which is current while the stream exists.
+// stream.h: a stream of a device. The device is current while the stream exists.
 #pragma once
 
 #include "core/cuda_launch.h"
 
 namespace harness {
 
-// The second device, or the only one.
+// Returns the second device, or the only device.
 inline int last_device() {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 1 ? 1 : 0;

@@ -19,8 +19,8 @@ extern "C" {
 // Lets the n-th call from now of a function of the runtime return an error. A sticky error stays, as after an
 // illegal access: every later call of the process returns it.
 void emulated_cuda_fail(const char* function, int nth, int error, int is_sticky);
-// Lets the n-th call and those after it fail, so many in all. torch's allocator calls cudaMalloc twice before
-// it gives up.
+// Lets `times` calls of a function fail, from the n-th call on. torch's allocator calls cudaMalloc twice
+// before it raises an error.
 void emulated_cuda_fail_repeatedly(const char* function, int nth, int times, int error);
 // Ends all errors. Returns how many of the requested ones have not occurred.
 int emulated_cuda_heal();

@@ -97,7 +97,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
-// Operators whose CPU kernels leave results empty that other kernels fill. Their backward takes both.
+// Operators whose CPU kernels leave some results empty, while kernels of other devices fill them. Their
+// backward accepts empty and full results.
 const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only",
                                             "aten::native_batch_norm"};
 
@@ -123,8 +124,8 @@ class Invocation {
 
   c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, c10::cuda::current_device())); }
 
-  // Finds the results' shapes without reading the device. Returns false if they depend on values, or if the
-  // result is a number for the host, as that of torch.equal.
+  // Finds the shapes of the results without reading the device. Returns false if the shapes depend on values,
+  // or if the result is a number on the host, such as the result of torch.equal.
   bool make_results() {
     if (!op_.schema().returns().empty() && !holds_tensors(*op_.schema().returns()[0].type())) return false;
     if (!may_resize_ &&
