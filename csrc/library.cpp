@@ -62,8 +62,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
       "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
   // Steps with the gradients that are set, then releases the gradients. A given lr_tensor replaces lr.
-  // grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes neither weights
-  // nor states nor step counts. A seed rounds bfloat16 weights without lows and bfloat16 states
+  // grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes none of the
+  // bucket's tensors, not even step counts. A seed rounds bfloat16 weights without lows and bfloat16 states
   // stochastically. With unscale_grads, the step also multiplies the gradients in memory by grad_factor and
   // rounds them to their dtype, even if found_inf is not 0. Otherwise the step only reads the gradients.
   m.def(

@@ -5,9 +5,9 @@
 
 namespace flatout {
 
-// Adds to a counter and returns the counter's old value. The operation releases the thread's earlier reads
-// and writes, and acquires those that other threads have released through the counter. A relaxed addition
-// between two full fences would wait longer.
+// Adds to a counter and returns the counter's old value. Releases the thread's earlier reads and writes.
+// Acquires the writes that other threads have released through the counter. A relaxed addition between two
+// full fences would wait longer.
 __device__ inline uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
 #ifdef __CUDACC__
   uint32_t old;
