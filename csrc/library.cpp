@@ -16,17 +16,21 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   // The rewriting form, for users' own loops: gradients come back unscaled. Here and in scale_, none may
   // share memory with another.
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor? inv_scale) -> (Tensor found_inf, Tensor grad_norm)");
-  // The norm of each gradient times inv_scale, [len(grads)], as above. At least one gradient.
+  // Returns the norm of each gradient times inv_scale: [len(grads)]. The dtype and norm_type are those of
+  // unscale_and_check. Requires at least one gradient.
   m.def("grad_norms(Tensor[] grads, Tensor? inv_scale, float norm_type=2.0) -> Tensor");
   // grads *= factor; a factor of 1, known to the device only, costs no memory traffic.
   m.def("scale_(Tensor(a!)[] grads, Tensor factor) -> ()");
 
-  // The tensors of optimizer steps, checked once and kept by number. `rule` is adam (states: exp_avgs,
-  // exp_avg_sqs and, with amsgrad, max_exp_avg_sqs; options: beta1, beta2, eps, decoupled), sgd
-  // (momentum_buffers or none; momentum, dampening, nesterov) or lion (exp_avgs; beta1, beta2). Tensors of
-  // one device:
-  //   weights   what the rule updates, of one dtype: parameters, their float32 masters, or bfloat16
-  //             parameters whose missing 16 bits are `lows`
+  // Checks the tensors of optimizer steps once, and returns the number of the bucket that keeps the tensors.
+  // `rule` is one of three:
+  //   adam  states: exp_avgs, exp_avg_sqs and, with amsgrad, max_exp_avg_sqs; options: beta1, beta2, eps,
+  //         decoupled
+  //   sgd   states: momentum_buffers or none; options: momentum, dampening, nesterov
+  //   lion  states: exp_avgs; options: beta1, beta2
+  // All tensors are on one device:
+  //   weights   the updated tensors, of one dtype: parameters, their float32 masters, or bfloat16 parameters
+  //             whose missing 16 bits are `lows`
   //   states    stream by stream; a stream's dtype is the compute type (float32, float64 of float64 weights)
   //             or 16-bit; or uint8, codes of optim/dynamic8.h
   //   absmaxes  of states in uint8: float32, one per 256 elements in the order of memory
@@ -56,11 +60,11 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
       "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
-  // One step with the gradients that are set, which the bucket then releases. lr_tensor, where given, wins
-  // over lr. grad_factor and found_inf are read on the device: a step whose found_inf is set changes nothing,
-  // step counts included. A seed rounds bfloat16 weights without lows and bfloat16 states stochastically.
-  // With unscale_grads, the step also multiplies the gradients in memory by grad_factor and rounds them to
-  // their dtype, even if the step is skipped. Otherwise it only reads them.
+  // Steps with the gradients that are set, then releases the gradients. A given lr_tensor replaces lr.
+  // grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes none of the
+  // bucket's tensors, not even step counts. A seed rounds bfloat16 weights without lows and bfloat16 states
+  // stochastically. With unscale_grads, the step also multiplies the gradients in memory by grad_factor and
+  // rounds them to their dtype, even if found_inf is not 0. Otherwise the step only reads the gradients.
   m.def(
       "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
       "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "

@@ -7,8 +7,8 @@
 #
 #   OUT     where results.json, optimize_gpu.json, log.txt, tests.xml, benchmarks.png and demo.{json,html} go
 #                                                                            (default build/gpu-check)
-#   PHASES  what to do, in this order: build, tests, kernels, memcheck, racecheck, demo, or the name of a file in
-#           benchmarks; without build what an earlier call has built is used (default: those of `phases` below)
+#   PHASES  phases in the order to run: build, tests, kernels, memcheck, racecheck, demo, or the name of a file in
+#           benchmarks. Without build, the others use an earlier build       (default: those of `phases` below)
 #   PYTHON  interpreter that has torch                                       (default python3)
 #   WHEELS  folder of wheels to take missing packages from                   (default none)
 #   ARGS    passed on to pytest: ARGS="-k resnet50" with PHASES=optimize_gpu (default none)
@@ -106,7 +106,7 @@ run_pytest() {
     "$@" "${more[@]}"
 }
 
-# The kernels without torch: the cases that CI runs on an emulated device.
+# Runs the cases of the kernels on the GPU, without torch. CI runs the same cases on an emulated device.
 kernels() {
   cmake --build "$root/build/gpu/cmake" --target device_kernels && "$root/build/gpu/cmake/device_kernels"
 }
@@ -145,7 +145,7 @@ fi
 
 for name in ${PHASES:=$phases}; do
   if [[ ! $name =~ ^(build|tests|kernels|memcheck|racecheck|demo)$ && ! -e $root/benchmarks/$name.py ]]; then
-    echo "PHASES: there is no $name; known are build, tests, kernels, memcheck, racecheck, demo and the files in benchmarks" >&2
+    echo "PHASES must name build, tests, kernels, memcheck, racecheck, demo or files in benchmarks, got $name" >&2
     exit 2
   fi
 done

@@ -12,7 +12,7 @@ bool cuda_kernels_run(int64_t device) {
   STD_TORCH_CHECK(device >= 0 && device <= INT8_MAX, "device must be the index of a GPU, got ", device);
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   const bool run = cudaSetDevice(static_cast<int>(device)) == cudaSuccess && kernels_run();
-  static_cast<void>(cudaGetLastError());  // or the next check would report the error
+  static_cast<void>(cudaGetLastError());  // else the next check would report the error
   return run;
 }
 

@@ -1,5 +1,5 @@
-// chunks.h: cuts lists of tensors into chunks and chunks into aligned vectors. The host can call these
-// functions too, so that tests compare kernels with the same threads run one after the other.
+// chunks.h: cuts lists of tensors into chunks and chunks into aligned vectors. Host code can call these
+// functions, too. Tests compare a kernel with a loop on the host over the kernel's threads.
 #pragma once
 
 #include <cstdint>
@@ -73,9 +73,9 @@ FLATOUT_HD Split split_chunk(const void* first, uint32_t element_size, uint32_t 
 template <int Streams>
 inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
 
-// Visits the share of one thread out of `threads`. Calls single(i) for elements of the head and the tail, and
-// vectors(std::integral_constant<int, N>, i, stride) for N vectors of Width elements at i, i + stride, ...
-// N is Batch, and 1 at the end.
+// Visits the share of one thread out of `threads`. Calls single(i) for each element of the head and the tail.
+// Calls vectors(std::integral_constant<int, N>, i, stride) for N vectors of Width elements at i, i + stride,
+// ... N is Batch, then 1 for the remaining vectors.
 template <int Width, int Batch, class Single, class Vectors>
 FLATOUT_HD void for_each_vector(const Split& split, uint32_t thread, uint32_t threads, const Single& single,
                                 const Vectors& vectors) {

@@ -50,7 +50,8 @@ class DeviceGuard {
     cudaError_t error_ = cudaSuccess;
   };
 
-  // In this order: without a context, a change of the capture mode would make one on the first device.
+  // The order matters. Without a context, a change of the capture mode would create a context on the first
+  // device.
   const Switch switch_;
   const RelaxedCapture relaxed_;
 };

@@ -10,8 +10,8 @@
 
 namespace flatout {
 
-// 1000 x major + 10 x minor: the newest CUDA that the driver supports, and the runtime's own. A driver that
-// is not installed is 0, as are both in a build without CUDA.
+// Returns two versions, each as 1000 x major + 10 x minor: the newest CUDA that the driver supports, and the
+// CUDA of the runtime. Without an installed driver, the first one is 0. In a build without CUDA, both are 0.
 inline std::pair<int, int> cuda_versions() {
   int driver = 0, runtime = 0;
 #ifdef FLATOUT_WITH_CUDA

@@ -1,4 +1,4 @@
-// nvtx.h: named ranges for profilers. Empty in a build without CUDA.
+// nvtx.h: named ranges for profilers. A build without CUDA has no ranges.
 #pragma once
 
 #if defined(FLATOUT_WITH_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
@@ -22,7 +22,7 @@ inline void pop() {
 #endif
 }
 
-// True if a tool is attached, which does not change while the process lives.
+// True if a tool is attached. The result stays the same until the process ends.
 inline bool listens() {
 #if FLATOUT_HAS_NVTX
   const bool tracked = nvtxRangePushA("flatout") != NVTX_NO_PUSH_POP_TRACKING;

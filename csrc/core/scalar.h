@@ -112,8 +112,8 @@ FLATOUT_HD void store_stochastic(bf16& to, float value, uint16_t random) {
 FLATOUT_HD float join(bf16 high, int16_t remainder) {
   const uint32_t upper = static_cast<uint32_t>(high.bits) << 16;
   const float weight = detail::bit_cast<float>(upper + static_cast<uint32_t>(int32_t{remainder}));
-  // Other code may have written a zero or an infinity over the parameter. With some remainders these join to
-  // NaN.
+  // Other code may have written a zero or an infinity over the parameter. Together with some remainders, such
+  // a value makes NaN.
   const float written = detail::bit_cast<float>(upper);
   return weight == weight ? weight : written;
 }

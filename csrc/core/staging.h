@@ -21,7 +21,7 @@ inline bool has_f16c() {
   return found;
 }
 
-// Not inlined, and called per block: an intrinsic cannot be inlined into code for a narrower target.
+// Called once per block, because an intrinsic cannot be inlined into code for a narrower target.
 [[gnu::target("avx,f16c"), gnu::noinline]] inline void widen_f16c(const f16* from, float* to,
                                                                   uint32_t count) {
   uint32_t i = 0;

@@ -1,4 +1,4 @@
-// images.h: checks of the arguments of normalizing images, and the output, for the CPU and for CUDA.
+// images.h: argument checks and output of image normalization, for the CPU and for CUDA.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -34,7 +34,7 @@ template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     pack_kernel(__grid_constant__ Argument<ImageBatch> batch,
                 __grid_constant__ Argument<Channels<kMaxChannels>> channels) {
-  // Lanes read different channels, and reads of kernel arguments at different addresses are serialized.
+  // Lanes read different channels. Reads of kernel arguments at different addresses would be serialized.
   __shared__ Channel shared[kMaxChannels];
   for (int c = threadIdx.x; c < batch.channels; c += kBlockThreads) shared[c] = channels.of[c];
   __syncthreads();

@@ -1,18 +1,17 @@
-// normalize.h: the arithmetic of normalizing images, written once for the CPU loops and the CUDA kernels.
+// normalize.h: the arithmetic of image normalization, written once for the CPU loops and the CUDA kernels.
 //
 // A value is (x / 255 - mean) / std in float32, each of the three operations rounded, and then rounded to the
-// output's dtype: bit for bit what torchvision's ToTensor and Normalize compute on a CPU. Both divisions are
+// output's dtype. The bits are those of torchvision's ToTensor and Normalize on a CPU. Both divisions are
 // products with a reciprocal in two floats:
 //   x / 255: correctly rounded for all 256 values, as can be checked.
-//   y / std: within 2^-47 of the quotient, and so one of the two floats around it; among 768 million of them
-//   the wrong one 135 times. Corrected once by its remainder it is the nearest (Markstein, "Computation of
-//   elementary functions on the IBM RISC System/6000 processor", 1990).
+//   y / std: within 2^-47 of the quotient, and so one of the two floats around the quotient. Among 768
+//   million results, 135 were the wrong float. One correction by the remainder gives the nearest float
+//   (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
 //
-// On a GPU these 8 operations take 56 of the 128 that an SM has per clock, at the 7 elements per clock and SM
-// that an H200's memory has room for. A table of the 256 values would be looked up in shared memory, which
-// serves 32 lanes per clock at best, and about 9 when they ask for random values and meet in its banks. On a
-// CPU (one EPYC core with AVX-512, in cache) they make 7.4 elements per nanosecond, divisions 4.8, and a
-// table 2.0.
+// The memory of an H200 allows 7 elements per clock and SM. On this GPU, these 8 operations take 56 of the
+// 128 that an SM has per clock. A table of the 256 values would be in shared memory, which delivers at most
+// 32 lanes per clock, and about 9 with the bank conflicts of random values. On a CPU (one EPYC core with
+// AVX-512, in cache), the operations compute 7.4 elements per nanosecond, divisions 4.8, and a table 2.0.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// normalize_cuda.cpp: normalizing images under torch's CUDA key.
+// normalize_cuda.cpp: image normalization under torch's CUDA key.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cuda_glue.h"

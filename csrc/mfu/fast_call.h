@@ -15,8 +15,8 @@
 
 namespace flatout {
 
-// Converts an argument. For doubles, None is NaN. Arguments left out at the end are 0. After an error nothing
-// is read, because no Python code may run while an error is set.
+// Converts an argument. For doubles, None becomes NaN. Missing arguments at the end become 0. After an error,
+// returns 0 and reads nothing, because no Python code may run while an error is set.
 template <class T>
 T from_python(PyObject* value) {
   if (value == nullptr || PyErr_Occurred() != nullptr) return T{};
@@ -52,8 +52,8 @@ inline PyCFunction as_method(PyCFunctionFast function) noexcept {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// Binds a function to one object. Its `self` is a capsule that holds the C++ object and keeps the Python
-// object alive. `definition` must never be destroyed.
+// Binds a function to one object. The function's `self` is a capsule that holds the C++ object and keeps the
+// Python object alive. `definition` must never be destroyed.
 template <class Owner>
 pybind11::object bind_to(PyMethodDef& definition, const pybind11::object& owner) {
   PyObject* capsule = PyCapsule_New(owner.cast<Owner*>(), nullptr, [](PyObject* dying) {

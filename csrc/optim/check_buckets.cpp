@@ -39,7 +39,7 @@ CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::option
                           std::optional<double> max_norm, double factor) {
   const BucketGrads grads(numbers);
   Check check = grads.prepare(inv_scale, max_norm);
-  // Rounded as a tensor's value is.
+  // Rounded to float32, like an inv_scale that is a float32 tensor.
   if (!inv_scale.has_value()) check.unscaling.factor.value = static_cast<float>(factor);
   return grads.run(check);
 }

@@ -20,7 +20,7 @@ inline void check_absmax(const Tensor& absmax, const char* name, std::size_t i, 
 struct Coded {
   float* values;
   uint8_t* codes;
-  float* absmax;  // one per block of numbers
+  float* absmax;  // one per kDynamicBlock numbers
   int64_t numel;
 };
 

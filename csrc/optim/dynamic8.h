@@ -1,14 +1,16 @@
 // dynamic8.h: numbers in 8 bits, by the block-wise dynamic quantization of Dettmers et al., "8-bit Optimizers
-// via Block-wise Quantization" (ICLR 2022): the numbers of a block are multiples of the largest magnitude
-// among them, each as the nearest of 256 numbers from -1 (or 0) to 1. Host and device.
+// via Block-wise Quantization" (ICLR 2022). A block's absmax is the largest magnitude among its numbers. Each
+// number is stored as a multiple of the absmax, rounded to the nearest of 256 multiples from -1 (or 0) to 1.
+// For host and device.
 //
-// The map: a magnitude's decade e covers (0.1, 1] x 10^(e - 6) by 2^e bins of equal width, and a bin stands
-// for its middle. Numbers with a sign have the decades 0 to 6, those without one 1 to 7 and a tenth of the
-// magnitude; both have 0 and 1 besides (not -1). Codes are positions in ascending order, as in bitsandbytes.
+// Decade e of the map covers the magnitudes (0.1, 1] x 10^(e - 6) with 2^e bins of equal width. A bin stands
+// for its middle. Numbers with a sign use the decades 0 to 6. Numbers without a sign use the decades 1 to 7,
+// at a tenth of the magnitude. Both maps also have 0 and 1, but not -1. Codes are positions in ascending
+// order, as in bitsandbytes.
 //
-// Of bin 2^e + j, counted through all decades, the middle is (18 bin - 16 2^e + 9) 5^e x 5e-8: the leading
-// bit of the bin's number is its decade. All below are products and sums of integers: with or without fused
-// multiply-adds, on any device, a number has the same code.
+// Bins are numbered through all decades: bin 2^e + j is the bin j of decade e. The leading bit of a bin's
+// number gives the decade. The middle of a bin is (18 bin - 16 2^e + 9) 5^e x 5e-8. All terms are products
+// and sums of integers, so a number has the same code on any device, with or without fused multiply-adds.
 #pragma once
 
 #include "core/scalar.h"
@@ -21,9 +23,9 @@ inline constexpr uint32_t kDynamicBlock = 256;  // elements with one absmax
 struct DynamicScale {
   float absmax, inverse;
 
-  // `largest`: the greatest magnitude's bits. Among them those of NaN are greater than those of infinity: a
-  // block with either decodes as NaN, all of it. An absmax is 0 or at least 2^-100, so that the least
-  // multiple of it is a normal number.
+  // `largest`: the bits of the greatest magnitude. The bits of NaN are greater than the bits of infinity. All
+  // numbers of a block with NaN or infinity decode to NaN. An absmax is 0 or at least 2^-100, so that its
+  // least multiple is a normal number.
   FLATOUT_HD static DynamicScale of(uint32_t largest) {
     if (largest >= 0x7F800000u) largest = 0x7FC00000u;
     if (largest != 0 && largest < 0x0D800000u) largest = 0x0D800000u;
@@ -40,8 +42,8 @@ struct Dynamic8 {
   static constexpr int kOne = 2 << kLast;                            // the bin after the last one: 1
   static constexpr double kUnit = Signed ? 1 : 0.1;
 
-  // The nearest number's code. Halfway (known to the rounding of one product) is away from 0; but no positive
-  // number without a sign becomes 0: a second moment of 0 would make an update explode.
+  // Returns the code of the nearest number. Ties, up to the rounding of one product, round away from 0.
+  // Without a sign, no positive number becomes 0, because a second moment of 0 would make an update explode.
   FLATOUT_HD static uint8_t encode(float value, float inverse) {
     const float ratio = value * inverse;
     const uint32_t bits = magnitude_bits(ratio);
@@ -81,7 +83,7 @@ struct Dynamic8 {
   FLATOUT_HD static constexpr double power(double base, int exponent) {
     return exponent == 0 ? 1 : base * power(base, exponent - 1);
   }
-  // Where the numbers begin that are nearer to a decade's first middle than to the last one below it.
+  // The least number that is nearer to the decade's first middle than to the last middle of the decade below.
   template <int Decade>
   static constexpr float kBegin =
       static_cast<float>((1 + 0.9 / (1 << (Decade - 1))) * power(10, Decade) * 1e-7 * kUnit);
@@ -89,7 +91,7 @@ struct Dynamic8 {
   static constexpr float kScale = static_cast<float>((Signed ? 1e7 : 1e8) / power(5, Decade));  // exact
   static constexpr float kNearOne = static_cast<float>(1 - 0.225 / (1 << kLast));
   static constexpr float kNearZero = 0.275e-6f;
-  static constexpr float kNinth = 0x1.c71c74p-4f;  // or a little more: multiples of 9 do not fall short
+  static constexpr float kNinth = 0x1.c71c74p-4f;  // 1 / 9, rounded up for multiples of 9
 
   // All in float: for integers, compilers would emit one selection for each multiple.
   template <int Decade>
@@ -103,7 +105,7 @@ struct Dynamic8 {
   }
 };
 
-// Calls body(first element, number of elements, block) for the blocks of numbers that begin with one.
+// Calls body(first element, number of elements, block) for each block of `count` numbers.
 template <class Body>
 FLATOUT_HD void for_each_dynamic_block(uint32_t count, const Body& body) {
   for (uint32_t begin = 0; begin < count; begin += kDynamicBlock)

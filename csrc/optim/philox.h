@@ -1,5 +1,5 @@
 // philox.h: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the
-// counter-based generator of torch and cuRAND: an element has the same bits in every thread.
+// counter-based generator of torch and cuRAND. An element has the same bits in every thread.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flatout {
 
-// Key of random bits: equal keys give equal bits.
+// Key of random bits. Equal keys give equal bits.
 struct RandomKey {
   uint64_t seed;
   uint32_t stream, tensor, step;
@@ -19,7 +19,8 @@ inline constexpr uint32_t kGroup = 8;  // elements per call, 16 bits each
 struct Philox {
   uint32_t word[4];
 
-  // Element `j` (0..7) of the group. Chosen by comparison: an index known at run time would cost a stack.
+  // Returns the bits of element `j` (0 to 7) of the group. Comparisons choose the word, because an index at
+  // run time would cost stack memory.
   FLATOUT_HD uint16_t bits(uint32_t j) const {
     const uint32_t pair = j < 4 ? (j < 2 ? word[0] : word[1]) : (j < 6 ? word[2] : word[3]);
     return static_cast<uint16_t>(pair >> (j % 2 * 16));

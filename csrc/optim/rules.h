@@ -1,5 +1,5 @@
-// rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. It
-// rounds where torch.optim's operations round, and fuses what they fuse.
+// rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. The
+// arithmetic rounds and fuses where torch.optim's operations do.
 //
 // A *config* holds what a whole step shares; `at(step)` derives from it the *rule* for tensors at one step
 // count: a handful of numbers in the compute type. A rule updates one element, given as its streams x = {w,

@@ -1,4 +1,4 @@
-// step_block.h: the work of one block in an optimizer step. The host can call it, for tests.
+// step_block.h: the work of one block in an optimizer step. Host code can call the functions, for tests.
 #pragma once
 
 #include "optim/step_chunk.h"
@@ -31,7 +31,8 @@ struct BlockStart {
   Extras<compute_t<T>> extras;
 };
 
-// Written in place, part by part. A returned value would stay in registers, which costs a kernel threads.
+// Writes to `start` part by part. A returned value would stay in registers, which would cost a kernel
+// threads.
 template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
                             uint32_t t, uint32_t chunk, const Config& config, const Storage& storage) {

@@ -53,8 +53,8 @@ FLATOUT_HD void store_aligned(void* to, int k, const Bytes16& bytes) {
 #endif
 }
 
-// The bits of kWidth elements: 16 bytes of Ts, or kWidth elements of the compute type. Converted after the
-// loads of all streams have been issued, so that the loads overlap.
+// The bits of kWidth elements, stored as 16 bytes of Ts or as kWidth elements of the compute type. The
+// elements are converted after the loads of all streams have been issued, so that the loads overlap.
 template <class T>
 struct VectorBits {
   using Acc = compute_t<T>;
@@ -101,7 +101,7 @@ struct VectorBits {
   }
 };
 
-// One thread of a block that steps one chunk. Reads every stream but a 16-bit copy, and writes every stream
+// One thread of a block that updates one chunk. Reads every stream but a 16-bit copy, and writes every stream
 // but the gradient.
 template <class T, class Rule, Kind K>
 struct StepThread {

@@ -1,6 +1,6 @@
-// step_codes.h: the work of a warp on one block of states in 8 bits (optim/dynamic8.h): decodes the states
-// into staging memory, steps there, and encodes them. Each phase is a function of the lane, so that the host
-// can run lanes one after the other. All lanes must finish a phase before the next one begins.
+// step_codes.h: the work of a warp on one block of states in 8 bits (optim/dynamic8.h). The warp decodes the
+// states into staging memory, updates them there, and encodes them. Each phase is a function of the lane, so
+// that the host can run lanes one after the other. All lanes must finish a phase before the next one begins.
 #pragma once
 
 #include "optim/step_chunk.h"

@@ -18,7 +18,7 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
   Acc* __restrict a = stream[kStreams > 2 ? 2 : 0];
   Acc* __restrict b = stream[kStreams > 3 ? 3 : 0];
   Acc* __restrict c = stream[kStreams > 4 ? 4 : 0];
-  // In runs where there are prefetches between them: inside the loop they would keep it from vectorizing.
+  // Prefetches inside the loop would keep the loop from vectorizing, so they are placed between runs.
   // With `unscale`, short runs keep the gradients in L1 for the second loop.
   const uint32_t run = prefetches_pay ? 256 / sizeof(Acc) : unscale != 1 ? kBlock : count;
   for (uint32_t begin = 0; begin < count; begin += run) {

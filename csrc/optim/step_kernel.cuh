@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
     if (threadIdx.x < kLanes) {
       const uint32_t chunk = chunk_of(batch, blockIdx.x);
       const uint32_t t = warp_tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
-      // Powers and roots in double are slow on most GPUs: once per block.
+      // Once per block, because powers and roots in double are slow on most GPUs.
       if (threadIdx.x == 0) start_block(start, table, batch, t, chunk, config, storage);
     }
     __syncthreads();

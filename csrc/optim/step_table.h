@@ -63,14 +63,14 @@ struct Place {
   int64_t begin;
 };
 
-// The chunk of a block. A batch's last chunks come first: the check has read their gradients last, and L2
-// may still hold them.
+// Returns the chunk of a block. The last chunks of a batch come first, because the check has read their
+// gradients last, and L2 may still hold these gradients.
 template <class Batch>
 FLATOUT_HD uint32_t chunk_of(const Batch& batch, uint32_t block) {
   return batch.first_chunk + batch.chunks - 1 - block;
 }
 
-// The place of a chunk of the batch's tensor `t`.
+// Finds the place of a chunk of the batch's tensor `t`.
 template <class Batch>
 FLATOUT_HD void find_place(Place& place, const StepTable& table, const Batch& batch, uint32_t t,
                            uint32_t chunk) {

@@ -32,15 +32,16 @@ struct Storage {
     if (stream >= 4 + states) bytes = i / kDynamicBlock * static_cast<int64_t>(sizeof(float));
     char* moved = address == nullptr ? nullptr : static_cast<char*>(address) + bytes;
 #ifdef __CUDA_ARCH__
-    // A pointer from shared memory could point to any space, and the compiler would use slower generic loads.
-    // It would lose this fact after an early return of null.
+    // Tells the compiler that the pointer, which is read from shared memory, points to global memory.
+    // Otherwise the compiler would use slower generic loads. An early return of null would lose this
+    // information.
     __builtin_assume(__isGlobal(moved));
 #endif
     return moved;
   }
 };
 
-// Work of a step beside the rule: averages, unscaling and rounding.
+// Work of a step in addition to the rule: averages, unscaling and random rounding.
 template <class Acc>
 struct Extras {
   Storage storage;

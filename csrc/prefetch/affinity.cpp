@@ -10,7 +10,7 @@
 namespace flatout::prefetch {
 namespace {
 
-// A list such as "0-3,8,12-15".
+// Reads a list such as "0-3,8,12-15".
 cpu_set_t read_cpus(std::istream& list) {
   cpu_set_t cpus;
   CPU_ZERO(&cpus);
@@ -29,10 +29,10 @@ void bind_thread_near(const std::string& pci_bus_id) noexcept try {
   std::ifstream list("/sys/bus/pci/devices/" + pci_bus_id + "/local_cpulist");
   cpu_set_t cpus = read_cpus(list), allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  CPU_AND(&cpus, &cpus, &allowed);  // a user may have left out some
+  CPU_AND(&cpus, &cpus, &allowed);  // the user may have excluded CPUs
   if (CPU_COUNT(&cpus) != 0) sched_setaffinity(0, sizeof cpus, &cpus);
 } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-  // The thread runs on all CPUs.
+  // The thread keeps its affinity.
 }
 
 }  // namespace flatout::prefetch

@@ -21,7 +21,7 @@ cudaStream_t as_stream(Stream stream) { return reinterpret_cast<cudaStream_t>(st
 cudaEvent_t as_event(EventHandle event) { return reinterpret_cast<cudaEvent_t>(event); }
 // NOLINTEND(performance-no-int-to-ptr)
 
-// As in the names of Linux; empty if unknown.
+// Returns the ID in lower case, as Linux names devices, or an empty string if the ID is unknown.
 std::string pci_bus_id(int device) {
   std::array<char, 32> text{};
   if (cudaDeviceGetPCIBusId(text.data(), text.size(), device) != cudaSuccess) cudaGetLastError();
@@ -40,7 +40,7 @@ bool usable() noexcept {
 }
 
 void enter_thread(int device) {
-  check_cuda(cudaSetDevice(device), "cudaSetDevice");  // first, because other calls make a context
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");  // first, because other calls create a context
   thread_local bool has_entered = false;
   if (!has_entered) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;

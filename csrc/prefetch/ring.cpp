@@ -49,7 +49,7 @@ HostBuffer::~HostBuffer() {
 struct Ring::State {
   std::mutex mutex;
   std::deque<std::unique_ptr<HostBuffer>> idle;     // most recently returned last
-  std::deque<std::unique_ptr<HostBuffer>> surplus;  // pinned, to be freed
+  std::deque<std::unique_ptr<HostBuffer>> surplus;  // pinned, freed by the next acquire
   std::size_t allocations = 0;
 };
 
@@ -67,7 +67,7 @@ Slot Ring::acquire(std::size_t bytes) {
   guard_.check();
   std::unique_ptr<HostBuffer> buffer;
   {
-    std::deque<std::unique_ptr<HostBuffer>> freed;  // after the lock
+    std::deque<std::unique_ptr<HostBuffer>> freed;  // freed after the lock is released
     const std::lock_guard lock(state_->mutex);
     freed.swap(state_->surplus);
     // The smallest that fits, but not one that is much too large. A user who keeps the labels of all batches
@@ -92,8 +92,8 @@ Slot Ring::acquire(std::size_t bytes) {
 }
 
 void Ring::give_back(std::unique_ptr<HostBuffer> buffer) noexcept {
-  if (guard_.forked()) return;         // frees it, without the lock that the parent may have held
-  std::unique_ptr<HostBuffer> oldest;  // freed after the lock
+  if (guard_.forked()) return;         // frees the buffer without the lock, which the parent may have held
+  std::unique_ptr<HostBuffer> oldest;  // freed after the lock is released
   const std::lock_guard lock(state_->mutex);
   state_->idle.push_back(std::move(buffer));
   if (state_->idle.size() <= max_idle_) return;
@@ -104,7 +104,7 @@ void Ring::give_back(std::unique_ptr<HostBuffer> buffer) noexcept {
 
 void Ring::clear() {
   if (guard_.forked()) return;
-  std::deque<std::unique_ptr<HostBuffer>> idle, surplus;  // freed after the lock
+  std::deque<std::unique_ptr<HostBuffer>> idle, surplus;  // freed after the lock is released
   const std::lock_guard lock(state_->mutex);
   idle.swap(state_->idle);
   surplus.swap(state_->surplus);

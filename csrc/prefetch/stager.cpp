@@ -77,7 +77,7 @@ class Filling {
   Filling(Worker& helpers, const std::vector<Piece>& pieces) : helpers_(helpers), pieces_(pieces) {
     tickets_.reserve(pieces.size());
   }
-  ~Filling() {  // NOLINT(bugprone-exception-escape): a copy of memory throws nothing
+  ~Filling() {  // NOLINT(bugprone-exception-escape): memcpy throws nothing
     for (const auto& ticket : tickets_) helpers_.help(*ticket);
   }
   Filling(const Filling&) = delete;
@@ -213,7 +213,7 @@ void Stager::stage(const std::vector<Transfer>& transfers, cuda::Stream stream, 
     try {
       helpers_.start();
     } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch)
-      // This thread stages alone.
+      // Without helpers, this thread stages alone.
     }
   }
   Filling filling(helpers_, pieces);

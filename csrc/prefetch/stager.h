@@ -29,7 +29,7 @@ struct Gathered {
 
 // A batch on its way to the device.
 struct Copied {
-  std::vector<Slot> slots;  // staging memory of what was not pinned; back in the ring after the copy
+  std::vector<Slot> slots;             // staging memory, returned to the ring after the copy
   std::unique_ptr<cuda::Event> event;  // null on a host device; recorded when the ticket is done
   std::shared_ptr<Ticket> ticket;
 
@@ -48,7 +48,7 @@ enum class PinnedSources : std::uint8_t { direct, staged };
 
 class Stager {
  public:
-  // Gathers on `threads` threads, and stages copies on one thread and `helpers` more.
+  // Gathers on `threads` threads. One of them and `helpers` more threads stage a copy.
   //
   // At most `max_in_flight` staged copies wait for the device at a time. A host that is further ahead of its
   // GPU waits, so pinned memory stays bounded.

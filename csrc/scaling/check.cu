@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) last = finishes_last(address_of(conclusion.finished), count, conclusion.chunks);
   __syncthreads();
   if (!last) return;
-  constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // beside what rewriting needs, 8 would cost it threads
+  constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // with registers for rewriting, 8 would cost threads
   keep_warp_sum<kNorm>(warps[0], add_partials<kNorm, kTogether>(conclusion.partials, conclusion.chunks,
                                                                 threadIdx.x, blockDim.x));
   __syncthreads();

@@ -37,7 +37,7 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader);
 // Multiplies gradients of one dtype at address[slot] in place.
 void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType dtype, double factor);
 
-// The dtype of norms.
+// The dtype of norms: float64 only if all gradients are float64.
 inline ScalarType norm_dtype(const Check& check) {
   const bool wide = !check.lists.empty() &&
                     std::all_of(check.lists.begin(), check.lists.end(),
@@ -52,7 +52,7 @@ inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
           torch::stable::new_empty(leader, {}, dtype), torch::stable::new_empty(leader, {}, dtype)};
 }
 
-// One norm per gradient.
+// One norm per gradient, uninitialized.
 inline Tensor new_norms(const Check& check, const TensorList& grads) {
   const int64_t size[] = {static_cast<int64_t>(grads.size())};
   return torch::stable::new_empty(grads[0], {size, 1}, norm_dtype(check));

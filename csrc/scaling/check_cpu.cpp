@@ -117,7 +117,7 @@ std::vector<Partial> partials_of(const std::vector<FlatTensor>& tensors, double 
   return partials;
 }
 
-// In an order that does not depend on the number of threads.
+// Adds in the order of the chunks, so that the sum does not depend on the number of threads.
 template <Norm kNorm>
 Partial sum(std::span<const Partial> partials) {
   Partial total{0, 0};

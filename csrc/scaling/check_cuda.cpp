@@ -29,8 +29,8 @@ CheckResult check_on_cuda(const Check& check, const Tensor& leader) {
   uint32_t chunks = 0;
   for (const GradList& list : check.lists)
     for (const FlatTensor& tensor : *list.tensors) chunks += chunks_of(tensor.numel);
-  // Partials, then a counter for checks without a kept one. Freed on return while kernels still use the
-  // memory: torch's allocator reuses memory in stream order.
+  // Holds partials, then a counter for checks without a kept counter. The memory is freed on return, while
+  // kernels still use it. This is safe, because torch's allocator reuses memory in stream order.
   static_assert(sizeof(Partial) == 2 * sizeof(double) && sizeof(uint32_t) <= sizeof(double));
   const int64_t size[] = {2 * int64_t{chunks} + 1};
   const Tensor scratch = torch::stable::new_empty(leader, {size, 1}, ScalarType::Double);

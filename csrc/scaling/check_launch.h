@@ -9,7 +9,7 @@
 
 namespace flatout {
 
-// The whole check of gradients without elements.
+// Launches the whole check of gradients that have no elements.
 void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream);
 // One list of Ts of a check. Its partials start at `first_partial`. With `rewrite`, the norm is of order 2.
 template <class T>

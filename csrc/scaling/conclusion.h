@@ -7,7 +7,7 @@
 
 namespace flatout {
 
-// The thread's share of partials. Several are loaded at once, because one block waits for all of them.
+// Adds the thread's share of the partials. Loads several at once, because a single block waits for all loads.
 template <Norm kNorm, uint32_t kTogether>
 FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_t thread, uint64_t threads) {
   Partial mine{0, 0};
@@ -23,11 +23,11 @@ FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_
   return mine;
 }
 
-// State that all launches of one check share. The block that finishes last among all launches concludes.
+// State that all launches of one check share. The last block of all launches to finish writes the verdict.
 struct Conclusion {
   Partial* partials;  // one per chunk of all lists
   uint32_t chunks;    // of all lists
-  Counter finished;   // chunks that have left their partial
+  Counter finished;   // chunks whose partials are written
   Unscaling unscaling;
   double max_norm;  // < 0: no clipping
   VerdictAddress verdict;

@@ -10,7 +10,7 @@ inline constexpr uint32_t kKeptCounters = 1024;
 
 // The counter is 0 before the first launch and after the last.
 struct Counter {
-  uint32_t* own = nullptr;  // null: the one with the number `kept` among those of the device's code
+  uint32_t* own = nullptr;  // null: the kept counter with the number `kept`
   uint32_t kept = 0;
 };
 

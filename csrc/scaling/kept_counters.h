@@ -34,7 +34,7 @@ class KeptCounters {
     try {
       launch(std::optional(entry->second));
     } catch (...) {
-      numbers_.erase(entry);  // the counter may not be 0
+      numbers_.erase(entry);  // the counter is possibly not 0
       throw;
     }
   }
@@ -45,8 +45,8 @@ class KeptCounters {
   uint32_t next_ = 0;
 };
 
-// Calls launch() with a counter set. `counter.own` is memory of this call alone. A CUDA graph uses this
-// memory, because a graph may be replayed on any stream, beside other launches.
+// Sets the counter and calls launch(). `counter.own` is memory that only this call uses. A captured CUDA
+// graph uses this memory, because a graph may be replayed on any stream, at the same time as other launches.
 template <class Launch>
 void with_counter(Counter& counter, const Tensor& leader, cudaStream_t stream, const Launch& launch) {
   const auto launch_with = [&](std::optional<uint32_t> kept) {

@@ -6,7 +6,7 @@
 namespace flatout {
 
 struct LossScale {
-  const float* scale = nullptr;  // null: there is none
+  const float* scale = nullptr;  // null: no loss scale
   const int32_t* growth_tracker = nullptr;
   float* next_scale = nullptr;
   int32_t* next_growth_tracker = nullptr;
@@ -21,7 +21,7 @@ struct LossScale {
   // The arithmetic of torch._amp_update_scale_.
   FLATOUT_HD void write_next(bool found_inf) const {
     const int64_t successful = found_inf ? 0 : int64_t{*growth_tracker} + 1;
-    const bool grows = !found_inf && successful == growth_interval;  // an interval of 0 never grows
+    const bool grows = !found_inf && successful == growth_interval;  // never for an interval of 0
     float next = *scale;
     if (found_inf) next = static_cast<float>(next * backoff_factor);
     if (grows) {
@@ -34,7 +34,7 @@ struct LossScale {
   }
 };
 
-// The first factor of gradients: a number, or the reciprocal of a loss scale.
+// The factor that unscales gradients: a number, or the reciprocal of a loss scale.
 struct Unscaling {
   DeviceScalar factor{nullptr, false, 1};
   LossScale loss_scale;

@@ -48,8 +48,8 @@ struct Lane {
   }
 };
 
-// A chunk's result, always in double: 3,000 gradients of 1,000 in half precision must not overflow. Aligned
-// so that one instruction loads it.
+// A chunk's result, always in double: 3,000 gradients of 1,000 in half precision must not overflow.
+// The alignment lets one instruction load a partial.
 struct alignas(16) Partial {
   double norm;
   double bad;

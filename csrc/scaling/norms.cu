@@ -1,5 +1,5 @@
-// norms.cu: the norm of each gradient on CUDA, in one launch per dtype. The block that finishes last adds the
-// partial sums of each gradient in a fixed order, a warp at a time.
+// norms.cu: the norm of each gradient on CUDA, in one launch per dtype. In the block that finishes last, a
+// warp adds the partial sums of one gradient at a time, in a fixed order.
 #include "scaling/block_sum.cuh"
 #include "scaling/check_chunk.h"
 #include "scaling/norms_launch.h"

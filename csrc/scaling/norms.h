@@ -11,16 +11,16 @@ struct Norms {
   DeviceScalar inv_scale;
   void* norms;  // of all gradients; double when `wide`, else float
   bool wide;
-  bool writes_empty;  // 0 for gradients without elements
+  bool writes_empty;  // writes 0 for gradients without elements
 
-  // The norms from the gradient `first` on.
+  // The same without the gradients before `first`.
   FLATOUT_HD Norms from(uint32_t first) const {
     Norms rest = *this;
     rest.norms = static_cast<char*>(norms) + uint64_t{first} * (wide ? sizeof(double) : sizeof(float));
     return rest;
   }
 
-  // From the sum of a gradient's chunks.
+  // Writes the norm of a gradient from the sum of its chunks.
   template <Norm kNorm>
   FLATOUT_HD void write(uint32_t tensor, uint32_t chunks, const Partial& total) const {
     if (chunks == 0 && !writes_empty) return;

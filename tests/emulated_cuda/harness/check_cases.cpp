@@ -285,7 +285,7 @@ void add_check_cases(std::vector<Case>& cases) {
   };
   add_mixed("all dtypes in one verdict", {.sizes = {300, 40000, 7}, .max_norm = 3});
   add_mixed("on the last device", {.sizes = {300, 40000}, .is_wide = false, .device = last_device()});
-  add_mixed("with a counter of its own", {.sizes = {300, 40000}, .has_own_counter = true});
+  add_mixed("with a counter that is not kept", {.sizes = {300, 40000}, .has_own_counter = true});
   CheckTest many{.sizes = std::vector<int64_t>(4700),
                  .max_norm = 1};  // most are empty: a block takes milliseconds
   for (std::size_t t = 0; t < many.sizes.size(); t += 12) many.sizes[t] = 3;

@@ -26,7 +26,7 @@ void decode_on_host(const Memory& memory, int64_t count, bool has_sign) {
          static_cast<uint32_t>(count));
 }
 
-// Values on 12 decades, every 700th of them not finite, and a block of zeros.
+// Returns values over 12 decades. Every 700th value is not finite, and one block is zero.
 std::vector<float> numbers(int64_t count, bool has_sign) {
   std::mt19937 random(4);
   std::vector<float> values = random_numbers<float>(count, has_sign ? -1 : 0, 1, random);

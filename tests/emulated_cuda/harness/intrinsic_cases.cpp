@@ -17,12 +17,12 @@ using flatout::detail::bit_cast;
 
 namespace {
 
-constexpr uint32_t kLargest = (1u << 31) - 1;  // of the numbers that a Divisor takes
+constexpr uint32_t kLargest = (1u << 31) - 1;  // that a Divisor accepts
 
 uint32_t half_bits(__half value) { return __half_as_ushort(value); }
 uint32_t bfloat_bits(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
 
-// The result by its definition, for conversions by NVIDIA's headers.
+// Returns the result by definition. NVIDIA's headers define the conversions.
 uint32_t definition(Operation operation, const Operands& x, uint32_t divisor) {
   const float a = bit_cast<float>(x.a), b = bit_cast<float>(x.b), c = bit_cast<float>(x.c);
   switch (operation) {
@@ -89,7 +89,7 @@ void run(Operation operation, const std::vector<Operands>& operands, uint32_t di
   }
 }
 
-// Every upper half of a float, with lower halves at and beside the ties of both 16-bit dtypes.
+// Returns floats with every upper half. Their lower halves are at and next to the ties of both 16-bit dtypes.
 std::vector<Operands> floats() {
   std::vector<Operands> all;
   for (uint32_t upper = 0; upper < 1u << 16; ++upper)
@@ -132,7 +132,7 @@ std::vector<Operands> shifted_words() {
 std::vector<Operands> pairs() { return random_words(200000); }
 std::vector<Operands> floats_near_one() { return random_words(200000, 0x80FFFFFF, 0x3F000000); }
 
-// Sides of images, powers of two, and random divisors of every magnitude.
+// Returns sizes of images, powers of two, and random divisors of every magnitude.
 std::vector<uint32_t> divisors() {
   std::vector<uint32_t> all{3, 7, 224 * 224, kLargest};
   std::mt19937 random(5);
@@ -143,7 +143,7 @@ std::vector<uint32_t> divisors() {
   return all;
 }
 
-// Random numbers below 2^31, and those at and beside multiples of the divisor.
+// Returns random numbers below 2^31, and numbers at and next to multiples of the divisor.
 std::vector<Operands> dividends(uint32_t divisor) {
   std::vector<Operands> all = random_words(100, kLargest);
   all.insert(all.end(),

@@ -1,4 +1,4 @@
-// main.cpp: runs the cases: [--only NAME] [--small].
+// main.cpp: runs the cases. Arguments: [--only NAME] [--small].
 #include <chrono>
 #include <cstdio>
 #include <cstring>

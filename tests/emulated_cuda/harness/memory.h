@@ -1,4 +1,4 @@
-// memory.h: memory of a case, described once, and its copies on the host and on a device.
+// memory.h: the initial memory of a case, and its copies on the host and on a device.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,7 @@ struct NormsTest {
   std::vector<int64_t> sizes;
   Norm norm = Norm::kTwo;
   bool writes_empty = true, is_wide = false;
-  double bad = 0;  // the last element of all, unless 0
+  double bad = 0;  // replaces the last element, unless 0
   std::size_t misalignment = 0;
 };
 

@@ -5,7 +5,7 @@
 
 namespace harness {
 
-// The second device, or the only one.
+// Returns the second device, or the only device.
 inline int last_device() {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 1 ? 1 : 0;

@@ -51,8 +51,7 @@ void leave_capture(Stream* stream) {
 
 extern "C" {
 
-// The mode is the thread's, but the runtime makes a context of the current device all the same
-// (libcudart 13.0).
+// The mode belongs to the thread. The runtime still creates a context on the current device (libcudart 13.0).
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return call(__func__, Needs::kContext, [&](Runtime&, Lock&) {
     std::swap(*mode, emulated::capture_mode);

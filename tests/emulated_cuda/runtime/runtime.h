@@ -99,7 +99,7 @@ struct Settings {
   unsigned delay_us = 100;  // EMULATED_CUDA_DELAY_US: mean delay of an operation in random order
   int devices = 2;          // EMULATED_CUDA_DEVICES
   int driver = 13000;       // EMULATED_CUDA_DRIVER: version of the driver
-  int runtime = CUDART_VERSION;               // EMULATED_CUDA_RUNTIME: version that this library reports
+  int runtime = CUDART_VERSION;               // EMULATED_CUDA_RUNTIME: reported version of the runtime
   std::size_t memory = std::size_t{4} << 30;  // bytes of each device
   bool prints = false;                        // EMULATED_CUDA_PRINT: each operation to stderr
   static Settings read();
