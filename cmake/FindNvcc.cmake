@@ -42,7 +42,7 @@ if(NOT problem)
     endif()
   endforeach()
   if(NOT kept)
-    set(problem "FLATOUT_CUDA_ARCHS must name one that CUDA ${cuda_version} supports, got ${FLATOUT_CUDA_ARCHS}")
+    set(problem "FLATOUT_CUDA_ARCHS must name an architecture of CUDA ${cuda_version}, got ${FLATOUT_CUDA_ARCHS}")
   elseif(dropped)
     # Newer GPUs run PTX, but not PTX of an architecture with a suffix, such as 90a.
     if(dropped MATCHES "(^|;)[0-9]+(-virtual)?(;|$)")

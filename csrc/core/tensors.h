@@ -137,6 +137,15 @@ inline void check_apart(std::initializer_list<NamedList> lists) {
                     "] and ", extents[i].name, "[", extents[i].tensor, "] share memory");
 }
 
+// Checks that a tensor is one number on the device of `leader`. `is_dtype`: it has one of the `dtypes`.
+inline void check_number(const Tensor& tensor, bool is_dtype, const char* dtypes, const char* name,
+                         const Tensor& leader) {
+  STD_TORCH_CHECK(is_dtype && tensor.numel() == 1, name, " must be one ", dtypes, " number, got ",
+                  tensor.numel(), " elements of ", torch::headeronly::toString(tensor.scalar_type()));
+  STD_TORCH_CHECK(same_device(tensor, leader), name, " must be on the device of the parameters");
+  check_memory(tensor, name, 0);
+}
+
 // A number on the tensors' device, or `otherwise` when none is given.
 inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Tensor& leader,
                                   double otherwise) {
@@ -144,11 +153,8 @@ inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const cha
   scalar.value = otherwise;
   if (!tensor.has_value()) return scalar;
   const ScalarType dtype = tensor->scalar_type();
-  STD_TORCH_CHECK((dtype == ScalarType::Float || dtype == ScalarType::Double) && tensor->numel() == 1, name,
-                  " must be one float32 or float64 number, got ", tensor->numel(), " elements of ",
-                  torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(same_device(*tensor, leader), name, " must be on the device of the parameters");
-  check_memory(*tensor, name, 0);
+  check_number(*tensor, dtype == ScalarType::Float || dtype == ScalarType::Double, "float32 or float64", name,
+               leader);
   scalar.address = tensor->const_data_ptr();
   scalar.is_double = dtype == ScalarType::Double;
   return scalar;

@@ -46,10 +46,9 @@ CheckResult check_buckets(const std::vector<int64_t>& numbers, const std::option
 
 template <class T>
 T* address_of_one(const Tensor& tensor, const char* name, const Tensor& leader) {
-  constexpr ScalarType kDtype = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Int;
-  STD_TORCH_CHECK(tensor.scalar_type() == kDtype && tensor.numel() == 1 && same_device(tensor, leader), name,
-                  " must be one ", torch::headeronly::toString(kDtype), " on the device of the parameters");
-  check_memory(tensor, name, 0);
+  constexpr bool kIsFloat = std::is_same_v<T, float>;
+  check_number(tensor, tensor.scalar_type() == (kIsFloat ? ScalarType::Float : ScalarType::Int),
+               kIsFloat ? "float32" : "int32", name, leader);
   return static_cast<T*>(tensor.data_ptr());
 }
 

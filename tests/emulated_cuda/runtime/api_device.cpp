@@ -195,10 +195,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
-  const char* requested = std::getenv("EMULATED_CUDA_PCI_BUS_ID");
+  const std::string& requested = Runtime::get().settings.pci_bus_id;
   const auto size = static_cast<std::size_t>(bytes);
-  if (requested != nullptr) {
-    std::snprintf(text, size, "%s", requested);
+  if (!requested.empty()) {
+    std::snprintf(text, size, "%s", requested.c_str());
   } else {
     std::snprintf(text, size, "0000:%02X:00.0", device + 1);
   }

@@ -1,7 +1,7 @@
 // memory.h: device and pinned memory of the emulated devices.
 //
 // Models "Device Memory", "Page-Locked Host Memory" and "Unified Virtual Address Space" of the CUDA C++
-// Programming Guide: the host may not touch device memory, and a device not that of another one.
+// Programming Guide: the host cannot access device memory, and a device cannot access memory of another one.
 #pragma once
 
 #include <cstddef>

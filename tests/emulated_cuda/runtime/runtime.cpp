@@ -59,6 +59,7 @@ Settings Settings::read() {
   settings.devices = std::atoi(setting("EMULATED_CUDA_DEVICES", "2"));
   settings.driver = std::atoi(setting("EMULATED_CUDA_DRIVER", "13000"));
   settings.runtime = std::atoi(setting("EMULATED_CUDA_RUNTIME", std::to_string(CUDART_VERSION).c_str()));
+  settings.pci_bus_id = setting("EMULATED_CUDA_PCI_BUS_ID", "");
   settings.prints = std::getenv("EMULATED_CUDA_PRINT") != nullptr;
   return settings;
 }

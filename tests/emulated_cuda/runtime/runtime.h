@@ -101,7 +101,8 @@ struct Settings {
   int driver = 13000;       // EMULATED_CUDA_DRIVER: version of the driver
   int runtime = CUDART_VERSION;               // EMULATED_CUDA_RUNTIME: reported version of the runtime
   std::size_t memory = std::size_t{4} << 30;  // bytes of each device
-  bool prints = false;                        // EMULATED_CUDA_PRINT: each operation to stderr
+  std::string pci_bus_id;  // EMULATED_CUDA_PCI_BUS_ID: of all devices; empty: one for each device
+  bool prints = false;     // EMULATED_CUDA_PRINT: each operation to stderr
   static Settings read();
 };
 
