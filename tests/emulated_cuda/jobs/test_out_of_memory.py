@@ -1,4 +1,7 @@
-"""Memory that runs out at a chosen allocation: the training stays the plain one, and nothing stays on the device."""
+"""Out of memory at a chosen allocation.
+
+The training still equals plain torch, and no tensor stays on the device.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train
 pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: `make test-emulated`")
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-ATTEMPTS = 2  # calls of cudaMalloc for one allocation of torch, which frees its cache after the first
+ATTEMPTS = 2  # cudaMalloc calls until torch reports out of memory: torch frees its cache and retries once
 
 
 @contextlib.contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Leave a step about so many bytes, and refuse the first segment that torch's allocator asks for on top of them."""
+    """Leave about ``size`` free bytes to a step, and refuse the first new segment of torch's allocator."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     filled, refused = list(filling()), torch.cuda.memory_stats()["num_ooms"]
@@ -36,7 +39,7 @@ def room_for(size: int) -> Iterator[None]:
 
 
 def filling() -> Iterator[Tensor]:
-    """Yield tensors that fill the allocator's segments of small blocks."""
+    """Yield tensors that fill the free space in the allocator's segments of small blocks."""
     for size in (2**i for i in range(19, 8, -1)):
         before = torch.cuda.memory_reserved()
         while True:
@@ -49,7 +52,7 @@ def filling() -> Iterator[Tensor]:
 
 
 def check_with_one_failure(setup: Setup, techniques: dict[str, Any], step: int, room: int) -> int | None:
-    """Train while one step runs out of memory, and compare with plain torch. Return the samples of a part."""
+    """Train with one step that runs out of memory, compare with plain torch, and return the micro-batch size."""
     with nothing_left():
         run = optimize(setup, techniques)
         losses = []
