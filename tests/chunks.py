@@ -1,4 +1,4 @@
-"""Sizes around a chunk, and tensors at any address, for tests of the kernels."""
+"""Sizes around a chunk and tensors at any address, for tests of the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 ORDERS = [1.0, 2.0, math.inf]
 """Orders of norms that the kernels compute."""
 BAD_PLACES = [0, 1, 7, 8, CHUNK - 1, CHUNK, CHUNK + 12]
-"""Ends of vectors, of chunks and of the tensor of ``one_bad_gradient``."""
+"""Indices of the bad value in ``one_bad_gradient``: ends of vectors, of chunks and of the tensor."""
 
 
 def mixed_gradients(
@@ -42,7 +42,7 @@ def mixed_gradients(
 
 
 def one_bad_gradient(dtype: torch.dtype, where: int, bad: float, device: str = "cpu") -> list[torch.Tensor]:
-    """Return two tensors of ones, the second with ``bad`` at one place."""
+    """Return two tensors of ones. The second one has ``bad`` at index ``where``."""
     grads = [torch.ones(n, dtype=dtype, device=device) for n in (3, CHUNK + 13)]
     grads[1][where] = bad
     return grads

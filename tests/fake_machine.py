@@ -111,8 +111,8 @@ class Machine:
         no_gpu: message of the error that ``torch.cuda.init`` raises if torch can use no GPU.
         torch_cuda: CUDA version of torch's build, None for a CPU build.
         torch_code: architectures of torch's build.
-        built_with_kernels: whether flatout was built with its CUDA kernels.
-        cuda_versions: of the driver and of flatout's CUDA runtime, as ``_host.cuda_versions`` returns them.
+        built_with_kernels: True if flatout was built with CUDA kernels.
+        cuda_versions: CUDA versions of the driver and of flatout's runtime, in the format of ``_host.cuda_versions``.
         nvml: module that ``import pynvml`` returns, None if pynvml is not installed.
         cudnn: version number, None without cuDNN.
         commands: programs on the PATH.
@@ -122,7 +122,7 @@ class Machine:
         load: load average of the last minute.
         shared_memory: free bytes in /dev/shm, None without /dev/shm.
         open_files: soft and hard limit of open files.
-        traced: whether a debugger is attached.
+        traced: True if a debugger is attached.
     """
 
     files: Mapping[str, str | None] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""Scale after an update: computed by the check of the gradients, or by torch's operation if anything has changed."""
+"""Loss scale after an update.
+
+The check of the gradients computes the scale. After any change between check and update, torch's operation does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ ODD = dict(init_scale=1000.0, growth_factor=3.3, backoff_factor=0.7, growth_inte
 
 
 class Operators(TorchDispatchMode):
-    """Names of torch's own operators that are called."""
+    """Recorder of the names of all torch operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Operators(TorchDispatchMode):
 
 
 class Pair:
-    """Training step with a scaler of either class, on two parameters with an optimizer each."""
+    """Two parameters, each with an optimizer, and a scaler of flatout or of torch."""
 
     def __init__(self, ours: bool, scaler: Any = None) -> None:
         self.params = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
@@ -115,7 +118,7 @@ def test_the_bits_of_the_scale_are_torchs(scale, interval):
         return pair.run(steps=8, bad=(1, 2, 6))[:-2]
 
     ours, theirs = run(True), run(False)
-    assert repr(ours) == repr(theirs)  # repr: NaN equals itself
+    assert repr(ours) == repr(theirs)  # in a repr, NaN equals NaN
 
 
 def test_an_update_calls_no_operator_of_torch():
@@ -142,7 +145,7 @@ def test_a_subclass_updates_as_it_defines():
         def update(self, new_scale: float | Tensor | None = None) -> None:
             for record in self._per_optimizer_states.values():
                 for found in record["found_inf_per_device"].values():
-                    found.data[...] = 1.0  # as an all-reduce does: the version stays
+                    found.data[...] = 1.0  # like an all-reduce, this write keeps the version of the tensor
             super().update(new_scale)
 
     pair = Pair(True, Halved("cpu", **ODD))
@@ -166,7 +169,7 @@ def test_a_step_that_fails_after_its_check_counts_for_nothing():
         pair.step(0)
         pair.optimizers[1].register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            pair.step(1, bad=ours)  # torch finds the infinity before it calls a step, and calls none
+            pair.step(1, bad=ours)  # torch skips a step with an infinity, and would not call the hook
         pair.scaler._per_optimizer_states.pop(id(pair.optimizers[1]))
         pair.scaler.update()
         return [pair.scaler.state_dict()]
@@ -175,7 +178,7 @@ def test_a_step_that_fails_after_its_check_counts_for_nothing():
 
 
 def test_a_backward_after_two_updates_raises_as_in_torch():
-    """The first update's scale has been overwritten by then."""
+    """Two updates overwrite the scale that the backward reads."""
     pair, p = Pair(True), torch.nn.Parameter(torch.ones(5))
     scaled = pair.scaler.scale((p * p).sum())
     pair.run(2)

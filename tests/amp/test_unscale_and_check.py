@@ -54,7 +54,7 @@ def test_one_bad_gradient_is_found_at_any_place(dtype, where, bad):
 
 def test_every_half_and_bfloat16_converts_as_torch_does():
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    factor = torch.tensor(1.0009765625)  # not 1, or nothing would be computed
+    factor = torch.tensor(1.0009765625)  # not 1, because a factor of 1 computes nothing
     for dtype in (torch.float16, torch.bfloat16):
         expected = (bits.view(dtype).float() * factor).to(dtype)
         for operator in (ops.scale_, ops.unscale_and_check_):

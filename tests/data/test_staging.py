@@ -1,4 +1,4 @@
-"""Staging of copies in pieces, on one thread and on several."""
+"""Staging of copies in pieces, on one thread and on several threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from flatout.native import _host
 
 PIECE = 4 << 20
-"""Bytes of a whole piece."""
+"""Bytes of a full piece."""
 
 
 @pytest.mark.parametrize("helpers", [0, 3])

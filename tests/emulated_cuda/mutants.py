@@ -183,7 +183,7 @@ class Copy:
         shutil.rmtree(self.tree, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for name in COPIED:
-            # With new times: what an earlier run has built may be of a bug.
+            # `shutil.copy` sets new file times, so that the build replaces objects that hold a bug of an earlier run.
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, self.tree / name, copy_function=shutil.copy)
             else:

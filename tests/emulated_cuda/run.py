@@ -1,9 +1,9 @@
-"""Runs tests on the emulated devices, a process for each file, and prints a table of them.
+"""Run each test file on the emulated devices in a new process, and print a table of the results.
 
 python -m tests.emulated_cuda.run --build build/emulated --seeds 1 2 3 --orders random lazy
 
-Without files, all of tests/gpu and of this folder run. Other arguments go to pytest, such as -k or --all, which runs
-slow tests, too.
+Without files, all tests of tests/gpu and of this folder run. pytest gets all other arguments, such as -k. The argument
+--all runs slow tests, too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rich.table import Table
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 LIMIT = 600
-"""Seconds of a file."""
+"""Timeout of a file, in seconds."""
 
 
 def environment(build: Path, seed: int, order: str) -> dict[str, str]:
-    """Return the variables with which a process has emulated devices.
+    """Return the environment variables of a process with emulated devices.
 
     Args:
         build: folder of the build with ``FLATOUT_CUDA=EMULATED``.
-        seed: of the order of operations, blocks and threads.
+        seed: seed of the random order of operations, blocks and threads.
         order: when operations run: ``random``, ``lazy`` or ``eager``.
     """
     runtime = build / "tests" / "emulated_cuda"
@@ -46,7 +46,7 @@ def environment(build: Path, seed: int, order: str) -> dict[str, str]:
         "FLATOUT_FAIL_WITHOUT_GPU": "1",
         "LD_LIBRARY_PATH": os.pathsep.join([str(runtime), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep),
         "LD_PRELOAD": str(runtime / "libcudart.so.13"),
-        "OMP_NUM_THREADS": "1",  # operations run on one thread, which would start a pool of its own
+        "OMP_NUM_THREADS": "1",  # the thread that runs operations would start a second OpenMP pool
         "PYTHONPATH": os.pathsep.join(map(str, [HERE / "torch_shim", ROOT / "src", ROOT])),
     }
 
@@ -56,11 +56,11 @@ class Result:
     """Result of one file.
 
     Attributes:
-        file: its name and folder.
-        counts: tests by outcome: passed, failed, skipped.
-        reasons: why tests were skipped.
+        file: folder and name of the file.
+        counts: number of passed, failed and skipped tests.
+        reasons: reasons of skipped tests, with counts.
         seconds: time of the process.
-        error: what the process wrote, if a test failed or the process ended early; else empty.
+        error: output of the process if a test failed or the process ended early, else empty.
     """
 
     file: str
@@ -71,12 +71,12 @@ class Result:
 
 
 def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Sequence[str]) -> Result:
-    """Run the tests of a file in a process of its own."""
+    """Run the tests of a file in a new process."""
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.emulated_cuda.unsupported", "-p", "no:cacheprovider"]
     begun = time.perf_counter()
     try:
-        # Not the file descriptor: what the runtime writes before it ends a process would be lost.
+        # `--capture=fd` would lose the message that the emulated runtime writes before it ends the process.
         ended = subprocess.run(
             [*command, "--capture=sys", f"--junitxml={report}", str(file), *arguments],
             cwd=ROOT,
@@ -102,7 +102,7 @@ def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Seq
 
 
 def make_console() -> Console:
-    """Return a console that is as wide as the terminal. A log has 120 columns."""
+    """Return a console with the width of the terminal, or with 120 columns for a log."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 

@@ -39,9 +39,9 @@ def run(script: str, variables: dict[str, str]) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_staging_threads_stay_beside_their_gpu(is_allowed: bool) -> None:
-    """A thread whose own CPUs are all elsewhere keeps them."""
+    """Threads keep their CPUs if the process may use no CPU near the GPU."""
     near = max(os.sched_getaffinity(0)) if is_allowed else os.cpu_count()
-    with tempfile.TemporaryDirectory() as folder:  # a short name in lower case, as of a PCI device
+    with tempfile.TemporaryDirectory() as folder:  # a short name in lower case, like the name of a PCI device
         Path(folder, "local_cpulist").write_text(f"{near}\n")
         variables = os.environ | {"EMULATED_CUDA_PCI_BUS_ID": os.path.relpath(folder, SYSFS)}
         ended = run(TRAIN.replace("CPU", str(near)), variables)

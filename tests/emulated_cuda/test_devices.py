@@ -69,9 +69,9 @@ def test_a_copy_to_the_second_device_takes_no_memory_of_the_first() -> None:
 import threading, torch
 from flatout.native import _host
 
-source, target = torch.arange(8.0), torch.empty(8, device="cuda:1")  # zeros would be written at any time
+source, target = torch.arange(8.0), torch.empty(8, device="cuda:1")  # the fill of torch.zeros could run after the copy
 
-def copy():  # its thread has no context, nor have those of the stager
+def copy():  # this thread and the threads of the stager have no context
     stager = _host.Stager(_host.Ring(device=1), device=1, helpers=1)
     transfer = source.data_ptr(), target.data_ptr(), source.nbytes
     stager.copy([transfer], False, _host.create_stream(1), 0, None).wait()

@@ -1,4 +1,4 @@
-"""Fall back of a process whose driver is too old for flatout's kernels."""
+"""Fallback to torch's operations where the driver is too old for flatout's kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps({"device": device, "kernels": kernels, "x": x.tolist(), "warnin
 
 
 def process(driver: int, runtime: int) -> dict[str, object]:
-    """Train a little in a process with such versions of CUDA, and return what the process reports."""
+    """Train in a new process with these versions of CUDA, and return the report of the process."""
     variables = {"EMULATED_CUDA_DRIVER": str(driver), "EMULATED_CUDA_RUNTIME": str(runtime)}
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True

@@ -61,7 +61,7 @@ def test_an_update_is_done_or_raises_and_has_changed_nothing(function: str, nth:
 
 
 def test_a_check_is_right_after_one_that_failed_between_its_launches() -> None:
-    """Blocks of the first launch have counted for a conclusion that never came."""
+    """The failed check leaves a count in its counter, because only the last launch resets the counter."""
     grads = [torch.ones(300, device="cuda"), torch.ones(300, device="cuda", dtype=torch.bfloat16)]
     norm = torch.ops.flatout.unscale_and_check(grads, None, None)[1]
     with failing("cudaLaunchKernel", 2, LAUNCH_OUT_OF_RESOURCES), pytest.raises(RuntimeError):
@@ -75,7 +75,7 @@ def test_a_check_is_right_after_one_that_failed_between_its_launches() -> None:
     "function",
     ["cudaHostAlloc", "cudaMemcpyAsync", "cudaEventRecordWithFlags", "cudaStreamWaitEvent", "cudaEventCreateWithFlags"],
 )
-@pytest.mark.parametrize("size", [1000, 3 << 20])  # the second one is staged in four pieces
+@pytest.mark.parametrize("size", [1000, 3 << 20])  # batches of the second size are staged in four pieces
 def test_a_prefetcher_gives_right_batches_or_raises(size: int, function: str, nth: int) -> None:
     batches = [torch.full((size + i,), float(i)) for i in range(1, 9)]
     loader = Prefetcher(batches, "cuda")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: ma
 Update = Callable[[AdamW], object]
 
 QUERIES = frozenset(("cudaGetDevice", "cudaSetDevice", "cuDevicePrimaryCtxGetState"))
-"""Calls that read or write a variable of the host's thread."""
+"""Calls that only read or set host state, such as the current device."""
 
 OPERATIONS = ["kernel check_kernel", "kernel step_kernel"]
 CALLS = ["cudaStreamIsCapturing", "cudaLaunchKernel"] * 2
@@ -53,7 +53,7 @@ FORMS: dict[str, tuple[Callable[[], Update], torch.dtype, dict[str, Any], list[s
     ),
     "bf16, masters": (lambda: clipped, torch.bfloat16, {"master_weights": "float32"}, CALLS),
 }
-"""The update, dtype and options of the parameters, and calls."""
+"""Update function, dtype of the parameters, options of the optimizer, and expected calls."""
 
 
 @pytest.mark.parametrize("tensors", [1, 100, 2000])
@@ -64,7 +64,7 @@ def test_one_lazy_update(form: str, tensors: int) -> None:
     optimizer, run = AdamW(params, **options), make()
     for p in params:
         p.grad = torch.ones_like(p)
-    for _ in range(2):  # the first update makes states and tables
+    for _ in range(2):  # the first update creates states and tables
         run(optimizer)
     record = recorded(lambda: run(optimizer))
     assert record.operations == OPERATIONS

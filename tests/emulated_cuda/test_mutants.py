@@ -1,4 +1,4 @@
-"""Planted bugs keep their places in the sources."""
+"""Each planted bug finds the code that the bug replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, or emulated devices."""
+"""Tests that need a GPU or emulated devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small models of several kinds, with data and losses."""
+"""Small models of four kinds, with data and losses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SAMPLES, BATCH = 5 * 32 + 8, 32
-"""Samples of a data set, and of a batch. The last batch of an epoch is smaller."""
+"""Number of samples in a dataset and in a batch. The last batch of an epoch is smaller."""
 
 
 class Convolutions(nn.Module):
     """Convolutions with BatchNorm, whose statistics are buffers.
 
-    No convolution has a bias. BatchNorm removes it, so its gradient is pure rounding, which Adam makes a whole update.
+    The convolutions have no bias. BatchNorm cancels a bias, so the gradient of the bias would be rounding error. Adam
+    would turn this error into a full update.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,10 @@ class Convolutions(nn.Module):
 
 
 class Block(nn.Module):
-    """Block of a transformer. The bias of its keys would have a gradient of pure rounding."""
+    """Transformer block.
+
+    ``qkv`` has no bias. Softmax cancels a bias of the keys, so the gradient of this bias would be rounding error.
+    """
 
     def __init__(self, width: int, heads: int = 2) -> None:
         super().__init__()
@@ -70,7 +74,7 @@ class TinyGpt(nn.Module):
 
 
 class Recommender(nn.Module):
-    """An embedding of a user beside the sum of embeddings of items."""
+    """Embedding of a user, concatenated with the sum of item embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +106,8 @@ class Kind:
     """Kind of training.
 
     Attributes:
-        model: makes the model.
-        data: makes inputs and targets.
+        model: function that makes the model.
+        data: function that makes inputs and targets.
         loss_fn: loss of outputs and targets.
     """
 

@@ -1,4 +1,4 @@
-"""Optimizer steps over buckets of any sizes, dtypes and offsets: the CUDA operators beside the CPU's."""
+"""Optimizer steps over buckets of any sizes, dtypes and offsets: CUDA operators compared with CPU operators."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STORAGES = [
     (bf16, bf16, u8, f32, None),
     (bf16, f32, u8, None, i16),
 ]
-"""Dtypes of weights, gradients, states, averages and 16-bit companions. None: there are no such tensors."""
+"""Dtypes of weights, gradients, states, averages and 16-bit companions. None means no such tensors."""
 
 
 def streams(variant, storage, sizes, offsets, device):
@@ -112,8 +112,8 @@ def test_any_bucket_steps_as_on_the_cpu(sizes, variant, storage, offsets, togeth
     for a, b in zip(chain(*found), chain(*expected), strict=True):
         # The CPU's loops may fuse multiplications and additions that the kernels do not.
         if a.dtype == i16:
-            continue  # low halves of weights that agree to float32, which another test compares
-        if a.dtype == u8:  # a number that differs in its last bit may be nearest to the next code
+            continue  # remainders: another test compares weights joined with their remainders
+        if a.dtype == u8:  # a difference in the last bit may select the next code
             apart = (a.int() - b.int()).abs()
             assert (apart <= 1).all()
             assert (apart != 0).sum() <= 1 + a.numel() // 500
@@ -131,7 +131,7 @@ def test_any_bucket_steps_as_on_the_cpu(sizes, variant, storage, offsets, togeth
 @pytest.mark.parametrize("storage", [storage for storage in STORAGES if storage[2] == u8], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
 def test_codes_have_the_bits_of_the_cpu(storage, offset):
-    """Halves and eighths: with or without fused multiply-adds every number is rounded once, to the same bits."""
+    """All factors are powers of two, so products are exact, and fused operations give the same bits."""
     expected, found = both(
         "sgd, momentum", storage, [CHUNK + 300, 70, 0, 256, 255, 4097],
         [offset, 3 * offset, 5 * offset, 0, 0, 0, 0], [0.5, 0.0, 0.0],

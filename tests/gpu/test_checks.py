@@ -1,4 +1,4 @@
-"""Checks of gradients of any sizes, dtypes and offsets: the CUDA operators beside the CPU's."""
+"""Checks of gradients of any sizes, dtypes and offsets: CUDA operators compared with CPU operators."""
 
 from __future__ import annotations
 

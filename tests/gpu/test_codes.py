@@ -1,4 +1,4 @@
-"""States in 8 bits are converted on their device, to the CPU's bits."""
+"""Conversion of 8-bit states on a GPU, with the bits of the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.optim import dynamic8
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 NAMES = ["exp_avg", "exp_avg_sq"]
-"""A state with a sign and one without."""
+"""State with a sign, and state without a sign."""
 
 
 def moments(count: int, name: str) -> torch.Tensor:

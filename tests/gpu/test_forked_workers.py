@@ -1,4 +1,4 @@
-"""Forked processes after CUDA has started: garbage of the parent does not end them."""
+"""Forked processes after the start of CUDA. The collection of the parent's garbage does not crash a child."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensor_of_two_streams() -> Any:
 
 
 def discard(value: Any) -> None:
-    """Leave a value to the garbage collector."""
+    """Put a value into a reference cycle, which only the garbage collector frees."""
     cycle = [value]
     cycle.append(cycle)
 
@@ -46,7 +46,7 @@ def test_garbage_of_cuda_objects_stays_in_a_child(kind: str) -> None:
 
 
 class Collecting(Dataset[Tensor]):
-    """Samples of a dataset whose work makes Python collect garbage."""
+    """Dataset that collects garbage for each sample."""
 
     def __len__(self) -> int:
         return 8

@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda")
 NATIVE = native.BUILT_WITH_CUDA and _host.cuda_usable()
 ROWS = 64
 SHAPE = (ROWS, 64, 1024)  # 16 MiB of float32 per batch: a copy takes long enough to be caught half done
-PIECES = 5  # of 4 MiB at most, in which such a batch and its numbers are staged
+PIECES = 5  # staged pieces of a batch: four of 4 MiB, and one for the rest
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -94,7 +94,7 @@ def test_a_pinned_buffer_of_a_collate_function_may_be_refilled(copier):
 
 @pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels")
 def test_batches_that_torch_has_pinned_need_no_staging():
-    """Memory of torch's pin thread is new for each batch."""
+    """torch's pin thread allocates new memory for each batch."""
     prefetcher = Prefetcher(DataLoader(torch.arange(64.0), 8, num_workers=1, pin_memory=True), DEVICE)
     assert torch.cat(list(prefetcher)).tolist() == list(range(64))
     assert prefetcher._ring.allocations == 0

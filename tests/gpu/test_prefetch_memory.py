@@ -1,4 +1,4 @@
-"""Memory of prefetched batches: on the device in stream order, and pinned on the host."""
+"""Memory of prefetched batches: stream-ordered memory on the device, and pinned memory on the host."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ print(json.dumps(result))
 
 
 def run_script(script, *arguments, timeout=300, **variables):
-    """Run a script in a process of its own, and return its output."""
+    """Run a script in a new process, and return the output of the script."""
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=Path(__file__).parents[2],
@@ -144,10 +144,14 @@ def run_script(script, *arguments, timeout=300, **variables):
 
 @pytest.mark.parametrize("copier", ["native", "torch"])
 def test_memory_in_stream_order(copier):
-    """With cudaMallocAsync, memory of a dropped batch is gone when its own stream comes to the free."""
+    """Check the values of batches that are dropped while streams still read them, with cudaMallocAsync.
+
+    This allocator reuses memory as soon as the allocating stream reaches the free. Readers on other streams must be
+    ordered before the free.
+    """
     if copier == "native" and not NATIVE:
         pytest.skip("needs a build with CUDA kernels and a driver that is new enough for them")
-    # An emulated device that is lazy runs operations late, in random order.
+    # A lazy emulated device runs operations late and in random order.
     output = run_script(
         STREAM_ORDERED, copier, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync", EMULATED_CUDA_ORDER="lazy"
     )
@@ -175,7 +179,7 @@ else:
 @needs_native
 @pytest.mark.parametrize("end", ["closed", "deleted"])
 def test_pinned_memory_is_freed_without_the_gil(end):
-    """A device waits for a Python function, and the free waits for the device."""
+    """The device waits for a host function that needs the GIL, and the free waits for the device."""
     run_script(FREE_UNDER_WORK, end, EMULATED_CUDA_ORDER="lazy", timeout=60)
 
 
@@ -191,7 +195,7 @@ def batches_of_many_sizes(kind):
 @pytest.mark.skipif(not EMULATED, reason="needs the record of an emulated device")
 @pytest.mark.parametrize("kind", ["staged", "in memory"])
 def test_a_training_thread_frees_no_pinned_memory(kind):
-    """A free waits for all work of the device."""
+    """A free of pinned memory waits for all work of the device."""
     prefetcher = Prefetcher(batches_of_many_sizes(kind), "cuda")
 
     def epoch():
@@ -204,7 +208,7 @@ def test_a_training_thread_frees_no_pinned_memory(kind):
 @needs_native
 @pytest.mark.skipif(not EMULATED, reason="needs the record of an emulated device")
 def test_a_large_batch_is_copied_in_pieces():
-    """The device copies a piece while the next ones are staged."""
+    """The device copies one piece while the host stages the next pieces."""
     batch = {"x": torch.randn(10 << 18), "y": torch.arange(7), "z": torch.arange(9)}
     record = recorded(lambda: list(Prefetcher([batch], "cuda")))
     assert record.operations.count("copy to device") == 5

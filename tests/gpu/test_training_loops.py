@@ -1,4 +1,4 @@
-"""Loops around a training: other batches, a loop of the user's own, ``fit`` with checkpoints, evaluation, commands."""
+"""Training loops: batches of other forms, a loop that a user writes, ``fit`` with checkpoints, evaluation, commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IN_ORDER = Setup("convolutions", "adamw", max_grad_norm=0.5, is_shuffled=False)
 
 
 class Rows(IterableDataset[tuple[Tensor, Tensor]]):
-    """Stream of the samples of a setup."""
+    """Iterable dataset of the samples of a setup."""
 
     def __init__(self, setup: Setup) -> None:
         self._samples = setup.samples()
@@ -101,7 +101,7 @@ def test_fit_resumes_with_the_same_bits(precision: str, tmp_path: Path) -> None:
     histories, states = [], []
     with nothing_left():
         for folder, pieces in ((tmp_path / "whole", [3]), (tmp_path / "pieces", [1, 3])):
-            for epochs in pieces:  # each is a process of its own
+            for epochs in pieces:  # each run stands for a new process
                 run = optimize(setup, GRAPHED)
                 history = run.fit(epochs, IN_ORDER.loader(), progress=False, checkpoint_dir=folder, checkpoint_every=4)
                 assert whole_step(run).replays

@@ -1,4 +1,4 @@
-"""Trainings by ``run.step`` are those of plain torch on the CPU, in each precision and with each way to update."""
+"""Equality of ``run.step`` and plain torch on the CPU, for each precision and each form of the update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_accumulated_gradients(precision: str, techniques: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("techniques", [{}, FUSED, GRAPHED], ids=["torch", "fused", "graph"])
 def test_updates_that_the_loss_scaler_skips(techniques: dict[str, Any]) -> None:
-    """The recommender's gradients overflow in fp16 until the scale is an eighth of the first one."""
+    """The recommender's fp16 gradients overflow until the loss scale is an eighth of the initial scale."""
     check(Setup("recommender", "adamw", "fp16"), techniques)
 
 

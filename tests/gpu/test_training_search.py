@@ -1,4 +1,4 @@
-"""Trainings after trials on the device: whatever the trials decide, the training is the plain one."""
+"""Trainings after trials on the device. For any decision of the trials, the training equals plain torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train
 from tests.jobs import NO_TECHNIQUES
 
 ALL = {name: None for name in NO_TECHNIQUES if name not in ("compile", "torchscript")}
-"""Techniques that trials decide. Code of Triton and NVRTC takes long to compile."""
+"""Techniques for trials, without ``compile`` and ``torchscript``: code of Triton and NVRTC takes long to compile."""
 
 FOR_LAUNCHES = {"fused_optimizer": None, "cuda_graph": None, "precision": False, "tf32": False}
 
 
 def check_after_trials(setup: Setup, techniques: Mapping[str, Any], budget: float) -> flatout.Report:
-    """Train after trials of these techniques, and compare with plain torch in the precision that they have chosen."""
+    """Train after trials of these techniques, and compare with plain torch in the precision that the trials chose."""
     with nothing_left():
         run = optimize(replace(setup, precision="auto"), techniques, budget=budget, plan=None)
         report, decisions = run.report, run.plan.decisions

@@ -1,4 +1,4 @@
-"""Each technique, forced alone and with others: the training stays the plain one."""
+"""Techniques, each forced alone or with others. The training still equals plain torch."""
 
 from __future__ import annotations
 

@@ -263,10 +263,10 @@ def test_an_update_in_a_cuda_graph():
 
 
 def test_a_graph_that_reads_the_scale_sees_every_new_one():
-    """As in torch's notes on CUDA graphs: the backward is captured, and the update is not."""
+    """Capture the backward, but not the update, as in torch's notes on CUDA graphs."""
     p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
     optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cuda", init_scale=8.0, growth_interval=1)
-    for _ in range(3):  # the scale may move in memory until it is captured
+    for _ in range(3):  # before a capture, an update may move the scale in memory
         p.grad = scaler.scale(torch.ones_like(p))
         scaler.step(optimizer)
         scaler.update()

@@ -130,7 +130,7 @@ def test_stochastic_rounding_and_masters_are_bit_equal_to_the_cpus(additions, mo
 
 
 def random_steps(device: str, name: str, dtype: torch.dtype, additions: dict[str, Any]) -> list[Any]:
-    """Bits after steps of the CPU's loops or of the kernels, which divide the work in different ways."""
+    """Return the bits of parameters and states after three steps. CPU loops and kernels divide the work differently."""
     params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters([100_003, 0, 5, 16_384], dtype)]
     optimizer = getattr(fo, name)(
         params, **{"lr": 1e-2, "weight_decay": 0.1, **RULES[name].with_state[-1], **additions}
@@ -146,7 +146,7 @@ def random_steps(device: str, name: str, dtype: torch.dtype, additions: dict[str
 @pytest.mark.parametrize("name", NAMES)
 @storages
 def test_steps_have_the_bits_of_the_cpus(name, dtype, additions):
-    """No compiler contracts, and the rules fuse by themselves."""
+    """No compiler contracts multiply and add. The rules call the fused operation explicitly."""
     assert random_steps("cuda", name, dtype, additions) == random_steps("cpu", name, dtype, additions)
 
 
@@ -237,7 +237,7 @@ def test_a_table_is_for_its_stream():
 
 
 def test_a_graph_keeps_a_table_of_its_own():
-    """Captured before and between eager steps of one stream, replayed after the optimizer has let go of its own."""
+    """Capture before and between eager steps of one stream, and replay after the optimizer has freed its tables."""
     params = [torch.nn.Parameter(torch.zeros(n, device="cuda")) for n in (7, 900)]
     assert native.has_cuda_kernels(params[0].device.index)
     optimizer = fo.SGD(params, lr=torch.tensor(1.0, device="cuda"))

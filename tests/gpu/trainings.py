@@ -1,4 +1,4 @@
-"""Small trainings: in plain torch on the CPU, and through ``flatout.optimize`` on the device."""
+"""Small trainings, in plain torch on the CPU and through ``flatout.optimize`` on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Setup:
-    """One training, without flatout's choices.
+    """Configuration of one training, without the techniques.
 
     Attributes:
         kind: key of ``KINDS``.
@@ -42,7 +42,7 @@ class Setup:
         max_grad_norm: as for ``optimize``.
         has_schedule: True to change the learning rate with each update.
         epochs: passes over the data.
-        is_shuffled: False for the order of the data.
+        is_shuffled: True to shuffle the samples in each epoch.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Setup:
     is_shuffled: bool = True
 
     def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
-        """Make model, optimizer, scheduler and loader, which are the same each time."""
+        """Make model, optimizer, scheduler and loader. Each call gives the same values."""
         torch.manual_seed(0)
         model = KINDS[self.kind].model()
         optimizer = OPTIMIZERS[self.optimizer](model)
@@ -63,12 +63,12 @@ class Setup:
         return model, optimizer, scheduler, self.loader()
 
     def loader(self) -> DataLoader[Any]:
-        """Make the loader, with a shuffled order of its own."""
+        """Make a loader with a new random generator, so that each loader gives the same order."""
         generator = torch.Generator().manual_seed(3)
         return DataLoader(self.samples(), batch_size=BATCH, shuffle=self.is_shuffled, generator=generator)
 
     def samples(self) -> TensorDataset:
-        """Make the data."""
+        """Make the dataset."""
         return TensorDataset(*KINDS[self.kind].data())
 
     def loss_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -84,9 +84,9 @@ class Trained:
     Attributes:
         losses: loss of each step.  # [steps], float32
         weights: parameters and buffers.
-        updates: updates that each parameter's state has counted; empty for an optimizer that counts none.
+        updates: number of updates in each parameter's state, empty for an optimizer without counts.
         rates: learning rates of the groups.
-        scaler: state of the loss scaler; None without one.
+        scaler: state of the loss scaler, None without a scaler.
     """
 
     losses: Tensor
@@ -97,7 +97,7 @@ class Trained:
 
 
 def train_plainly(setup: Setup) -> Trained:
-    """Train in plain torch on the CPU, with torch's own autocast and loss scaler."""
+    """Train in plain torch on the CPU, with torch's autocast and loss scaler."""
     model, optimizer, scheduler, loader = setup.parts()
     dtype = DTYPES.get(setup.precision)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
@@ -106,7 +106,7 @@ def train_plainly(setup: Setup) -> Trained:
     def update(batches: int) -> None:
         scaler.unscale_(optimizer)
         for parameter in parameters:
-            if parameter.grad is not None and batches < setup.accumulate:  # an epoch's last update
+            if parameter.grad is not None and batches < setup.accumulate:  # last update of an epoch
                 parameter.grad *= setup.accumulate / batches
         if setup.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(parameters, setup.max_grad_norm)
@@ -128,9 +128,9 @@ def train_plainly(setup: Setup) -> Trained:
 
 
 def optimize(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flatout.Run:
-    """Start a training with these techniques, and all others forbidden. By default nothing is measured."""
+    """Start a training with these techniques, and forbid all others. The default budget of 0 runs no trials."""
     model, optimizer, scheduler, loader = setup.parts()
-    others = {name: False for name in NO_TECHNIQUES if name not in ("precision", "tf32")}  # precision= decides
+    others = {name: False for name in NO_TECHNIQUES if name not in ("precision", "tf32")}  # `precision` decides
     settings = {
         "loader": loader,
         "loss_fn": KINDS[setup.kind].loss_fn,
@@ -150,7 +150,7 @@ def train(run: flatout.Run, epochs: int) -> Trained:
 
 
 def trained(losses: Sequence[Tensor], model: nn.Module, optimizer: Any, scaler: Any) -> Trained:
-    """Return the result of a training that has come to its end."""
+    """Return the result of a finished training."""
     state = None if scaler is None else {name: scaler.state_dict()[name] for name in ("scale", "_growth_tracker")}
     return Trained(
         torch.stack([loss.float().cpu() for loss in losses]),
@@ -162,18 +162,21 @@ def trained(losses: Sequence[Tensor], model: nn.Module, optimizer: Any, scaler: 
 
 
 def check_same(ours: Trained, plain: Trained, setup: Setup) -> None:
-    """Check that a training on the device is the plain one, except for rounding.
+    """Check that a training on the device equals plain torch, except for rounding.
 
-    The emulated devices compute with torch's CPU kernels. In float32, SGD therefore differs only by the order of the
-    fused update's few operations, and by that of attention: 8 units in the last place. A GPU sums in another order, 16
-    bits round intermediate results elsewhere, and Adam turns a small gradient's error into a part of an update. There
-    flatout's own limits hold, which are for gradients and for the mean of the losses.
+    The emulated devices compute with torch's CPU kernels. In float32 with SGD, only attention and the fused update
+    order their operations differently. The limit is then 8 units in the last place.
+
+    Rounding differs more in all other cases. A GPU sums in another order. In 16 bits, other intermediate results are rounded. Adam
+    turns the error of a small gradient into a part of an update. The limits are then those of
+    ``flatout.training.tolerance``: the limit for gradients applies to the weights, and the limit for losses to the
+    mean loss.
     """
     assert ours.updates == plain.updates
     assert ours.rates == plain.rates
     assert ours.scaler == plain.scaler
     floats = {name for name, value in plain.weights.items() if value.is_floating_point()}
-    counts = plain.weights.keys() - floats  # of batches that BatchNorm has seen
+    counts = plain.weights.keys() - floats  # numbers of batches that BatchNorm has seen
     assert {name: int(ours.weights[name]) for name in counts} == {name: int(plain.weights[name]) for name in counts}
     allowed = ALLOWED["tf32" if setup.precision == "tf32" else DTYPES.get(setup.precision, torch.float32)]
     is_exact = EMULATED and setup.optimizer == "sgd" and setup.precision not in DTYPES
@@ -186,11 +189,13 @@ def check_same(ours: Trained, plain: Trained, setup: Setup) -> None:
 
 
 STRUCTURE = ("class", "compiled", "keys", "modes", "hooks", "requires_grad", "flags", "threads", "optimizer class")
-"""Parts of a snapshot that training leaves alone."""
+"""Parts of a snapshot that training does not change."""
 
 
 def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flatout.Report:
-    """Train with these techniques, and compare with plain torch. Nothing may stay after ``undo``, nor on the device.
+    """Train with these techniques, and compare with plain torch.
+
+    After ``undo``, no technique may remain in the model, and no tensor may remain on the device.
 
     Args:
         setup: the training.
@@ -205,7 +210,7 @@ def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flat
             assert whole_step(run).replays
         undo(run, setup)
         report, kept_alive = run.report, (run.model, run.optimizer)
-        del run  # with its loss scaler
+        del run  # frees the loss scaler, too
     del kept_alive
     check_same(ours, plain, setup)
     assert {name: report.row(name).status for name in techniques} == dict.fromkeys(techniques, "kept")
@@ -213,7 +218,7 @@ def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flat
 
 
 def undo(run: flatout.Run, setup: Setup) -> None:
-    """Undo a run, and check that model, optimizer and loader are as ``Setup.parts`` made them, but trained."""
+    """Undo a run, and check that model, optimizer and loader have the structure that ``Setup.parts`` gave them."""
     run.undo()
     model, optimizer, _, loader = setup.parts()
     before, after = snapshot(model, optimizer), snapshot(run.model, run.optimizer)

@@ -1,7 +1,7 @@
-"""Resources of the kernels in the built library, as nvcc has assigned them.
+"""Resources that nvcc has assigned to the kernels of the built library.
 
 python -m tests.native.resource_table            prints the table of the installed library
-python -m tests.native.resource_table --write    and writes it to resource_table.txt
+python -m tests.native.resource_table --write    prints the table and writes resource_table.txt
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIBRARY = Path(_host.__file__).with_name("_C.so")
 TABLE = Path(__file__).with_name("resource_table.txt")
 ARCHITECTURE = "sm_90"
 WARPS, REGISTERS, SHARED = 64, 65536, 233472
-"""Per multiprocessor of sm_90; shared memory in bytes, of which each block takes 1 KiB more than it asks for."""
+"""Limits of one multiprocessor of sm_90. Shared memory is in bytes. Each block takes 1 KiB more than it requests."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Kernel:
     """Resources of one kernel.
 
     Attributes:
-        threads: of a block, at most.
-        registers: per thread.
-        occupancy: warps that a multiprocessor holds, in percent of its 64.
-        stack: bytes per thread, which spilled registers take.
+        threads: maximum number of threads per block.
+        registers: registers per thread.
+        occupancy: resident warps of a multiprocessor, in percent of 64.
+        stack: bytes of stack per thread, such as for spilled registers.
         load: widest load from global memory, in bits.
         store: widest store to global memory, in bits.
     """
@@ -56,29 +56,29 @@ SEARCH = os.pathsep.join(
         f"{WHEELS}/triton/backends/nvidia/bin",
     ]
 )
-"""Folders with cuobjdump, and with the nvdisasm that cuobjdump runs."""
+"""Folders that may contain cuobjdump and nvdisasm. cuobjdump runs nvdisasm."""
 
 
 def cuobjdump() -> str | None:
-    """Return the path of cuobjdump, if this machine has one with nvdisasm."""
+    """Return the path of cuobjdump, or None if cuobjdump or nvdisasm is missing."""
     return shutil.which("cuobjdump", path=SEARCH) if shutil.which("nvdisasm", path=SEARCH) else None
 
 
 @functools.cache
 def dump(tool: str, *options: str) -> str:
-    """Return what cuobjdump writes about the code for sm_90, nothing if there is none."""
+    """Return the output of cuobjdump for sm_90. The output is empty if the library has no code for sm_90."""
     command = [tool, "-arch", ARCHITECTURE, *options, str(LIBRARY)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": SEARCH}).stdout
 
 
 def compiler(tool: str) -> str:
-    """Return the version of the CUDA that compiled the kernels, or an empty string without any for sm_90."""
+    """Return the version of the CUDA compiler, or an empty string if the library has no code for sm_90."""
     found = re.search(r"Cuda compilation tools, release [\d.]+, V([\d.]+)", dump(tool, "-elf"))
     return found[1] if found else ""
 
 
 def kernels(tool: str) -> dict[str, Kernel]:
-    """Return the kernels for sm_90 by their names."""
+    """Return the resources of the sm_90 kernels, by kernel name."""
     usage = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(tool, "--dump-resource-usage"))
     blocks = _threads(dump(tool, "-elf"))
     code = dict(each.split(maxsplit=1) for each in dump(tool, "-sass").split("Function : ")[1:])
@@ -96,7 +96,7 @@ def kernels(tool: str) -> dict[str, Kernel]:
 
 
 def _threads(elf: str) -> dict[str, int]:
-    """Return the most threads of each kernel's block, as ``__launch_bounds__`` sets it."""
+    """Return the maximum threads per block of each kernel, as ``__launch_bounds__`` sets them."""
     threads = {}
     sections = re.split(r"^\.nv\.info\.(\S+)$", elf, flags=re.MULTILINE)
     for name, section in zip(sections[1::2], sections[2::2], strict=True):
@@ -106,7 +106,7 @@ def _threads(elf: str) -> dict[str, int]:
 
 
 def _occupancy(threads: int, registers: int, shared: int) -> int:
-    """Return the occupancy in percent. Registers are assigned to warps by 256."""
+    """Return the occupancy in percent. Each warp gets registers in multiples of 256."""
     warps = -(-threads // 32)
     blocks = min(WARPS // warps, REGISTERS // (-(-registers * 32 // 256) * 256) // warps, SHARED // (shared + 1024))
     return 100 * blocks * warps // WARPS
@@ -118,7 +118,7 @@ def _widest(instruction: str, code: str) -> int:
 
 
 def _readable(name: str) -> str:
-    """Return the name as C++ writes it, without namespaces, parameters and the type of what it returns."""
+    """Return the demangled name without namespaces, parameters and return type."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_char_p
     text = demangle(name.encode(), None, None, None).decode()
@@ -138,7 +138,7 @@ def written(version: str, found: dict[str, Kernel]) -> str:
 
 
 def read(text: str) -> tuple[str, dict[str, Kernel]]:
-    """Return the version of nvcc and the kernels of a table."""
+    """Parse a table, and return the version of nvcc and the kernels."""
     title, _, *lines = text.splitlines()
     version = re.search(r"nvcc ([\d.]+)", title)
     found = {}
@@ -149,7 +149,7 @@ def read(text: str) -> tuple[str, dict[str, Kernel]]:
 
 
 def main() -> None:
-    """Print the table, and write it if asked."""
+    """Print the table. With ``--write``, also write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()

@@ -33,11 +33,11 @@ def test_versions_of_this_process() -> None:
         ((12010, 12080), False, []),
         ((12000, 12080), True, ["CUDA 12.1 "]),
         ((11080, 12080), True, ["CUDA 12.1 "]),
-        # As with a torch for CUDA 12 beside a flatout that was built with CUDA 13.
+        # torch for CUDA 12, and flatout built with CUDA 13
         ((12040, 13000), True, ["CUDA 13.0 ", "CUDA 12 toolkit"]),
-        ((12000, 13000), True, ["CUDA 13.0 "]),  # a build with CUDA 12 would not run, either
-        ((0, 13000), False, []),  # without a driver
-        ((13000, 0), False, []),  # without CUDA in flatout
+        ((12000, 13000), True, ["CUDA 13.0 "]),  # also too old for flatout built with CUDA 12
+        ((0, 13000), False, []),  # no driver
+        ((13000, 0), False, []),  # flatout built without CUDA
     ],
 )
 def test_a_driver_is_too_old(
@@ -52,7 +52,7 @@ def test_a_driver_is_too_old(
         assert ("toolkit" in old.fix) == (len(remedies) == 2)
 
 
-@pytest.mark.skipif(_host.cuda_usable(), reason="here is a driver that works")
+@pytest.mark.skipif(_host.cuda_usable(), reason="this machine has a working driver")
 def test_a_fall_back_for_the_driver_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_host, "cuda_versions", lambda: (12040, 13000))
     with warnings.catch_warnings(record=True) as caught:
@@ -66,7 +66,7 @@ def test_a_fall_back_for_the_driver_is_warned_about_once(monkeypatch: pytest.Mon
     assert all(part in str(warning.message) for part in ("12.4", "13.0", "CUDA 12 toolkit"))
 
 
-@pytest.mark.skipif(_host.cuda_usable(), reason="here is a driver that works")
+@pytest.mark.skipif(_host.cuda_usable(), reason="this machine has a working driver")
 def test_a_machine_without_a_driver_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_host, "cuda_versions", lambda: (0, 13000))
     with warnings.catch_warnings():

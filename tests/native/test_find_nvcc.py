@@ -1,4 +1,4 @@
-"""Choice of nvcc and of architectures at build time, with toolkits in a file system made for the test."""
+"""Choice of nvcc and of architectures at build time, in a file system of fake toolkits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a build: the compiler without the test's folder, its architectures, and the messages."""
+    """Exit status, nvcc's path below the test's root, chosen architectures, and messages of CMake."""
 
     status: int
     nvcc: str
@@ -37,7 +37,7 @@ class Choice:
 
 
 class Machine:
-    """File system whose root is a folder, and in it toolkits."""
+    """File system below a folder, with fake toolkits."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -114,14 +114,14 @@ def test_an_nvcc_of_the_path_is_found_by_its_name(machine: Machine) -> None:
     [
         ("13.0", DEFAULT, DEFAULT),
         ("12.8", DEFAULT, DEFAULT),
-        # Without the one that carries PTX, the newest that is left carries it.
+        # The toolkit lacks the architecture with PTX, so PTX moves to the newest remaining one.
         ("12.1", DEFAULT, "75-real;80-real;86-real;89-real;90"),
         ("12.1", "100-real;120-virtual;90-real;80-real", "90;80-real"),
         ("12.1", "80;90-virtual;120", "80;90-virtual"),
-        # PTX of 90a is of no use to a newer GPU.
+        # PTX of 90a does not run on newer GPUs.
         ("12.1", "80-real;90a-real;120", "80;90a-real"),
         ("12.1", "90a-real;120", "90a-real"),
-        # Nobody asked for PTX.
+        # No architecture in the list has PTX for newer GPUs.
         ("12.1", "80-real;90-real;100-real", "80-real;90-real"),
         ("12.1", "80-real;90-real;100a;120f-real", "80-real;90-real"),
         ("13.0", "70-real;90a-real", "90a-real"),

@@ -1,4 +1,4 @@
-"""Code that nvcc has generated for the kernels, beside the committed table."""
+"""Kernel code of nvcc, compared with the committed table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tool() -> str:
     if not native.BUILT_WITH_CUDA:
         pytest.skip("this build has no CUDA kernels")
     if found is None:
-        pytest.skip("needs cuobjdump and nvdisasm, of a CUDA toolkit or of triton")
+        pytest.skip("needs cuobjdump and nvdisasm, from a CUDA toolkit or from triton")
     if resource_table.compiler(found) != VERSION:
         pytest.skip(f"the table is for code of nvcc {VERSION} for {ARCHITECTURE}")
     return found

@@ -1,4 +1,4 @@
-"""One step of the native core over lists of tensors, by the operators that an optimizer calls."""
+"""One step of the native core over lists of tensors, through the operators that optimizers call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READY, MOVED, OTHER_STRIDES, NOT_NATIVE = range(4)
 DEFAULTS: dict[str, Any] = dict(
     lr_tensor=None, weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None, grad_factor=None, found_inf=None
 )
-"""Arguments of ``step_bucket_`` that change nothing."""
+"""Arguments of ``step_bucket_`` for a step without optional features."""
 
 
 def step_once(

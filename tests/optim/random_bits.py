@@ -11,11 +11,11 @@ PUBLISHED = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
 ]
-"""Counter, key and result: known answers of Random123, the authors' library."""
+"""Counters, keys and known results from Random123, the library of Philox's authors."""
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Return the four words of a counter and key, as in Salmon et al., SC 2011."""
+    """Return Philox's four words for a counter and a key (Salmon et al., SC 2011)."""
     c, k = list(counter), list(key)
     for _ in range(10):
         even, odd = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -25,7 +25,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def assert_rounding_is_philox(device: str) -> None:
-    """Step with weights between two bfloat16 values: they go up where low half and random bits carry."""
+    """Check that a step rounds a weight up exactly where its low half plus 16 bits of Philox carries."""
     seed, tensor, step, n = 0x123456789AB, 5, 4, 2 * CHUNK + 40
     for low_half in (0x0001, 0x7FFF, 0x8000, 0xFFFF):
         weight = torch.tensor([(0x3F80 << 16) + low_half], dtype=torch.int32).view(torch.float32).item()

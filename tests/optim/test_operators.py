@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fakes, errors, and the states of a bucket."""
+"""Operators of the optimizers: schemas, fake implementations, errors, and the states of a bucket."""
 
 from __future__ import annotations
 

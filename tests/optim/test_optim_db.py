@@ -191,9 +191,9 @@ def rule_options(group: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "limit"), [("AdamW", 2), ("Adam", 1)])
 def test_one_float32_step_is_within_units_in_the_last_place(name, limit):
-    """AdamW rounds twice, as torch does: after the decay, and after the update.
+    """AdamW has a limit of 2, because AdamW rounds twice, as torch does: after the decay and after the update.
 
-    The weights are at least ten times their update. Smaller weights also show the rounding of the update.
+    Only weights of at least ten times their update are compared. Smaller weights also show the rounding of the update.
     """
     ours = parameters(torch.float32)
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]

@@ -54,7 +54,7 @@ def test_sgd_equals_torch(options, dtype):
 
 
 fuses = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's operations round otherwise here"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch rounds differently on this CPU"
 )
 
 
@@ -74,7 +74,7 @@ def test_sgd_has_the_bits_of_torch(options):
 def test_adams_moments_have_the_bits_of_torch(name, options):
     reference, optimizer, theirs, ours = twins(name, torch.float32, **{"lr": 1e-2, **options})
     for step in range(4):
-        for a, b in zip(theirs, ours, strict=True):  # coupled decay: the moments depend on the weights
+        for a, b in zip(theirs, ours, strict=True):  # coupled decay makes the moments depend on the weights
             b.data.copy_(a)
         step_both(reference, optimizer, step)
     for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.get("amsgrad") else [])):

@@ -1,4 +1,4 @@
-"""Random bits of stochastic rounding: those of Philox, by the element's position, tensor and step."""
+"""Random bits of stochastic rounding: Philox, with a counter of position, tensor and step."""
 
 from __future__ import annotations
 

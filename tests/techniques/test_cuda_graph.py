@@ -730,7 +730,10 @@ def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(record
 
 @pytest.fixture
 def counts_on_the_host(monkeypatch):
-    """As on a GPU: torch's Adam counts its steps on the host, and flatout's on the device. So unfusing moves counts."""
+    """Let ``unfuse`` replace the step counts by new tensors, as on a GPU.
+
+    On a GPU, torch's Adam counts steps on the host, and flatout's Adam on the device.
+    """
 
     def unfused(optimizer):
         unfuse(optimizer)
@@ -743,7 +746,7 @@ def counts_on_the_host(monkeypatch):
 
 @pytest.fixture
 def tuned(recorders, clock, counts_on_the_host):
-    """Function that tunes a job whose steps take given seconds: plain, fused, and replayed."""
+    """Function that tunes a job with given seconds per plain, fused and replayed step."""
 
     def tune(plain, fused, replayed, optimizer=adamw, *, budget=1000, noise=0.0, **techniques):
         factor = random.Random(0)
@@ -767,7 +770,7 @@ def tuned(recorders, clock, counts_on_the_host):
     return tune
 
 
-@pytest.mark.parametrize("plain", [1.0, 0.01])  # blocks of one update, and of several
+@pytest.mark.parametrize("plain", [1.0, 0.01])  # timed blocks of one update, and of several updates
 @pytest.mark.parametrize("fused", [1.0, 1.2])
 def test_a_graph_is_tried_with_a_fused_optimizer_that_does_not_pay_alone(tuned, recorders, fused, plain):
     run, before = tuned(plain, fused * plain, 0.5 * plain)

@@ -1,4 +1,4 @@
-"""Name of the first gradient with an inf or NaN, or the reason why it is not known."""
+"""Name of the first gradient with an inf or NaN, or the reason why this gradient is unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = (torch.ones(4, 8), torch.ones(4, 3))
 
 
 class Job:
-    """Training whose loss and gradients become bad on request."""
+    """Training whose loss and gradients become infinite or NaN on request."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer] = fo.SGD, **how: Any) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class Job:
 
 
 def named(sentence: str) -> tuple[str, int, int, str]:
-    """Return parameter, bad elements, all elements and shape."""
+    """Parse a sentence, and return parameter, number of bad elements, number of elements and shape."""
     assert "gradient-not-finite" in reasons(sentence)
     found = re.search(r"the gradient of (\S+) .* (\d+) of (\d+) elements, shape (.*)$", sentence)
     assert found is not None
@@ -94,7 +94,7 @@ def test_finite_gradients_of_a_bad_loss_are_called_finite():
 
 @pytest.mark.parametrize(("make", "code"), [(fo.SGD, "gradient-not-finite"), (torch.optim.SGD, "gradients-clipped")])
 def test_gradients_that_clipping_has_spoiled_are_not_blamed(make, code):
-    """A norm of NaN multiplies every gradient by NaN, except in a lazy update."""
+    """Clipping by a NaN norm multiplies every gradient by NaN, except in a lazy update."""
     job = Job(make, max_grad_norm=1.0)
     job.spoil("1.bias", math.nan, 1)
     warning = job.warning()

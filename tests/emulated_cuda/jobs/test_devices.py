@@ -1,4 +1,4 @@
-"""The first device stays without a context while the second one trains."""
+"""No context on the first device while the second device trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulated_cuda.record import EMULATED
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: `make test-emulated`")
 
-# Not Adam: torch's own asks whether the current stream of the current device captures, which makes a context there.
+# SGD, because torch's Adam asks if the current stream is capturing. This call makes a context on the current device.
 TRAINING = """
 import ctypes
 from tests.gpu.trainings import Setup, optimize, train
@@ -27,7 +27,7 @@ print("contexts of the first device:", is_active.value)
 )
 @pytest.mark.parametrize("techniques", [{}, {"fused_optimizer": True, "cuda_graph": True}], ids=["torch", "graph"])
 def test_training_on_the_second_device(techniques: dict[str, bool]) -> None:
-    """In a process of its own, because a context stays."""
+    """Train in a new process, because a context lives until its process ends."""
     script = TRAINING.format(techniques=techniques)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout == "contexts of the first device: 0\n"

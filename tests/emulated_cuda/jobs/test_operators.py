@@ -1,4 +1,4 @@
-"""Operators of torch on the emulated devices: results that the host reads, and results of other shapes than usual."""
+"""Operators of torch on the emulated devices: results that the host reads, and results with unusual shapes."""
 
 from __future__ import annotations
 

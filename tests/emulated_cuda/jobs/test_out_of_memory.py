@@ -1,4 +1,7 @@
-"""Memory that runs out at a chosen allocation: the training stays the plain one, and nothing stays on the device."""
+"""Out of memory at a chosen allocation.
+
+The training still equals plain torch, and no tensor stays on the device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ATTEMPTS = 2  # calls of cudaMalloc for one allocation of torch, which frees its
 
 @contextlib.contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Leave a step about so many bytes, and refuse the first segment that torch's allocator asks for on top of them."""
+    """Leave about ``size`` free bytes to a step, and refuse the first new segment of torch's allocator."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     filled, refused = list(filling()), torch.cuda.memory_stats()["num_ooms"]
@@ -33,7 +36,7 @@ def room_for(size: int) -> Iterator[None]:
 
 
 def filling() -> Iterator[Tensor]:
-    """Yield tensors that fill the allocator's segments of small blocks."""
+    """Yield tensors that fill the free space in the allocator's segments of small blocks."""
     for size in (2**i for i in range(19, 8, -1)):
         before = torch.cuda.memory_reserved()
         while True:
@@ -46,7 +49,7 @@ def filling() -> Iterator[Tensor]:
 
 
 def check_with_one_failure(setup: Setup, techniques: dict[str, Any], step: int, room: int) -> int | None:
-    """Train while one step runs out of memory, and compare with plain torch. Return the samples of a part."""
+    """Train with one step that runs out of memory, compare with plain torch, and return the micro-batch size."""
     with nothing_left():
         run = optimize(setup, techniques)
         losses = []

@@ -1,4 +1,4 @@
-"""Emulated devices, and flatout built for them, in every process that finds this folder on its path."""
+"""Emulated devices and flatout's build for them, in every process with this folder on its Python path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BUILD, SOURCES = Path(os.environ["EMULATED_CUDA_BUILD"]), Path(__file__).parents
 
 
 class FlatoutFinder:
-    """Finder of flatout's sources beside this folder and of its native core in the build, not of an installed one."""
+    """Finder of flatout's sources in this checkout, and of the native core in the build.
+
+    An installed flatout is never imported.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
