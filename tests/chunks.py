@@ -32,6 +32,25 @@ BAD_PLACES = [0, 1, 7, 8, CHUNK - 1, CHUNK, CHUNK + 12]
 """Indices of the bad value in ``one_bad_gradient``: ends of vectors, of chunks and of the tensor."""
 
 
+def parameters_with_gradients(
+    dtypes: list[torch.dtype], sizes: list[int], device: str = "cpu"
+) -> list[torch.nn.Parameter]:
+    """Return parameters with random gradients. Their dtypes alternate."""
+    generator = torch.Generator().manual_seed(0)
+    listed = []
+    for i, size in enumerate(sizes):
+        parameter = torch.nn.Parameter(torch.zeros(size, dtype=dtypes[i % len(dtypes)], device=device))
+        parameter.grad = torch.randn(size, generator=generator).to(parameter)
+        listed.append(parameter)
+    return listed
+
+
+def norms_in_double(parameters: list[torch.nn.Parameter], order: float) -> torch.Tensor:
+    """Return the norms of gradients in double, computed by torch on the CPU. 0 for none or an empty one."""
+    grads = [torch.zeros(1) if p.grad is None or not p.grad.numel() else p.grad.cpu() for p in parameters]
+    return torch.stack([torch.linalg.vector_norm(grad.to_dense().double(), order) for grad in grads])
+
+
 def mixed_gradients(
     sizes: list[int], dtypes: list[torch.dtype], offset: int, device: str = "cpu"
 ) -> list[torch.Tensor]:

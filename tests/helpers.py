@@ -7,6 +7,8 @@ import random
 import resource
 import signal
 import stat
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -15,6 +17,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.process_state import attention
+
+
+def run_script(script, *arguments, timeout=300, **variables):
+    """Run Python code in a new process with these environment variables, and return the process, which succeeded."""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def special_file(folder, kind):

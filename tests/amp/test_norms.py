@@ -7,62 +7,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flatout.amp import grad_norms
-from tests.chunks import CHUNK
+from tests.chunks import CHUNK, DTYPES, norms_in_double, parameters_with_gradients
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 3, 0, 35, CHUNK - 1, CHUNK, 2 * CHUNK + 77]
-
-
-def parameters(dtypes: list[torch.dtype], sizes: list[int] = SIZES) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    listed = []
-    for i, size in enumerate(sizes):
-        p = torch.nn.Parameter(torch.zeros(size, dtype=dtypes[i % len(dtypes)]))
-        p.grad = torch.randn(size, generator=generator).to(p.dtype)
-        listed.append(p)
-    return listed
-
-
-def reference(params: list[torch.nn.Parameter], order: float) -> Tensor:
-    norms = [
-        torch.zeros((), dtype=torch.float64)
-        if p.grad is None or not p.grad.numel()
-        else torch.linalg.vector_norm(p.grad.to_dense().double(), order)
-        for p in params
-    ]
-    return torch.stack(norms)
 
 
 def check(params: list[torch.nn.Parameter], order: float = 2.0, dtype: torch.dtype = torch.float32, **how: Any) -> None:
     norms = grad_norms(params, order, **how)
     assert (norms.dtype, norms.shape) == (dtype, (len(params),))
-    expected = reference(params, order) * how.get("inv_scale", 1)
+    expected = norms_in_double(params, order) * how.get("inv_scale", 1)
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf, 3.0])
 @pytest.mark.parametrize("dtypes", [*([dtype] for dtype in DTYPES), DTYPES], ids=str)
 def test_norms_are_torchs_in_the_order_of_parameters(dtypes, order):
-    check(parameters(dtypes), order, torch.float64 if dtypes == [torch.float64] else torch.float32)
+    check(
+        parameters_with_gradients(dtypes, SIZES), order, torch.float64 if dtypes == [torch.float64] else torch.float32
+    )
 
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_norms_without_kernels_are_the_same(order):
-    check(parameters(DTYPES), order)
-    check(parameters(DTYPES), order, inv_scale=0.25)
+    check(parameters_with_gradients(DTYPES, SIZES), order)
+    check(parameters_with_gradients(DTYPES, SIZES), order, inv_scale=0.25)
 
 
 @pytest.mark.parametrize("inv_scale", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)])
 def test_norms_of_scaled_gradients(inv_scale):
-    check(parameters(DTYPES), inv_scale=inv_scale)
+    check(parameters_with_gradients(DTYPES, SIZES), inv_scale=inv_scale)
 
 
 def test_a_parameter_without_a_gradient_has_a_norm_of_zero():
-    params = parameters([torch.bfloat16, torch.float32])
+    params = parameters_with_gradients([torch.bfloat16, torch.float32], SIZES)
     params[0].grad = params[4].grad = None
     check(params)
     for p in params:
@@ -73,7 +53,7 @@ def test_a_parameter_without_a_gradient_has_a_norm_of_zero():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_only_the_norm_of_a_bad_gradient_is_bad(bad):
-    params = parameters(DTYPES)
+    params = parameters_with_gradients(DTYPES, SIZES)
     params[4].grad[7] = bad
     for order in (1.0, 2.0, math.inf):
         assert grad_norms(params, order).isfinite().tolist() == [i != 4 for i in range(len(params))]
@@ -92,7 +72,7 @@ def test_gradients_of_any_layout():
 
 
 def test_the_operator_passes_torchs_check():
-    grads = [p.grad for p in parameters(DTYPES)]
+    grads = [p.grad for p in parameters_with_gradients(DTYPES, SIZES)]
     torch.library.opcheck(torch.ops.flatout.grad_norms.default, (grads, torch.tensor(0.5), 1.0))
     with pytest.raises(RuntimeError, match="norm_type"):
         torch.ops.flatout.grad_norms(grads, None, 3.0)

@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 EMULATED = "EMULATED_CUDA_BUILD" in os.environ
 """True where this process has emulated devices."""
+
+needs_emulated_devices = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.emulated_cuda.record import EMULATED
+from tests.emulated_cuda.record import needs_emulated_devices
+from tests.helpers import run_script
 
 SYSFS = Path("/sys/bus/pci/devices")
 pytestmark = [
-    pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated"),
+    needs_emulated_devices,
     pytest.mark.skipif(not SYSFS.exists(), reason="needs a list of PCI devices"),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"),
 ]
@@ -33,16 +32,10 @@ assert {CPU} in started if CPU in allowed else all(cpus == allowed for cpus in s
 """
 
 
-def run(script: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_staging_threads_stay_beside_their_gpu(is_allowed: bool) -> None:
     """Threads keep their CPUs if the process may use no CPU near the GPU."""
     near = max(os.sched_getaffinity(0)) if is_allowed else os.cpu_count()
     with tempfile.TemporaryDirectory() as folder:  # a short name in lower case, like the name of a PCI device
         Path(folder, "local_cpulist").write_text(f"{near}\n")
-        variables = os.environ | {"EMULATED_CUDA_PCI_BUS_ID": os.path.relpath(folder, SYSFS)}
-        ended = run(TRAIN.replace("CPU", str(near)), variables)
-    assert ended.returncode == 0, ended.stderr
+        run_script(TRAIN.replace("CPU", str(near)), EMULATED_CUDA_PCI_BUS_ID=os.path.relpath(folder, SYSFS))

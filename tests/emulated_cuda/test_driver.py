@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from typing import Any
 
-import pytest
+from tests.emulated_cuda.record import needs_emulated_devices
+from tests.helpers import run_script
 
-from tests.emulated_cuda.record import EMULATED
-
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: make test-emulated")
+pytestmark = needs_emulated_devices
 
 SCRIPT = """
 import json, warnings
@@ -37,14 +34,10 @@ print(json.dumps({"device": device, "kernels": kernels, "x": x.tolist(), "warnin
 """
 
 
-def process(driver: int, runtime: int) -> dict[str, object]:
+def process(driver: int, runtime: int) -> dict[str, Any]:
     """Train in a new process with these versions of CUDA, and return the report of the process."""
-    variables = {"EMULATED_CUDA_DRIVER": str(driver), "EMULATED_CUDA_RUNTIME": str(runtime)}
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    report: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    ended = run_script(SCRIPT, EMULATED_CUDA_DRIVER=str(driver), EMULATED_CUDA_RUNTIME=str(runtime))
+    report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     assert report["x"] == [0.0, 0.0, 0.0]
     return report
 
@@ -52,22 +45,22 @@ def process(driver: int, runtime: int) -> dict[str, object]:
 def test_a_driver_that_is_just_new_enough() -> None:
     report = process(12010, 12080)
     assert (report["device"], report["kernels"], report["warnings"]) == ("cuda", [True, True], [])
-    assert not any(name.endswith("kernels") for name, *_ in report["found"])  # type: ignore[attr-defined]
+    assert not any(name.endswith("kernels") for name, *_ in report["found"])
 
 
-def test_a_driver_that_serves_torch_and_not_the_kernels() -> None:
+def test_a_driver_for_torch_and_not_for_the_kernels() -> None:
     report = process(12000, 12080)
     assert (report["device"], report["kernels"]) == ("cuda", [False, False])
-    (warning,) = report["warnings"]  # type: ignore[misc]
-    kernels = [rest for name, *rest in report["found"] if name == "cuda:0 kernels"]  # type: ignore[attr-defined]
+    (warning,) = report["warnings"]
+    kernels = [rest for name, *rest in report["found"] if name == "cuda:0 kernels"]
     ((verdict, found, fix),) = kernels
     assert verdict == "slow"
     for text in (warning, found + fix):
         assert all(version in text for version in ("12.0", "12.8", "12.1"))
 
 
-def test_a_driver_that_serves_neither() -> None:
+def test_a_driver_for_neither() -> None:
     report = process(12000, 13000)
     assert (report["device"], report["kernels"]) == ("cpu", [False, False])
-    (warning,) = report["warnings"]  # type: ignore[misc]
+    (warning,) = report["warnings"]
     assert all(version in warning for version in ("12.0", "13.0"))

@@ -13,9 +13,9 @@ from flatout.data import Prefetcher
 from flatout.mfu import MfuCounter
 from flatout.optim.update import update
 from tests.emulated_cuda.faults import ILLEGAL_ADDRESS, LAUNCH_OUT_OF_RESOURCES, MEMORY_ALLOCATION, failing
-from tests.emulated_cuda.record import EMULATED
+from tests.emulated_cuda.record import needs_emulated_devices
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
+pytestmark = needs_emulated_devices
 
 
 def optimizer_with_grads() -> fo.AdamW:

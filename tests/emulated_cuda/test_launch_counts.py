@@ -10,9 +10,9 @@ import torch
 
 from flatout.amp import GradScaler, grad_norms
 from flatout.optim import AdamW, update
-from tests.emulated_cuda.record import EMULATED, recorded
+from tests.emulated_cuda.record import needs_emulated_devices, recorded
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
+pytestmark = needs_emulated_devices
 
 Update = Callable[[AdamW], object]
 

@@ -110,16 +110,10 @@ def test_any_bucket_steps_as_on_the_cpu(sizes, variant, storage, offsets, togeth
     )  # fmt: skip
     before = streams(variant, storage, sizes, offsets, "cpu")
     for a, b in zip(chain(*found), chain(*expected), strict=True):
-        # The CPU's loops may fuse multiplications and additions that the kernels do not.
-        if a.dtype == i16:
-            continue  # remainders: another test compares weights joined with their remainders
-        if a.dtype == u8:  # a difference in the last bit may select the next code
-            apart = (a.int() - b.int()).abs()
-            assert (apart <= 1).all()
-            assert (apart != 0).sum() <= 1 + a.numel() // 500
-            continue
-        bound = {f64: 1e-13, f32: 1e-6}.get(a.dtype, 8e-3)
-        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+        if a.dtype == f64:  # powers in double differ by their last bit
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+        else:
+            assert torch.equal(a, b)
     for g, old in zip(found[1], before[1], strict=True):  # rounded to nearest, once
         exact = old.double() * torch.tensor(0.7 if unscale else 1.0).double()
         assert torch.equal(g, (exact if g.dtype == f64 else exact.float()).to(g.dtype))
@@ -139,20 +133,6 @@ def test_codes_have_the_bits_of_the_cpu(storage, offset):
     )  # fmt: skip
     for a, b in zip(chain(*found), chain(*expected), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("offsets", [[0] * 7, [1] * 7, [0, 1, 2, 3, 4, 5, 6]], ids=str)
-def test_weights_and_remainders_join_to_the_weights_of_the_cpu(offsets):
-    storage = (bf16, bf16, f32, None, i16)
-    weights = [
-        ((h.view(i16).int() << 16) + r.int()).view(f32)
-        for lists in both(
-            "sgd, momentum", storage, [CHUNK + 13, 70, 0], offsets, [0.9, 0.0, 0.0], lr=0.1, weight_decay=0.1
-        )
-        for h, r in zip(lists[0], lists[6], strict=True)
-    ]
-    for expected, found in zip(weights[:3], weights[3:], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_random_bits_are_philox():

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from flatout import native
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.native import _host
 from tests.emulated_cuda.record import EMULATED, recorded
+from tests.helpers import run_script
 
 NATIVE = native.BUILT_WITH_CUDA and _host.cuda_usable()
 needs_native = pytest.mark.skipif(not NATIVE, reason="needs a build with CUDA kernels and a driver for them")
@@ -128,20 +125,6 @@ print(json.dumps(result))
 """
 
 
-def run_script(script, *arguments, timeout=300, **variables):
-    """Run a script in a new process, and return the output of the script."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("copier", ["native", "torch"])
 def test_memory_in_stream_order(copier):
     """Check the values of batches that are dropped while streams still read them, with cudaMallocAsync.
@@ -152,10 +135,10 @@ def test_memory_in_stream_order(copier):
     if copier == "native" and not NATIVE:
         pytest.skip("needs a build with CUDA kernels and a driver that is new enough for them")
     # A lazy emulated device runs operations late and in random order.
-    output = run_script(
+    ended = run_script(
         STREAM_ORDERED, copier, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync", EMULATED_CUDA_ORDER="lazy"
     )
-    assert set(json.loads(output.splitlines()[-1]).values()) == {0}
+    assert set(json.loads(ended.stdout.splitlines()[-1]).values()) == {0}
 
 
 FREE_UNDER_WORK = """

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.kinds import KINDS
 from tests.gpu.trainings import OPTIMIZERS, Setup, check
@@ -30,7 +31,9 @@ def test_accumulated_gradients(precision: str, techniques: dict[str, Any]) -> No
 @pytest.mark.parametrize("techniques", [{}, FUSED, GRAPHED], ids=["torch", "fused", "graph"])
 def test_updates_that_the_loss_scaler_skips(techniques: dict[str, Any]) -> None:
     """The recommender's fp16 gradients overflow until the loss scale is an eighth of the initial scale."""
-    check(Setup("recommender", "adamw", "fp16"), techniques)
+    scaler = check(Setup("recommender", "adamw", "fp16"), techniques).scaler
+    assert scaler is not None
+    assert scaler["scale"] < torch.amp.GradScaler("cpu").get_scale()
 
 
 @pytest.mark.slow

@@ -167,8 +167,8 @@ def check_same(ours: Trained, plain: Trained, setup: Setup) -> None:
     The emulated devices compute with torch's CPU kernels. In float32 with SGD, only attention and the fused update
     order their operations differently. The limit is then 8 units in the last place.
 
-    Rounding differs more in all other cases. A GPU sums in another order. In 16 bits, other intermediate results are rounded. Adam
-    turns the error of a small gradient into a part of an update. The limits are then those of
+    Rounding differs more in all other cases. A GPU sums in another order. In 16 bits, other intermediate results are
+    rounded. Adam turns the error of a small gradient into a part of an update. The limits are then those of
     ``flatout.training.tolerance``: the limit for gradients applies to the weights, and the limit for losses to the
     mean loss.
     """
@@ -192,8 +192,8 @@ STRUCTURE = ("class", "compiled", "keys", "modes", "hooks", "requires_grad", "fl
 """Parts of a snapshot that training does not change."""
 
 
-def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flatout.Report:
-    """Train with these techniques, and compare with plain torch.
+def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> Trained:
+    """Train with these techniques, compare with plain torch, and return the result.
 
     After ``undo``, no technique may remain in the model, and no tensor may remain on the device.
 
@@ -214,7 +214,7 @@ def check(setup: Setup, techniques: Mapping[str, Any], **arguments: Any) -> flat
     del kept_alive
     check_same(ours, plain, setup)
     assert {name: report.row(name).status for name in techniques} == dict.fromkeys(techniques, "kept")
-    return report
+    return ours
 
 
 def undo(run: flatout.Run, setup: Setup) -> None:

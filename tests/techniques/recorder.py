@@ -59,8 +59,10 @@ class Rerun:
             if self.error is not None:
                 raise self.error
             self.is_replaying = True
-            again = pytree.tree_leaves(self.unseen(work))
-            self.is_replaying = False
+            try:
+                again = pytree.tree_leaves(self.unseen(work))
+            finally:
+                self.is_replaying = False
             for to, value in zip(written, again, strict=True):
                 assert (to is None) == (value is None)
                 if to is not None:

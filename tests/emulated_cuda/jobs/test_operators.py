@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.emulated_cuda.record import EMULATED
+from tests.emulated_cuda.record import needs_emulated_devices
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: `make test-emulated`")
+pytestmark = needs_emulated_devices
 
 
 def test_equality_waits_for_values() -> None:

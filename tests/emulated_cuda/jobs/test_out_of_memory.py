@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.emulated_cuda.faults import MEMORY_ALLOCATION, failing
-from tests.emulated_cuda.record import EMULATED
+from tests.emulated_cuda.record import needs_emulated_devices
 from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train_plainly, trained
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="needs the emulated devices: `make test-emulated`")
+pytestmark = needs_emulated_devices
 
 ATTEMPTS = 2  # calls of cudaMalloc for one allocation of torch, which frees its cache after the first
 
