@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import flatout
+from tests.gpu.kinds import BATCH, SAMPLES
 from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train, train_plainly, undo
 from tests.jobs import NO_TECHNIQUES
 
@@ -48,8 +50,9 @@ def test_a_graph_is_tried_whatever_became_of_the_fused_optimizer(optimizer: str)
 def test_a_training_in_larger_batches() -> None:
     setup = Setup("perceptron")
     with nothing_left():
-        run = optimize(setup, ALL | {"workers": 0, "in_memory": False}, batch_size="auto", budget=6, plan=None)
+        run = optimize(setup, ALL | {"workers": 0, "in_memory": False}, batch_size=2 * BATCH, budget=6, plan=None)
         ours = train(run, 2)
         undo(run, setup)
         del run
+    assert len(ours.losses) == 2 * math.ceil(SAMPLES / (2 * BATCH))
     assert bool(ours.losses.isfinite().all())
