@@ -22,13 +22,13 @@ std::array<PyObject*, kPhases> phase_names{};  // interned
 PyObject* all_phase_names = nullptr;           // joined, for errors
 PyTypeObject* step_type = nullptr;
 PyTypeObject* phase_type = nullptr;
-PyObject* unheard = nullptr;  // a Phase that nobody measures or listens to
+PyObject* unheard = nullptr;  // a Phase without measurement and profiler
 
-// What show_ranges() was given.
+// The arguments of show_ranges().
 PyObject* profiler_state = nullptr;
 PyObject* range_type = nullptr;
 
-// What makes ranges: borrowed, null where nobody would see one.
+// The callable that makes a profiler range, borrowed. Null without a profiler.
 PyObject* make_range_if_heard() {
   static const bool tool = nvtx::listens();
   static PyObject* const flag = PyUnicode_InternFromString("_is_profiler_enabled");
@@ -61,7 +61,7 @@ void release(PyObject* object) {
   Py_DECREF(type);
 }
 
-// Whether a call succeeded; nobody wants what it returned.
+// True if a call succeeded. Drops its result.
 bool succeeded(PyObject* result) {
   Py_XDECREF(result);
   return result != nullptr;

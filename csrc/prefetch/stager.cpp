@@ -134,7 +134,7 @@ std::shared_ptr<Gathered> Stager::gather(std::shared_ptr<const std::vector<Colum
   };
   const std::size_t parts = std::max<std::size_t>((count + rows - 1) / rows, 1);
   batch->left_to_waiter = batch->bytes <= part_bytes && ring_->device() == host_device;
-  batch->ticket = worker_.submit(gather_part, parts, batch->left_to_waiter ? Wake::nobody : Wake::threads);
+  batch->ticket = worker_.submit(gather_part, parts, batch->left_to_waiter ? Wake::none : Wake::threads);
   return batch;
 }
 

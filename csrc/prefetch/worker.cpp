@@ -173,7 +173,7 @@ std::shared_ptr<Ticket> Worker::submit(Job job, std::size_t parts, Wake wake) {
     if (state_->closing) throw closed();
     state_->line.push_back(task);
   }
-  if (wake == Wake::nobody) return task->ticket;
+  if (wake == Wake::none) return task->ticket;
   if (parts == 1) {
     state_->wake.notify_one();
   } else {

@@ -28,9 +28,9 @@ class Ticket {
   ForkGuard guard_;
 };
 
-// Whom a job that was submitted wakes; left alone, it waits for a helper, or for threads that another one
-// woke.
-enum class Wake : std::uint8_t { threads, nobody };
+// Threads that a submitted job wakes. With `none`, it waits for a helper, or for threads that another job
+// wakes.
+enum class Wake : std::uint8_t { threads, none };
 
 class Worker {
  public:

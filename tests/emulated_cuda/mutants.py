@@ -176,7 +176,7 @@ MUTANTS = [
 
 
 class Copy:
-    """Copy of the project with a build of its own."""
+    """Copy of the project, with a separate build."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.build = folder / "tree", folder / "build"

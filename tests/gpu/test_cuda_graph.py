@@ -232,7 +232,7 @@ def test_a_step_that_cannot_be_replayed_is_rejected_before_it_is_captured(kind: 
 
 
 def test_the_device_goes_on_after_a_capture_that_broke() -> None:
-    """In a process of its own: a broken capture that was not mended would end everybody's random numbers."""
+    """Run in a new process, because a broken capture would leave torch without random numbers."""
     script = """
 import warnings, torch
 from torch import nn

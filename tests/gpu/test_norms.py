@@ -45,7 +45,7 @@ def test_a_graph_computes_the_norms_of_every_replay() -> None:
         torch.testing.assert_close(norms.cpu().double(), norms_in_double(params, 2.0), rtol=1e-5, atol=0)
 
 
-def test_norms_and_checks_on_several_streams_do_not_meet() -> None:
+def test_norms_and_checks_on_several_streams_are_independent() -> None:
     lists = [parameters_with_gradients([torch.float32], [300_000 + i, 5], "cuda") for i in range(3)]
     expected = [grad_norms(params).tolist() for params in lists]
     streams = [torch.cuda.Stream() for _ in lists]

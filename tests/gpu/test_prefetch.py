@@ -223,7 +223,7 @@ def test_pinned_in_memory_batches_survive_the_users_own_copies():
     assert torch.cat(copies).tolist() == list(range(64))
 
 
-def test_a_capture_goes_on_while_batches_are_copied(copier):
+def test_a_capture_stays_valid_while_batches_are_copied(copier):
     """Other threads copy, and this one polls, while a graph is captured: neither may break it."""
     x, graph = torch.zeros(8, device=DEVICE), torch.cuda.CUDAGraph()
     iterator = iter(Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(256, 1 << 16)), 8)), DEVICE, 3))

@@ -70,7 +70,7 @@ def test_batches_of_other_forms(form: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loop_of_the_users_own(precision: str) -> None:
+def test_a_loop_that_a_user_writes(precision: str) -> None:
     setup = Setup("convolutions", "adamw", precision)
     with nothing_left():
         model, optimizer, _, own_loader = setup.parts()

@@ -66,7 +66,7 @@ IN_COMPANY: list[tuple[Setup, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("setup", "techniques"), IN_COMPANY, ids=[_name(techniques) for _, techniques in IN_COMPANY])
-def test_in_company(setup: Setup, techniques: dict[str, Any]) -> None:
+def test_together_with_other_techniques(setup: Setup, techniques: dict[str, Any]) -> None:
     check(setup, techniques)
 
 

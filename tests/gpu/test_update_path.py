@@ -11,12 +11,12 @@ import flatout.optim as fo
 from flatout import native
 from flatout.amp import GradScaler, clip_grad_norm_, unscale_and_check_
 from flatout.optim import update
+from tests.chunks import DTYPES
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(not native.BUILT_WITH_CUDA, reason="this build has no CUDA kernels"),
 ]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 3, 0, 35, 16383, 16384, 16385, 100_003, 0]
 OPTIMIZERS = [
     ("AdamW", {}),

@@ -236,7 +236,7 @@ def test_a_table_is_for_its_stream():
     assert len(taken) == 1000  # alive until here
 
 
-def test_a_graph_keeps_a_table_of_its_own():
+def test_a_graph_keeps_a_separate_table():
     """Capture before and between eager steps of one stream, and replay after the optimizer has freed its tables."""
     params = [torch.nn.Parameter(torch.zeros(n, device="cuda")) for n in (7, 900)]
     assert native.has_cuda_kernels(params[0].device.index)
@@ -424,7 +424,7 @@ def test_gradients_that_come_and_go():
 
 
 def test_gradients_freed_right_after_the_step_are_still_read():
-    """``zero_grad`` gives their memory to whoever allocates next, while the kernels have yet to run."""
+    """``zero_grad`` frees memory of gradients, and the next allocation takes it before the kernels have run."""
     params = parameters([1 << 20] * 4)
     before = [p.detach().clone() for p in params]
     optimizer = fo.SGD(params, lr=1.0)
@@ -548,7 +548,7 @@ def test_averages_are_swapped_in_and_out():
     assert bits(optimizer, params) == before
 
 
-# Last, because a capture that fails may leave torch in a state of its own.
+# Last, because a failed capture may leave torch in an unusual state.
 def test_a_capture_of_the_first_step_is_right_or_refused_in_words():
     """State that is begun inside a capture would begin anew in every replay."""
     ours, theirs = parameters([1000]), parameters([1000])
