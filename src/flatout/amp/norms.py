@@ -16,18 +16,18 @@ def grad_norms(
     """Return the norm of each parameter's gradient.
 
     Equals ``torch.stack([torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.float32) for p in parameters])``
-    times ``inv_scale``, within rounding. On a GPU it takes one launch per dtype for up to 2,300 parameters. A lazy
-    update leaves gradients scaled and unclipped, so their norms are, too.
+    times ``inv_scale``, within rounding. On a GPU, up to 2,300 parameters take one launch per dtype. After a lazy
+    update, gradients are still scaled and unclipped, and so are the norms without ``inv_scale``.
 
     Args:
-        parameters: parameters, with gradients of any devices, dtypes and layouts.
-        norm_type: order of the norm. 1, 2 and inf are native, and torch computes any other.
+        parameters: parameters whose gradients may have any device, dtype and layout.
+        norm_type: order of the norm. 1, 2 and inf are native. torch computes other orders.
         inv_scale: factor of the norms, such as 1 / loss scale.
 
     Returns:
-        Norms in the order of ``parameters``, shape [number of parameters], on the device of the first gradient, not
-        synchronized: float32, or float64 if all gradients are. The norm is 0 for a parameter without a gradient. On
-        gradients that are DTensors every rank gets the norm of the whole.
+        Norms in the order of ``parameters``, of shape [number of parameters], on the device of the first gradient. The
+        dtype is float64 if all gradients are in double precision, else float32. The host does not wait for the result.
+        A parameter without a gradient has norm 0. For a DTensor, every rank gets the norm of the whole gradient.
     """
     found = [gradients.dense(parameter) for parameter in parameters]
     if all(grad is None for grad in found):

@@ -20,13 +20,18 @@ from flatout.optim.update import apply, spoils_buffers, update
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of ``update``: the scale, its growth tracker and all findings, their versions, and the schedule."""
+    """Inputs of ``GradScaler.update``, which show later whether they have changed.
+
+    Attributes:
+        tensors: the scale, its growth tracker, and every ``found_inf``.
+        numbers: versions of the tensors, growth factor, backoff factor and growth interval.
+    """
 
     tensors: list[Tensor]
     numbers: list[float]
 
     def equals(self, other: _Inputs) -> bool:
-        """Return True if both are the same tensors in the same state, and the same numbers."""
+        """Return True if the tensors are the same objects with the same versions, and the schedules are equal."""
         return self.numbers == other.numbers and all(map(operator.is_, self.tensors, other.tensors))
 
 
@@ -54,12 +59,12 @@ class GradScaler(torch.amp.GradScaler):
     keeps_scale_in_place = False
     """True to make ``update`` write to the memory of the scale, as CUDA graphs that read the scale require.
 
-    If False, ``update`` may replace the tensor. The capture of a scaler sets the attribute.
+    If False, ``update`` may replace the tensor of the scale. A scaler that is used in a capture sets this attribute.
     """
 
     _last_step_skipped: Tensor | None = None
-    _spare: tuple[Tensor, Tensor] | None = None  # receives the scale and growth tracker after an update
-    _computed: _Inputs | None = None  # from which the last check has computed them
+    _spare: tuple[Tensor, Tensor] | None = None  # memory for the next scale and growth tracker
+    _computed: _Inputs | None = None  # inputs of the last check that computed the next scale
 
     @property
     def last_step_skipped(self) -> Tensor | None:
@@ -71,9 +76,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last_step_skipped
 
-    @torch.compiler.disable  # torch's is, too
+    @torch.compiler.disable  # as torch's method
     def scale(self, outputs: Any) -> Any:
-        """Multiplies with the scale. Arguments and results are those of torch."""
+        """Multiplies ``outputs`` by the scale, as in torch."""
         self._note_capture()
         return super().scale(outputs)
 
@@ -132,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
             self._unscaled_step(optimizer, max_grad_norm, record, lazy)
         record["stage"] = OptState.STEPPED
         found_inf = _found_inf(record)
-        # A tensor of its own: update() adds the findings of other optimizers to ours.
+        # A new tensor, because update() adds the findings of other optimizers to `found_inf`.
         self._last_step_skipped = skipped if skipped is not None or found_inf is None else found_inf != 0
         return result
 
@@ -140,8 +145,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, record: dict[str, Any], lazy: bool
     ) -> Tensor | None:
         scale, growth_tracker = self._check_scale_growth_tracker("step")
-        self._computed = None  # the check overwrites what an earlier one has computed
-        # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
+        self._computed = None  # the check overwrites the next scale of an earlier check
+        # A `grad_scale` that the user has set multiplies the loss scale once, as in torch.
         own = optimizer.__dict__.pop("grad_scale", None)
         factor: Tensor | LossScale
         if own is None and self._computes_natively(scale):
@@ -153,11 +158,11 @@ class GradScaler(torch.amp.GradScaler):
             record["found_inf_per_device"] = {result.found_inf.device: result.found_inf}
         if result.skipped is not None:
             inputs = self._inputs()
-            self._computed = inputs if len(inputs.tensors) == 3 else None  # one finding, ours
+            self._computed = inputs if len(inputs.tensors) == 3 else None  # no finding of another optimizer
         return result.skipped
 
     def _computes_natively(self, scale: Tensor) -> bool:
-        """Return False for a subclass, which may define ``update`` otherwise, and for tensors without a version."""
+        """Return False for subclasses, which may override ``update``, and for inference tensors without a version."""
         return type(self) is GradScaler and not (scale.is_inference() or torch.is_inference_mode_enabled())
 
     def _loss_scale(self, scale: Tensor, growth_tracker: Tensor) -> LossScale:
@@ -179,7 +184,8 @@ class GradScaler(torch.amp.GradScaler):
         """Updates the scale, as in torch.
 
         Args:
-            new_scale: the new scale; None to grow or shrink it by what the steps have found.
+            new_scale: the new scale. If None, the scale shrinks after an inf or NaN. It grows after
+                ``growth_interval`` updates without any.
         """
         self._note_capture()
         computed, self._computed = self._computed, None
@@ -245,7 +251,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_last_step_skipped", "_spare", "_computed"):  # caches and results, which are never saved
+        for name in ("_last_step_skipped", "_spare", "_computed"):  # caches and results are not saved
             state.pop(name, None)
         return state
 

@@ -170,11 +170,11 @@ CHECKS = (
         Rule("{gpu}", "{model}"),
         Rule("{gpu} torch", "torch {torch} is built for {built_for}", "broken",
              "install a torch whose build has {architecture}", lambda f: f.cannot_run_torch),
-        Rule("{gpu} kernels", "flatout's kernels cannot run, torch's own serve: the driver supports CUDA "
-             "{old_driver.supports}, flatout was built with CUDA {old_driver.built_with}", "slow",
+        Rule("{gpu} kernels", "flatout falls back to torch's operations, because the driver supports CUDA "
+             "{old_driver.supports} and flatout was built with CUDA {old_driver.built_with}", "slow",
              "{old_driver.fix}", lambda f: f.cannot_run_kernels and f.old_driver),
-        Rule("{gpu} kernels", "flatout's kernels cannot run, torch's own serve: they are built for other GPUs", "slow",
-             "build flatout for {architecture}", lambda f: f.cannot_run_kernels),
+        Rule("{gpu} kernels", "flatout falls back to torch's operations, because flatout was built for other GPUs",
+             "slow", "build flatout for {architecture}", lambda f: f.cannot_run_kernels),
         Rule("{gpu} peak", "not in the table: no MFU against a data sheet", "note",
              "flatout.mfu.measured_peak_flops() tells what it reaches", lambda f: f.without_data_sheet),
         # The link's generation is no rule: an idle GPU lowers it.

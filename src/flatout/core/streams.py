@@ -1,4 +1,4 @@
-"""Memory that several CUDA streams use."""
+"""CUDA memory that several streams use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from flatout.core.batches import tensors_within
 
 
 def share_with(stream: torch.cuda.Stream, batch: Any) -> None:
-    """Delay the reuse of a batch's CUDA memory after its free until the work then queued on ``stream`` has run.
+    """Make the allocator wait for ``stream`` before it reuses the CUDA memory of a batch.
+
+    The wait covers all work that is queued on ``stream`` when the memory is freed.
 
     Args:
-        stream: uses the memory, and is not the stream that allocated it.
-        batch: any nesting of tensors, and of objects with tensors as attributes.
+        stream: a stream that uses the memory, other than the stream that allocated the memory.
+        batch: any nesting of tensors, and of objects that have tensors as attributes.
     """
     for tensor in tensors_within(batch):
         if tensor.is_cuda:
-            with contextlib.suppress(NotImplementedError):  # sparse and quantized tensors cannot
+            with contextlib.suppress(NotImplementedError):  # of sparse and quantized tensors
                 tensor.record_stream(stream)

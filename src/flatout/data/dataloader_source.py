@@ -21,8 +21,8 @@ class DataLoaderSource(Source):
         super().__init__(loader, "")
         self._dataloader = loader
         self._persistent: DataLoader | None = None
-        # torch's pin thread copies each batch of a worker. Without workers, torch passes on a batch that the collate
-        # function has pinned and may fill again.
+        # With workers, torch's pin thread copies each batch. Without workers, torch yields a batch that the collate
+        # function has pinned as it is, and the function may overwrite the batch later.
         self.is_fresh = loader.pin_memory and loader.num_workers > 0
 
     def _iterate(self) -> tuple[DataLoader, Any]:

@@ -1,8 +1,8 @@
-"""Objects of CUDA in a forked process, such as a loader's worker, which cannot free them.
+"""Protection of a forked process, such as a loader's worker, from CUDA objects of its parent.
 
-The runtime raises in a child whose parent has used the device. The destructors of torch's events, and of tensors that
-several streams have used, do not expect that, and end the process. A collection of the parent's garbage would call them
-(https://github.com/rwth-i6/returnn/issues/1494).
+CUDA calls fail in a child process whose parent has used a device. The destructors of torch's events, and of tensors
+that several streams have used, make such calls. A failure in a destructor aborts the process. So garbage collection in
+the child must not free objects of the parent (https://github.com/rwth-i6/returnn/issues/1494).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def _keep() -> None:
-    """Exclude all objects of the parent from collections, if the parent has used a CUDA device."""
+    """Exclude all objects of the parent from garbage collection, if the parent has used a CUDA device."""
     if torch.cuda._is_in_bad_fork():
         gc.freeze()
 

@@ -108,7 +108,7 @@ class DeviceGather:
 
     Args:
         columns: tensors ``[N, ...]``, contiguous.
-        home: the stream that owns the columns' memory, on a CUDA device.
+        home: the stream on which the columns were allocated; None for other devices than CUDA.
     """
 
     def __init__(self, columns: Sequence[Tensor], home: torch.cuda.Stream | None) -> None:

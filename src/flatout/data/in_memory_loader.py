@@ -200,7 +200,7 @@ class InMemoryLoader(Forwarding):
         self._rows = rows
         self.device = None if device is None else torch.device(device)
         self._on_device: list[Tensor] = []
-        self._home: torch.cuda.Stream | None = None  # of the memory on the device
+        self._home: torch.cuda.Stream | None = None  # stream of the allocation on the device
         if self.device is not None:
             self._move(self.device)
         self._rings: dict[tuple[int, int], Any] = {}

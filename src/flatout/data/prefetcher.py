@@ -229,7 +229,7 @@ class _PassThrough:
 
 @dataclass
 class _Entry:
-    """What came out of the loader: a batch and its copy, or an exception; and where the loader was behind it."""
+    """Batch of the loader with its copy, or an exception, and the position of the loader after this batch."""
 
     place: _Position
     batch: Any = None
@@ -328,7 +328,7 @@ class _Ahead(_PassThrough):
         return move_object(leaf, self._prefetcher.device)
 
     def _transform(self, entry: _Entry) -> None:
-        """Run the user's transform behind the copy, on its stream."""
+        """Run the user's transform after the copy, on the stream of the copy."""
         transform = self._prefetcher.transform
         if transform is None or entry.is_transformed or entry.copy is None:
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flatout.native import _host
 
 _OLDEST_DRIVER = 12010
-"""Oldest driver, because the kernels' arguments take more than 4 KiB."""
+"""Oldest CUDA version of a driver. Older drivers limit arguments to 4 KiB, and flatout's kernels take more."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class OldDriver:
     """Driver that is too old for flatout's CUDA kernels.
 
     Attributes:
-        supports: newest CUDA that the driver supports, such as ``"12.4"``.
-        built_with: CUDA that flatout was built with.
-        fix: the remedy.
+        supports: newest CUDA version that the driver supports, such as ``"12.4"``.
+        built_with: CUDA version that flatout was built with.
+        fix: the remedy, as part of a sentence.
     """
 
     supports: str
@@ -28,9 +28,9 @@ class OldDriver:
 
 
 def old_driver() -> OldDriver | None:
-    """Return the driver if it is too old for flatout's CUDA kernels, else None. Without a driver: None."""
+    """Return the driver if one is installed and too old for flatout's CUDA kernels, else None."""
     driver, runtime = _host.cuda_versions()
-    # Minor versions are compatible within a major version.
+    # A driver also runs code of later minor versions of its major version.
     needed = max(runtime // 1000 * 1000, _OLDEST_DRIVER)
     if driver == 0 or runtime == 0 or driver >= needed:
         return None
@@ -50,8 +50,8 @@ def warn_of_old_driver() -> None:
     old = old_driver()
     if old is not None:
         warnings.warn(
-            f"flatout's CUDA kernels cannot run: the NVIDIA driver supports CUDA {old.supports}, flatout was built "
-            f"with CUDA {old.built_with}. torch's own operations run instead. To get the kernels, {old.fix}.",
+            f"flatout falls back to torch's operations, because the NVIDIA driver supports CUDA {old.supports} and "
+            f"flatout was built with CUDA {old.built_with}. To get flatout's CUDA kernels, {old.fix}.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The loss scale of a gradient scaler, as a native update takes it."""
+"""Loss scale of a gradient scaler, as an argument of a native update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossScale:
-    """Loss scale on a device, the rule for its next value, and the memory for this value.
+    """Loss scale on a device, the rule for the next loss scale, and memory for the next loss scale.
 
     The rule is that of ``torch._amp_update_scale_``. Tensors have one element each.
     """
@@ -17,7 +17,7 @@ class LossScale:
     scale: Tensor
     """float32."""
     growth_tracker: Tensor
-    """Updates without inf or NaN since the scale has changed last; int32."""
+    """Number of updates without inf or NaN since the last change of the scale; int32."""
     next_scale: Tensor
     """Receives the next scale; float32."""
     next_growth_tracker: Tensor
@@ -30,6 +30,6 @@ class LossScale:
 def inverse(scale: Tensor) -> Tensor:
     """Return the reciprocal of a scale in float32.
 
-    torch computes it in float64, because float32 division can be imprecise under some compilers.
+    The division is in float64, as in torch, because float32 division is imprecise with some compilers.
     """
     return scale.double().reciprocal().float()

@@ -20,14 +20,14 @@ _ops = torch.ops.flatout
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update found out; 0-dim tensors on the device, or None where nothing was measured."""
+    """Findings of an update: 0-dim tensors on the device, or None if not measured."""
 
     found_inf: Tensor | None
     """float32: 1 when a gradient was inf or NaN, else 0."""
     grad_norm: Tensor | None
     """2-norm of the unscaled gradients before clipping."""
     skipped: Tensor | None = None
-    """bool: ``found_inf``. Measured only where the next loss scale was computed."""
+    """``found_inf`` as bool, if the update also computed the next loss scale."""
 
 
 @torch.compiler.disable
@@ -49,18 +49,19 @@ def update(
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
             ``torch.nn.utils.clip_grad_norm_``.
-        inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 /
-            accumulated micro-batches, or their product. A 0-dim tensor stays on its device. A ``LossScale`` stands
-            for 1 / scale. If all gradients are native and on its device, its next value is computed, too.
+        inv_scale: first factor of the gradients, such as 1 / loss scale, 1 / accumulated micro-batches, or their
+            product. A 0-dim tensor stays on its device. A ``LossScale`` stands for 1 / scale. If all gradients are
+            native and on the device of the ``LossScale``, the update also computes the next loss scale.
         max_grad_norm: clip to this norm.
-        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
-            Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
-        unscale_grads: whether the step of a flatout optimizer writes to ``p.grad`` the gradients that it uses, even
-            after a skipped step (4 more bytes per fp32 parameter). Step pre-hooks see them unless one is float16.
+        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN. Default:
+            True if ``inv_scale`` is a tensor or a ``LossScale``, as from a gradient scaler.
+        unscale_grads: True if the step of a flatout optimizer also writes the gradients that it uses to ``p.grad``,
+            even after a skipped step. This takes 4 more bytes per fp32 parameter. Step pre-hooks see the written
+            gradients unless one of them is float16.
 
     Returns:
-        What the check found. Both are None when there was no need to look: no gradients at all, or only a
-        float ``inv_scale``.
+        Findings of the check. All are None without gradients, and if neither ``max_grad_norm`` nor ``skip_nonfinite``
+        requires a check.
 
     Raises:
         ValueError: ``max_grad_norm`` is negative or NaN.
@@ -101,7 +102,7 @@ def _factor(inv_scale: Tensor | float | LossScale | None) -> Tensor | float | No
 def _look(
     ready: list[Bucket], inv_scale: Tensor | float | LossScale | None, max_norm: float | None
 ) -> gradients.GradCheck:
-    """One look at the gradients set in buckets of any devices and ranks."""
+    """Check the gradients in buckets of any devices and ranks."""
     by_place: dict[tuple[torch.device, Ranks | None], list[int]] = {}
     for bucket in ready:
         by_place.setdefault((bucket.device, bucket.ranks), []).append(bucket.handle)
@@ -120,7 +121,7 @@ def _look(
 def _look_at_once(
     handles: list[int], device: torch.device, inv_scale: Tensor | float | LossScale | None, max_norm: float | None
 ) -> gradients.GradCheck:
-    """One look at gradients of one device, whole on this rank."""
+    """Check gradients of one device that are not distributed over ranks."""
     if isinstance(inv_scale, LossScale) and inv_scale.scale.device == device:
         return gradients.GradCheck(
             *_ops.check_scaled_buckets(

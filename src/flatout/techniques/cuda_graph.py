@@ -77,11 +77,11 @@ class CudaGraph(StepTechnique):
     When it helps: the GPU waits for kernel launches, as in steps of many small kernels. When it hurts: a graph has its
     own memory for a step, and copies each batch. Large kernels gain nothing.
 
-    Learning rates are in device memory, so schedules work. Only the fused optimizer reads them there, so the technique
-    requires it. Other constants of a graph (weight decay, dropout's p, train or eval mode, tensors that were moved)
-    cause a new capture if their change is visible. A replay runs no Python: a forward that counts its calls or prints
-    does so only at its capture. A tensor from outside the model must keep its address. So hooks, and steps that wait
-    for the device or draw random numbers on the host, exclude the technique.
+    Learning rates are in device memory, so schedules work. Only the fused optimizer reads learning rates there, so the
+    technique requires this optimizer. Other constants of a graph (weight decay, dropout's p, train or eval mode,
+    tensors that were moved) cause a new capture if their change is visible. A replay runs no Python. A forward that
+    counts its calls or prints does so only at its capture. A tensor from outside the model must keep its address. So
+    hooks, and steps that wait for the device or draw random numbers on the host, exclude the technique.
 
     Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; for "often 1.2-3x"
     https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/torch-integration.html.
@@ -139,8 +139,8 @@ def why_not_captured(job: Job) -> str:
 def _why_not_this_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if not isinstance(optimizer, NativeStep) and (why_not := why_not_fusable(optimizer)):
         return (
-            "the optimizer is not flatout's fused one, which takes its learning rate from the device: "
-            f"a graph would have that as a constant. {why_not}"
+            "the optimizer is not flatout's fused one, which reads its learning rate from the device, and a graph of "
+            f"another optimizer would have its learning rate as a constant. {why_not}"
         )
     if is_patched(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks or a step of its own, and a replay runs no Python"

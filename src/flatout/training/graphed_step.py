@@ -164,7 +164,7 @@ class GraphedStep:
     def _note(self, stepper: Stepper) -> None:
         if self._constants is None:
             if stepper.scaler is not None:
-                stepper.scaler.keeps_scale_in_place = True  # its address is a constant
+                stepper.scaler.keeps_scale_in_place = True  # a graph has the scale's address
             self._constants = CaptureGuards(stepper)
         self._constants.note_writes()
 

@@ -32,7 +32,7 @@ class NonFiniteMonitor:
 
     Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,
     and bad if the scaler skipped it. The first bad loss gives a warning. Skipped updates are normal for a scaler and
-    give no warning. Warning and error name the first gradient that is not finite, if the gradients are still there.
+    give no warning. Warning and error name the first gradient that is not finite, if the gradients are still known.
 
     On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
     and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
@@ -68,8 +68,8 @@ class NonFiniteMonitor:
             batch: the batch. When training stops, the forward is repeated on this batch.
 
         Raises:
-            FloatingPointError: ``stop_after`` steps in a row were bad. The message says which gradient was the first
-                with infinities or NaNs, and where they begin in a repeated forward and backward.
+            FloatingPointError: ``stop_after`` steps in a row were bad. The message names the first gradient with
+                infinities or NaNs, and the place where a repeated forward and backward first produces them.
         """
         scaler = self._job.stepper.scaler
         if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` is that of an earlier update
@@ -87,7 +87,7 @@ class NonFiniteMonitor:
             found = _finding(lambda: first_bad_gradient(self._job, at, now=step))
             warnings.warn(f"the loss of step {at} is {bad}; {found}", RuntimeWarning, stacklevel=3)
         if self._bad >= self.stop_after:
-            # Before the repeated backward, which writes gradients.
+            # First, because the repeated backward below overwrites gradients.
             found = _finding(lambda: first_bad_gradient(self._job, step, now=step))
             raise FloatingPointError(
                 f"{self._bad} steps in a row, up to step {self._last_bad}, were infinite or NaN: "
@@ -116,7 +116,7 @@ class NonFiniteMonitor:
 
 
 def _finding(search: Callable[[], str]) -> str:
-    """Return the result of a search. An exception here must not replace the error about bad steps."""
+    """Return the result of a search. A failed search must not replace the error about bad steps."""
     try:
         return search()
     except Exception as error:
@@ -126,13 +126,13 @@ def _finding(search: Callable[[], str]) -> str:
 def first_bad_gradient(job: Job, step: int, now: int) -> str:
     """Return a sentence that names the first parameter whose gradient is not finite, in the order of the model.
 
-    It waits for the device, and reads gradients as they are: scaled by a loss scaler, and accumulated since the last
-    update.
+    The function waits for the device. It reads gradients that may be scaled by a loss scaler, and accumulated since the
+    last update.
 
     Args:
         job: the job with the gradients.
-        step: the step whose gradients are wanted.
-        now: the latest step, which has written the gradients.
+        step: number of the step with the bad loss or update.
+        now: number of the latest step, which has written the gradients.
     """
     if step != now:
         return f"its gradients are no longer known, because step {now} has overwritten them"
@@ -142,7 +142,7 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
     if _are_clipped(job, grads.values()):
         return f"the gradients of step {step} are no longer known, because clipping multiplied all of them by NaN"
     for name, grad in grads.items():
-        part = dtensor.local(grad)  # no rank waits for others, which may have finite losses
+        part = dtensor.local(grad)  # collectives would hang, because other ranks may have finite losses
         bad = _count_bad(part)
         if bad:
             shape = tuple(grad.shape)
@@ -154,7 +154,7 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
 
 
 def _are_clipped(job: Job, grads: Iterable[Tensor]) -> bool:
-    """Return whether clipping to a norm of NaN may have rewritten the gradients. A lazy update never writes them."""
+    """Return True if clipping by a NaN norm may have overwritten the gradients. A lazy update never writes them."""
     if job.spec.max_grad_norm is None:
         return False
     return not (isinstance(job.spec.optimizer, NativeStep) and all(map(gradients.is_native, grads)))

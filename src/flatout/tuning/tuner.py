@@ -83,9 +83,9 @@ class Tuner:
         return self._choices.of(technique) is None and not self._why_not_try(technique)
 
     def seconds_for(self, technique: Measured) -> float:
-        """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin.
+        """Return the estimated seconds to try a technique, or 0 if the technique is decided or no trial may begin.
 
-        A trial that does not fit in full takes all that is left.
+        If the budget has no room for a full trial, a shorter trial takes all seconds that are left.
         """
         bench = self._bench
         if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
@@ -138,14 +138,14 @@ class Tuner:
         return self._decide_loader(technique)
 
     def _check(self, technique: Measured) -> None:
-        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice rules out another that it requires."""
+        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice rules out its required technique."""
         technique.check(self._bench.job)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
-            raise NotApplicable(f"it requires the {required.title}, and {self._choices.chooser} does without that")
+            raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _required(self, technique: Measured) -> StepTechnique | None:
-        """Return the technique to turn on together with this one; None if none is required or it is on already."""
+        """Return the required technique of this one if the required technique is not on yet, else None."""
         name = technique.requires if isinstance(technique, StepTechnique) else ""
         required = next((t for t in REGISTRY if t.name == name), None)
         assert required is None or isinstance(required, StepTechnique)
@@ -221,7 +221,7 @@ class Tuner:
         return bench.keep(Decision(row, "trial", best[1].value, best[1]))
 
     def _decide_both(self, technique: StepTechnique, required: StepTechnique) -> Row:
-        """Try a technique together with one that it requires, whatever became of that one alone."""
+        """Try a technique together with a technique that it requires, even if the latter was rejected alone."""
         job = self._bench.job
         pairs = [
             PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")
@@ -236,7 +236,7 @@ class Tuner:
         return self._keep_pair(best[1], row, required, why)
 
     def _keep_pair(self, pair: PairCandidate, row: Row, companion: StepTechnique, why: str) -> Row:
-        """Keep both parts of a pair, and return the row of the first, which has the gain."""
+        """Keep both parts of a pair, and return the row of the first part, which has the gain."""
         first, second = pair.parts
         row = self._bench.keep(Decision(row, "trial", first.value, first))
         self._bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
