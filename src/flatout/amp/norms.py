@@ -20,8 +20,8 @@ def grad_norms(
     the gradients are still scaled and unclipped, and so are these norms.
 
     Args:
-        parameters: parameters, with gradients of any devices, dtypes and layouts.
-        norm_type: order of the norm. 1, 2 and inf are native, and torch computes any other.
+        parameters: parameters whose gradients may have any device, dtype and layout.
+        norm_type: order of the norm. 1, 2 and inf are native. torch computes other orders.
         inv_scale: factor of the norms, such as 1 / loss scale.
 
     Returns:

@@ -20,13 +20,18 @@ from flatout.optim.update import apply, spoils_buffers, update
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of ``update``: the scale, its growth tracker and all findings, their versions, and the schedule."""
+    """Inputs of ``GradScaler.update``, which show later whether they have changed.
+
+    Attributes:
+        tensors: the scale, its growth tracker, and every ``found_inf``.
+        numbers: versions of the tensors, growth factor, backoff factor and growth interval.
+    """
 
     tensors: list[Tensor]
     numbers: list[float]
 
     def equals(self, other: _Inputs) -> bool:
-        """Return True if both are the same tensors in the same state, and the same numbers."""
+        """Return True if the tensors are the same objects with the same versions, and the schedules are equal."""
         return self.numbers == other.numbers and all(map(operator.is_, self.tensors, other.tensors))
 
 
@@ -54,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
     keeps_scale_in_place = False
     """True to make ``update`` write to the memory of the scale, as CUDA graphs that read the scale require.
 
-    If False, ``update`` may replace the tensor. The capture of a scaler sets the attribute.
+    If False, ``update`` may replace the tensor of the scale. A scaler that is used in a capture sets this attribute.
     """
 
     _last_step_skipped: Tensor | None = None
@@ -71,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last_step_skipped
 
-    @torch.compiler.disable  # torch's is, too
+    @torch.compiler.disable  # as torch's method
     def scale(self, outputs: Any) -> Any:
         """Multiply outputs by the scale. Arguments and results are those of torch."""
         self._note_capture()
@@ -156,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         return result.skipped
 
     def _computes_natively(self, scale: Tensor) -> bool:
-        """Return False for a subclass, which may define ``update`` otherwise, and for tensors without a version."""
+        """Return False for subclasses, which may override ``update``, and for inference tensors without a version."""
         return type(self) is GradScaler and not (scale.is_inference() or torch.is_inference_mode_enabled())
 
     def _loss_scale(self, scale: Tensor, growth_tracker: Tensor) -> LossScale:
@@ -244,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_last_step_skipped", "_spare", "_computed"):  # caches and results, which are never saved
+        for name in ("_last_step_skipped", "_spare", "_computed"):  # caches and results are not saved
             state.pop(name, None)
         return state
 

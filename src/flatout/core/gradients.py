@@ -80,7 +80,7 @@ def dense(parameter: Tensor) -> Tensor | None:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the existing gradients as :func:`dense` storage."""
+    """Return the :func:`dense` storage of each gradient that is not None."""
     return [grad for grad in map(dense, parameters) if grad is not None]
 
 
@@ -149,7 +149,7 @@ def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
 
 
 def _on_dense(native_op: Callable[..., Any], grads: list[Tensor], *arguments: Any) -> Any:
-    """Call an operator that only reads gradients, on copies of those that are not dense."""
+    """Call an operator that only reads gradients, with dense copies of gradients that are not dense."""
     try:
         return native_op(grads, *arguments)
     except RuntimeError as error:
@@ -185,12 +185,12 @@ def _norm_of_one(grad: Tensor, norm_type: float) -> Tensor:
 @torch.compiler.disable
 @torch.no_grad()
 def norms(grads: Sequence[Tensor | None], inv_scale: Tensor | float | None, norm_type: float) -> Tensor:
-    """Return the norm of each gradient times ``inv_scale``, 0 for None, on the device of the first gradient.
+    """Return the norm of each gradient times ``inv_scale``, on the device of the first gradient. None has norm 0.
 
     Args:
-        grads: at least one that is not None, of any devices and dtypes; of a sparse gradient its values.
+        grads: gradients of any devices and dtypes, not all None. A sparse gradient is passed as its values.
         inv_scale: factor of the gradients (a float, or 0-dim).
-        norm_type: order of the norms. 1, 2 and inf are native; torch computes any other.
+        norm_type: order of the norms. 1, 2 and inf are native. torch computes other orders.
     """
     given = [grad for grad in grads if grad is not None]
     device = given[0].device

@@ -1,4 +1,4 @@
-"""Memory that several CUDA streams use."""
+"""CUDA memory that several streams use."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def share_with(stream: torch.cuda.Stream, batch: Any) -> None:
     """
     for tensor in tensors_within(batch):
         if tensor.is_cuda:
-            with contextlib.suppress(NotImplementedError):  # sparse and quantized tensors cannot
+            with contextlib.suppress(NotImplementedError):  # of sparse and quantized tensors
                 tensor.record_stream(stream)

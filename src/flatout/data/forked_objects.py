@@ -14,7 +14,7 @@ import torch
 
 
 def _keep() -> None:
-    """Exclude all objects of the parent from collections, if the parent has used a CUDA device."""
+    """Exclude all objects of the parent from garbage collection, if the parent has used a CUDA device."""
     if torch.cuda._is_in_bad_fork():
         gc.freeze()
 

@@ -229,7 +229,7 @@ class _PassThrough:
 
 @dataclass
 class _Entry:
-    """What came out of the loader: a batch and its copy, or an exception; and where the loader was behind it."""
+    """Batch of the loader with its copy, or an exception, and the position of the loader after this batch."""
 
     place: _Position
     batch: Any = None

@@ -1,14 +1,16 @@
 """Copies of host batches to a device on a side stream.
 
-Memory of a batch belongs to its *home*: the stream that is current when the copy is requested. The copy waits for a
-fence, an event that is recorded on the home after the allocation. So the copy runs after all work that used the memory
-before, and after work that the allocator enqueues, such as the fill of deterministic mode. The stream that takes the
-batch waits for the copy. A later user of the memory on that stream therefore comes after the copy.
+The device memory of a batch is allocated on its *home* stream. The home stream is the current stream when the copy is
+requested. With a transform, it is the side stream, because the transform reads and allocates there.
 
-``record_stream`` is called only if another stream than the home takes the batch. With a transform, the home is the side
-stream, because the transform reads and allocates there.
+The copy waits for a fence, an event that is recorded on the home stream after the allocation. So the copy runs after
+earlier work on the same memory. It also runs after work that the allocation enqueues, such as the fill of deterministic
+mode.
 
-A batch that is dropped keeps its memory until the side stream has passed its copy.
+The stream that takes the batch waits for the copy. So later work on this stream can reuse the memory safely. If this
+stream is not the home stream, ``record_stream`` is called, too.
+
+A batch that is dropped keeps its memory until the side stream has finished the copy.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from flatout.native import _host
 
 
 class Copy(Protocol):
-    """A batch on its way to the device."""
+    """Batch that is being copied to the device."""
 
     def release_sources(self) -> None:
         """Wait until the loader may overwrite the batch."""
 
     def apply(self, transform: Callable[[Any], Any]) -> None:
-        """Replace the batch by ``transform(batch)``, on the stream of the copies."""
+        """Replace the batch by ``transform(batch)``, which runs on the stream of the copies."""
 
     def take(self) -> Any:
-        """Return the batch. Work that the caller enqueues from now on sees its values."""
+        """Return the batch. Later work on the current stream sees the values of the batch."""
 
 
 class Copier(Protocol):
@@ -50,14 +52,14 @@ class Copier(Protocol):
 
 
 def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool, transforms: bool) -> Copier:
-    """Return the fastest copier that works here: native threads and CUDA streams, or torch alone.
+    """Return the fastest copier for a device: native threads and CUDA streams, or torch alone.
 
     Args:
         device: device of the copies.
         depth: batches ahead.
         ring: the result of :func:`make_ring` for ``device``.
-        fresh: the loader never writes to a pinned batch again, so pinned batches need no staging.
-        transforms: ``apply`` is called for each copy.
+        fresh: True if the loader never overwrites a pinned batch. Pinned batches then need no staging.
+        transforms: True if ``apply`` is called for each copy.
     """
     if ring is not None:
         return NativeCopier(device, depth, ring, fresh=fresh, transforms=transforms)
@@ -65,7 +67,7 @@ def make_copier(device: torch.device, depth: int, ring: Any, *, fresh: bool, tra
 
 
 def make_ring(device: torch.device) -> Any:
-    """Return pinned staging memory for :class:`NativeCopier`, or ``None`` where that class does not work."""
+    """Return pinned staging memory for :class:`NativeCopier`, or None if the class does not work on the device."""
     if device.type == "cuda" and native.has_cuda_runtime():
         return _host.Ring(device=_index_of(device))
     return None
@@ -92,7 +94,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` is bytes on the host that may be copied as they are."""
+    """Return True if ``tensor`` is a host tensor whose bytes can be copied without conversion."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
@@ -103,7 +105,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy of it without gaps, in the strides that ``.to`` would give it."""
+    """Return ``tensor`` if it is dense, else a dense copy with the strides that ``.to`` would give it."""
     if tensor.is_contiguous():
         return tensor
     like = torch.empty_like(tensor)
@@ -111,7 +113,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _allocate(batch: Any, device: torch.device) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return tensors on the device for those of a batch, and the (source, output) pairs that are yet to be copied."""
+    """Return a device tensor for each tensor of a batch, and the (source, output) pairs that still need a copy."""
     outputs: list[Tensor] = []
     pairs: list[tuple[Tensor, Tensor]] = []
     for source in tensors_of(batch):
@@ -126,12 +128,12 @@ def _allocate(batch: Any, device: torch.device) -> tuple[list[Tensor], list[tupl
 
 
 class _Copy:
-    """A batch on its way to a device without streams.
+    """Batch that is being copied to a device without streams.
 
     Args:
-        batch: the batch, with the tensors that are copied.
-        outputs: the tensors on the device, in order. The list is emptied when the batch is rebuilt with them.
-        copied: the native copy, if there is one.
+        batch: the batch with the source tensors.
+        outputs: the device tensors, in the order of the sources. Rebuilding the batch empties the list.
+        copied: the native copy, or None.
     """
 
     def __init__(self, batch: Any, outputs: list[Tensor], copied: Any = None) -> None:
@@ -157,7 +159,7 @@ class _Copy:
 
 
 class _CudaCopy(_Copy):
-    """A batch in memory of the stream ``home``, with all work on that stream."""
+    """Batch in memory of the stream ``home``. Subclasses copy on another stream."""
 
     def __init__(self, batch: Any, outputs: list[Tensor], home: torch.cuda.Stream, copied: Any = None) -> None:
         super().__init__(batch, outputs, copied)
@@ -183,13 +185,13 @@ class _CudaCopy(_Copy):
         return batch
 
     def _order(self, stream: torch.cuda.Stream) -> None:
-        """Have later work on ``stream`` wait for the copies."""
+        """Make later work on ``stream`` wait for the copies."""
         if stream != self._home:
             stream.wait_stream(self._home)
 
 
 def _home(side: torch.cuda.Stream, transforms: bool) -> torch.cuda.Stream:
-    """Return the stream that owns the next batch's memory. Its work comes after that of the current stream."""
+    """Return the home stream of the next batch, ordered after the work of the current stream."""
     current = torch.cuda.current_stream(side.device)
     if not transforms:
         return current
@@ -198,7 +200,7 @@ def _home(side: torch.cuda.Stream, transforms: bool) -> torch.cuda.Stream:
 
 
 class NativeCopier:
-    """Stages batches through the ring on a native thread, and copies them on the side stream."""
+    """Stages batches through the ring on native threads, and copies them on the side stream."""
 
     def __init__(
         self, device: torch.device, depth: int, ring: Any, *, fresh: bool = False, transforms: bool = False
@@ -208,7 +210,7 @@ class NativeCopier:
         self._transforms = transforms
         self._side = _side_stream(device) if device.type == "cuda" else None
         index = -1 if self._side is None else self._side.device.index
-        # One thread copies from memory to memory at a fraction of the speed of the bus.
+        # One thread stages more slowly than the bus transfers.
         helpers = min(4, (os.cpu_count() or 1) // 4) - 1
         self._stager = _host.Stager(ring, device=index, max_in_flight=depth + 1, helpers=max(helpers, 0))
 
@@ -227,17 +229,17 @@ class NativeCopier:
         return _NativeCopy(batch, outputs, home, copied)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], owned: Any, stream: int = 0, fence: int = 0) -> Any:
-        """Start a native copy. The stager holds the sources and ``owned`` until the device has passed the copy."""
+        """Start a native copy. The stager keeps the sources and ``owned`` alive until the device ends the copy."""
         transfers = [(source.data_ptr(), output.data_ptr(), source.nbytes) for source, output in pairs]
         return self._stager.copy(transfers, self._fresh, stream, fence, ([source for source, _ in pairs], owned))
 
     def close(self) -> None:
-        """Wait for copies under way and end the thread."""
+        """Wait for copies under way and end the threads."""
         self._stager.close()
 
 
 class _NativeCopy(_CudaCopy):
-    """A copy by the stager. The stager holds a batch that is dropped until the copy ends."""
+    """Copy by the stager. The stager keeps the memory of a dropped batch until the copy ends."""
 
     def _order(self, stream: torch.cuda.Stream) -> None:
         self._copied.block(stream.cuda_stream)
@@ -259,7 +261,7 @@ class TorchCopier:
         staged = [(self._pinned(source), output) for source, output in pairs]
         self._side.wait_stream(home)
         with torch.cuda.stream(self._side):
-            for source, output in staged:  # torch's host allocator keeps the source until the stream has passed it
+            for source, output in staged:  # torch's host allocator keeps the source until the copy ends
                 output.copy_(source, non_blocking=True)
         return _TorchCopy(batch, outputs, home, self._side.record_event(), self._side)
 
@@ -288,7 +290,7 @@ class _TorchCopy(_CudaCopy):
         stream.wait_event(self._done)
 
     def __del__(self) -> None:
-        """Keep the memory of a batch that was not taken until its copy ends."""
+        """Keep the memory of a batch that was not taken, until its copy ends."""
         if self._side != self._home:
             share_with(self._side, self._outputs)
 

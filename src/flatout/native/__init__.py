@@ -54,9 +54,9 @@ if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_avai
 
 
 def has_cuda_kernels(device: int | None = None) -> bool:
-    """True when the CUDA kernels can run: compiled in, for this device, with a driver new enough.
+    """Return True if this build has CUDA kernels that run on a device with its driver.
 
-    Warns of a driver that is too old, once per process.
+    Warns once per process if the driver is too old.
 
     Args:
         device: index of a GPU; default: the current one.
@@ -77,7 +77,7 @@ def _kernels_run(device: int) -> bool:
 def has_cuda_runtime() -> bool:
     """Return True if flatout's CUDA runtime works with the driver, as native copies and streams require.
 
-    Warns of a driver that is too old, once per process.
+    Warns once per process if the driver is too old.
     """
     is_usable = _host.cuda_usable()
     if not is_usable:

@@ -11,7 +11,10 @@ from flatout.mfu.flop_count import FlopCount
 built_with_cuda: bool
 
 def cuda_versions() -> tuple[int, int]:
-    """Return the newest CUDA that the driver supports, and flatout's own: 1000 x major + 10 x minor, 0 for none."""
+    """Return the newest CUDA version that the driver supports, and the version of flatout's CUDA runtime.
+
+    A version is 1000 x major + 10 x minor. It is 0 without a driver, and for a build without CUDA kernels.
+    """
 
 def needed_driver(runtime: int) -> int:
     """Return the oldest driver, as the newest CUDA that it supports, for kernels of a CUDA runtime."""

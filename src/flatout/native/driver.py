@@ -14,9 +14,9 @@ class OldDriver:
     """Driver that is too old for flatout's CUDA kernels.
 
     Attributes:
-        supports: newest CUDA that the driver supports, such as ``"12.4"``.
-        built_with: CUDA that flatout was built with.
-        fix: the remedy.
+        supports: newest CUDA version that the driver supports, such as ``"12.4"``.
+        built_with: CUDA version that flatout was built with.
+        fix: the remedy, as part of a sentence.
     """
 
     supports: str
@@ -46,8 +46,8 @@ def warn_of_old_driver() -> None:
     old = old_driver()
     if old is not None:
         warnings.warn(
-            f"flatout's CUDA kernels cannot run: the NVIDIA driver supports CUDA {old.supports}, flatout was built "
-            f"with CUDA {old.built_with}. torch's own operations run instead. To get the kernels, {old.fix}.",
+            f"flatout falls back to torch's operations, because the NVIDIA driver supports CUDA {old.supports} and "
+            f"flatout was built with CUDA {old.built_with}. To get flatout's CUDA kernels, {old.fix}.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,7 +1,7 @@
-"""Moments in 8 bits: block-wise dynamic quantization, as the native steps keep them (csrc/optim/dynamic8.h).
+"""Moments in 8 bits, by block-wise dynamic quantization in the format of the native steps (csrc/optim/dynamic8.h).
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). Blocks of 256 elements, in the
-order of memory, have a float32 absmax; codes are positions in the paper's dynamic map, as in bitsandbytes.
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). Each block of 256 elements, in
+memory order, has a float32 absmax. Codes are positions in the paper's dynamic map, as in bitsandbytes.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def zeros(like: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The moment called ``name`` in 8 bits.
+    """Return the moment called ``name`` in 8 bits.
 
-    Each element becomes the nearest of 256 multiples of its block's absmax, but a positive second moment never 0. A
-    block with an infinity or NaN becomes one of NaN. Computed on the CPU for devices without kernels.
+    Each element becomes the nearest of 256 multiples of its block's absmax. A positive second moment never becomes 0.
+    If a block has an infinity or NaN, all its elements become NaN. The CPU converts for devices without kernels.
 
     Args:
-        values: dense, of any float dtype and device.
-        name: of the state entry; it tells whether there is a sign.
+        values: a dense tensor of any float dtype and device.
+        name: name of the state entry, which determines whether codes have a sign.
 
     Returns:
-        ``(codes, absmax)`` on the device of ``values``: uint8 with its shape and strides, and float32 of shape
-        (ceil(numel / 256),).
+        ``(codes, absmax)`` on the device of ``values``. Codes are uint8 with the shape and strides of ``values``. The
+        absmaxes are float32 of shape (ceil(numel / 256),).
     """
     here = values.detach().to(_converter(values), torch.float32)
     codes, absmax = zeros(here, name)
@@ -87,5 +87,5 @@ def decode(codes: Tensor, absmax: Tensor, name: str) -> Tensor:
 
 
 def _converter(tensor: Tensor) -> torch.device:
-    """Return the device that converts ``tensor``."""
+    """Return the device of ``tensor`` if it has kernels, else the CPU."""
     return tensor.device if gradients.has_kernels(tensor.device) else torch.device("cpu")

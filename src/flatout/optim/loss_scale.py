@@ -30,6 +30,6 @@ class LossScale:
 def inverse(scale: Tensor) -> Tensor:
     """Return the reciprocal of a scale in float32.
 
-    torch computes it in float64, because float32 division can be imprecise under some compilers.
+    The division is in float64, as in torch, because float32 division is imprecise with some compilers.
     """
     return scale.double().reciprocal().float()

@@ -20,7 +20,7 @@ _ops = torch.ops.flatout
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update found out; 0-dim tensors on the device, or None where nothing was measured."""
+    """Findings of an update: 0-dim tensors on the device, or None if not measured."""
 
     found_inf: Tensor | None
     """float32: 1 when a gradient was inf or NaN, else 0."""
@@ -53,14 +53,15 @@ def update(
             accumulated micro-batches, or their product. A 0-dim tensor stays on its device. A ``LossScale`` stands
             for 1 / scale. Its next value is computed if all gradients are native and on its device.
         max_grad_norm: clip to this norm.
-        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN.
-            Default: when ``inv_scale`` is a tensor, that is when a gradient scaler asks.
-        unscale_grads: whether the step of a flatout optimizer writes to ``p.grad`` the gradients that it uses, even
-            after a skipped step (4 more bytes per fp32 parameter). Step pre-hooks see them unless one is float16.
+        skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN. Default:
+            True if ``inv_scale`` is a tensor or a ``LossScale``, as from a gradient scaler.
+        unscale_grads: True if the step of a flatout optimizer also writes the gradients that it uses to ``p.grad``,
+            even after a skipped step. This takes 4 more bytes per fp32 parameter. Step pre-hooks see the written
+            gradients unless one of them is float16.
 
     Returns:
-        What the check found. Both are None when there was no need to look: no gradients at all, or only a
-        float ``inv_scale``.
+        Findings of the check. All are None without gradients, and if neither ``max_grad_norm`` nor ``skip_nonfinite``
+        requires a check.
 
     Raises:
         ValueError: ``max_grad_norm`` is negative or NaN.

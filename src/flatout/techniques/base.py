@@ -206,8 +206,8 @@ class StepTechnique(Measured):
         keeps_cpu_time: True if candidates change neither the number of threads nor waits. Then CPU times of steps with
             and without a candidate are comparable.
         is_combinable: True if candidates need no setup and switch in less than a step. Trials try them in combinations.
-        requires: name of an earlier technique without which candidates do not work; empty if there is none. While that
-            technique is off, trials turn on both.
+        requires: name of an earlier technique that candidates need; empty if there is none. If the earlier technique is
+            off, trials turn on both.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
         reorders_memory: True if activations have another order in memory, because torch draws random numbers in that

@@ -16,10 +16,10 @@ class Candidate(Toggle):
 
     Attributes:
         value: ``techniques={name: value}`` forces this candidate; a plan stores the value.
-        failure: reason why the change has stopped working while it was on; empty while it works.
-        steps_to_record: steps of each batch until the candidate replays again after state was restored, if it records
-            steps and replays them; else 0.
-        steps_to_switch: untimed steps until the candidate runs at its speed after it was turned on.
+        failure: reason why the candidate has stopped working while it was on; empty while it works.
+        steps_to_record: steps that each batch needs after a restore of state before the candidate replays again. 0 for
+            candidates that do not record steps.
+        steps_to_switch: untimed steps that the candidate needs after it is turned on to reach its full speed.
         moves_storage: True if parameters have other storage while the candidate is on.
     """
 
@@ -73,7 +73,7 @@ class PairCandidate(Candidate):
         self.label = label
         self.value = (first.value, second.value)
         self.parts = (first, second)
-        # Turning the other part off drops the recordings.
+        # Turning off one part drops the recorded steps of the other, so each switch records again.
         self.steps_to_record = self.steps_to_switch = max(part.steps_to_record for part in self.parts)
 
     @property

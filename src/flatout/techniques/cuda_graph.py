@@ -77,11 +77,11 @@ class CudaGraph(StepTechnique):
     When it helps: the GPU waits for kernel launches, as in steps of many small kernels. When it hurts: a graph has its
     own memory for a step, and copies each batch. Large kernels gain nothing.
 
-    Learning rates are in device memory, so schedules work. Only the fused optimizer reads them there, so the technique
-    requires it. Other constants of a graph (weight decay, dropout's p, train or eval mode, tensors that were moved)
-    cause a new capture if their change is visible. A replay runs no Python: a forward that counts its calls or prints
-    does so only at its capture. A tensor from outside the model must keep its address. So hooks, and steps that wait
-    for the device or draw random numbers on the host, exclude the technique.
+    Learning rates are in device memory, so schedules work. Only the fused optimizer reads learning rates there, so the
+    technique requires this optimizer. Other constants of a graph (weight decay, dropout's p, train or eval mode,
+    tensors that were moved) cause a new capture if their change is visible. A replay runs no Python. A forward that
+    counts its calls or prints does so only at its capture. A tensor from outside the model must keep its address. So
+    hooks, and steps that wait for the device or draw random numbers on the host, exclude the technique.
 
     Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; for "often 1.2-3x"
     https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/torch-integration.html.

@@ -68,8 +68,8 @@ class NonFiniteMonitor:
             batch: the batch. When training stops, the forward is repeated on this batch.
 
         Raises:
-            FloatingPointError: ``stop_after`` steps in a row were bad. The message says which gradient was the first
-                with infinities or NaNs, and where they begin in a repeated forward and backward.
+            FloatingPointError: ``stop_after`` steps in a row were bad. The message names the first gradient with
+                infinities or NaNs, and the place where a repeated forward and backward first produces them.
         """
         scaler = self._job.stepper.scaler
         if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` is that of an earlier update
@@ -87,7 +87,7 @@ class NonFiniteMonitor:
             found = _finding(lambda: first_bad_gradient(self._job, at, now=step))
             warnings.warn(f"the loss of step {at} is {bad}; {found}", RuntimeWarning, stacklevel=3)
         if self._bad >= self.stop_after:
-            # Before the repeated backward, which writes gradients.
+            # First, because the repeated backward below overwrites gradients.
             found = _finding(lambda: first_bad_gradient(self._job, step, now=step))
             raise FloatingPointError(
                 f"{self._bad} steps in a row, up to step {self._last_bad}, were infinite or NaN: "
@@ -116,7 +116,7 @@ class NonFiniteMonitor:
 
 
 def _finding(search: Callable[[], str]) -> str:
-    """Return the result of a search. An exception here must not replace the error about bad steps."""
+    """Return the result of a search. A failed search must not replace the error about bad steps."""
     try:
         return search()
     except Exception as error:
@@ -131,8 +131,8 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
 
     Args:
         job: the job with the gradients.
-        step: the step whose gradients are wanted.
-        now: the latest step, which has written the gradients.
+        step: number of the step with the bad loss or update.
+        now: number of the latest step, which has written the gradients.
     """
     if step != now:
         return f"its gradients are no longer known, because step {now} has overwritten them"

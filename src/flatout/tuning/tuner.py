@@ -83,7 +83,7 @@ class Tuner:
         return self._choices.of(technique) is None and not self._why_not_try(technique)
 
     def seconds_for(self, technique: Measured) -> float:
-        """Return the estimated seconds to try a technique; 0 if it is decided, or no trial of it may begin.
+        """Return the estimated seconds to try a technique, or 0 if the technique is decided or no trial may begin.
 
         A trial that does not fit takes the rest of the budget.
         """
@@ -145,7 +145,7 @@ class Tuner:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _required(self, technique: Measured) -> StepTechnique | None:
-        """Return the technique to turn on together with this one; None if none is required or it is on already."""
+        """Return the required technique of this one if the required technique is not on yet, else None."""
         name = technique.requires if isinstance(technique, StepTechnique) else ""
         required = next((t for t in REGISTRY if t.name == name), None)
         assert required is None or isinstance(required, StepTechnique)
@@ -236,7 +236,7 @@ class Tuner:
         return self._keep_pair(best[1], row, required, why)
 
     def _keep_pair(self, pair: PairCandidate, row: Row, companion: StepTechnique, why: str) -> Row:
-        """Keep both parts of a pair, and return the row of the first, which has the gain."""
+        """Keep both parts of a pair, and return the row of the first part, which has the gain."""
         first, second = pair.parts
         row = self._bench.keep(Decision(row, "trial", first.value, first))
         self._bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
