@@ -22,6 +22,11 @@ def usable_cores() -> int:
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
+def copy_threads() -> int:
+    """Return the number of threads that copy batches in memory: half of the usable cores, at least 1 and at most 4."""
+    return min(4, max(1, usable_cores() // 2))
+
+
 def cpu_name() -> str:
     """Return the processor's model name, or its architecture if the system reports no name."""
     lines = text_of(_PROC / "cpuinfo").splitlines()

@@ -17,6 +17,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from flatout.core.batches import to_device
+from flatout.core.machine import copy_threads
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
@@ -106,7 +107,8 @@ class InMemoryLoader(Forwarding):
         depth: batches gathered ahead, >= 1. A user's own sampler is called only when a batch is requested, because its
             random draws are unknown. The same holds for torch's samplers where the next indices would advance a
             generator of the user's.
-        threads: gathering threads besides the thread that waits for a batch. Default: one per four cores, at most four.
+        threads: gathering threads besides the thread that waits for a batch. Default: one per two usable
+            cores, at most four.
         device: copy the data to this device once and gather there, so that batches are on the device. Later changes of
             the dataset's tensors have no effect. Default: the data stays where it is.
 
@@ -194,7 +196,7 @@ class InMemoryLoader(Forwarding):
         self.loader = loader
         self.progress = Progress(loader)
         self.depth = depth
-        self.threads = min(4, max(1, (os.cpu_count() or 1) // 4)) if threads is None else threads
+        self.threads = copy_threads() if threads is None else threads
         self._columns = columns
         self._assemble = assemble
         self._rows = rows

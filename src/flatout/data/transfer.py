@@ -15,7 +15,6 @@ A batch that is dropped keeps its memory until the side stream has finished the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from flatout import native
 from flatout.core.batches import map_tensors, tensors_of
+from flatout.core.machine import copy_threads
 from flatout.core.streams import share_with
 from flatout.native import _host
 
@@ -210,9 +210,8 @@ class NativeCopier:
         self._transforms = transforms
         self._side = _side_stream(device) if device.type == "cuda" else None
         index = -1 if self._side is None else self._side.device.index
-        # One thread stages more slowly than the bus transfers.
-        helpers = min(4, (os.cpu_count() or 1) // 4) - 1
-        self._stager = _host.Stager(ring, device=index, max_in_flight=depth + 1, helpers=max(helpers, 0))
+        helpers = copy_threads() - 1  # one thread stages more slowly than the bus transfers
+        self._stager = _host.Stager(ring, device=index, max_in_flight=depth + 1, helpers=helpers)
 
     def start(self, batch: Any) -> Copy:
         """Begin to copy the tensors of ``batch``. An allocation that fails raises here and changes nothing."""
