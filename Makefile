@@ -176,10 +176,15 @@ build/wheel/.done: pyproject.toml $(native) $(python) $(VENV)/.torch
 	$(@D)/bin/python $(PIP) --force-reinstall --no-deps build/wheel/*.whl
 	@touch $@
 
-# From an empty folder: what is tested is the installed wheel.
+# The sources compile with the headers of each torch, because a GPU machine builds with the torch that it has. The
+# tests run in an empty folder, so that they import the installed wheel.
 .PHONY: $(TORCHES:%=test-torch-%)
 $(TORCHES:%=test-torch-%): test-torch-%: .venvs/torch-%/.ready
 	mkdir -p build/torch-$*
+	$(VENV)/bin/cmake -S . -B build/torch-$*/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(<D)/bin/python -DFLATOUT_CUDA_ARCHS='$(ARCHS)' \
+	  -Dpybind11_DIR=$$($(VENV)/bin/python -m pybind11 --cmakedir)
+	$(VENV)/bin/cmake --build build/torch-$*/cmake --target flatout_ops
 	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -c '$(print_flatout)'
 	cd build/torch-$* && $(CURDIR)/$(<D)/bin/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
 	  -p no:cacheprovider $(PARALLEL) $(ARGS) $(CURDIR)/tests

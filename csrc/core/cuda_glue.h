@@ -31,7 +31,7 @@ class CudaScope {
     const CurrentStream current_stream = current_stream_function();
     STD_TORCH_CHECK(current_stream != nullptr, "this build of torch has no CUDA streams");
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(current_stream(leader.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(current_stream(leader.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
     // torch's runtime and our static one each keep a current device: set ours too.
     check_cuda(cudaSetDevice(leader.get_device_index()), "cudaSetDevice");

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <initializer_list>
@@ -55,7 +56,7 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
 
 inline int32_t device_type(const Tensor& tensor) {
   int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   return type;
 }
 
@@ -67,7 +68,7 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
 inline bool has_memory(const Tensor& tensor, int64_t numel, std::size_t element_size) {
   if (numel == 0) return true;
   int64_t bytes = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   return (tensor.storage_offset() + numel) * static_cast<int64_t>(element_size) <= bytes;
 }
 

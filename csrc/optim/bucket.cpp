@@ -18,7 +18,7 @@ bool is_16_bit(ScalarType dtype) { return dtype == ScalarType::Half || dtype == 
 bool is_strided(const Tensor& tensor) {
   static const int32_t strided = aoti_torch_layout_strided();
   int32_t layout = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   return layout == strided;
 }
 
@@ -28,7 +28,7 @@ TensorList aliases_of(const TensorList& tensors) {
   aliases.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
     StableIValue stack[] = {torch::stable::detail::from(tensor)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::detach", "", stack, TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::detach", "", stack, TORCH_ABI_VERSION));
     aliases.push_back(torch::stable::detail::to<Tensor>(stack[0]));
   }
   return aliases;
