@@ -86,6 +86,7 @@ def gpus() -> Iterator[Facts]:
 
 def _gpu(index: int, properties: Any) -> dict[str, Any]:
     built_for, major, minor = torch.cuda.get_arch_list(), properties.major, properties.minor
+    old_driver = native.old_driver()
     return {
         "model": f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, sm_{major}{minor}",
         "architecture": f"sm_{major}{minor}",
@@ -94,8 +95,8 @@ def _gpu(index: int, properties: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "built_for": ", ".join(built_for),
         "cannot_run_torch": not _runs_code(built_for, major, minor),
-        "cannot_run_kernels": native.BUILT_WITH_CUDA and not native.has_cuda_kernels(index),
-        "old_driver": native.old_driver(),
+        "cannot_run_kernels": native.BUILT_WITH_CUDA and bool(old_driver or not native.has_cuda_kernels(index)),
+        "old_driver": old_driver,
         "without_data_sheet": gpu_of(properties.name.partition(" MIG ")[0]) is None,
     }
 
