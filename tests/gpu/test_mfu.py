@@ -116,6 +116,7 @@ def train_marked(counter: MfuCounter, steps: int, between: Callable[[], object] 
 
 def test_phases_are_the_devices_own_times() -> None:
     counter = MfuCounter(device="cuda", phases_every=1)
+    busy(1000)  # the host queues all steps meanwhile, so that the device never waits for a slow host
     train_marked(counter, 10)
     torch.cuda.synchronize()
     phases = counter.total.phases
