@@ -470,7 +470,8 @@ def tune(loss_fn):
 def test_a_notebook_has_one_line_that_is_replaced() -> None:
     cells = TUNING, "tune(functional.cross_entropy)", "tune(lambda *_: 1 / 0)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = Watched(notebook, timeout=300, kernel_name="python3", allow_errors=True)
+    root = {"metadata": {"path": str(Path(__file__).parents[2])}}  # from which the kernel imports `tests`
+    client = Watched(notebook, timeout=300, kernel_name="python3", allow_errors=True, resources=root)
     client.execute()
     outputs = [cell.outputs for cell in notebook.cells]
     assert outputs[0] == []
