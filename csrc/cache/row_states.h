@@ -14,7 +14,7 @@ class RowStates {
  public:
   RowStates(std::uint8_t* states, std::size_t rows) noexcept : states_(states), rows_(rows) {}
 
-  // True if the caller is to write the row: it is the first to claim it.
+  // True for the first caller that claims the row. This caller must write the row.
   bool claim(std::size_t row) const {
     std::uint8_t expected = empty;
     return at(row).compare_exchange_strong(expected, claimed, std::memory_order_acq_rel,

@@ -138,7 +138,8 @@ inline void check_apart(std::initializer_list<NamedList> lists) {
                     "] and ", extents[i].name, "[", extents[i].tensor, "] share memory");
 }
 
-// Checks that a tensor is one number on the device of `leader`. `is_dtype`: it has one of the `dtypes`.
+// Checks that a tensor is one number on the device of `leader`. `is_dtype` is true if its dtype is one of
+// `dtypes`, which the error names.
 inline void check_number(const Tensor& tensor, bool is_dtype, const char* dtypes, const char* name,
                          const Tensor& leader) {
   STD_TORCH_CHECK(is_dtype && tensor.numel() == 1, name, " must be one ", dtypes, " number, got ",

@@ -4,8 +4,8 @@
 // output's dtype. The bits are those of torchvision's ToTensor and Normalize on a CPU. Both divisions are
 // products with a reciprocal in two floats:
 //   x / 255: correctly rounded for all 256 values, as can be checked.
-//   y / std: within 2^-47 of the quotient, and so one of the two floats around the quotient. Among 768
-//   million results, 135 were the wrong float. One correction by the remainder gives the nearest float
+//   y / std: the error is below 2^-47, so the result is one of the two floats next to the quotient. 135 of
+//   768 million results were the farther float. One correction by the remainder gives the nearer float
 //   (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
 //
 // The memory of an H200 allows 7 elements per clock and SM. On this GPU, these 8 operations take 56 of the

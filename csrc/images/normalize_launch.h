@@ -1,4 +1,4 @@
-// normalize_launch.h: the CUDA launcher of normalizing images. Includes no torch header.
+// normalize_launch.h: the CUDA launcher of image normalization. Includes no torch header.
 #pragma once
 
 #include "core/cuda_launch.h"

@@ -1,5 +1,6 @@
 // fast_call.h: methods that every training step calls, bound without pybind11. Its dispatch takes 0.2 us in a
-// tight loop, but 3 to 4 us in a training step, which evicts it from the caches. These calls take a tenth.
+// tight loop, but 3 to 4 us in a training step, whose work evicts pybind11's code from the caches. These
+// calls take a tenth.
 #pragma once
 
 #include <pybind11/pybind11.h>

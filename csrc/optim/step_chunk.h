@@ -7,7 +7,7 @@
 
 namespace flatout {
 
-// Work of a kernel beside the rule. Work that a kernel lacks costs no registers.
+// Work of a kernel in addition to the rule. Kernels without this work need fewer registers.
 enum class Kind {
   kPlain,
   kExtended /* averages, 16-bit companions */,

@@ -28,8 +28,8 @@ inline StepTable table_at(void* image, std::size_t tensors) {
           reinterpret_cast<const uint32_t*>(first_tensor + tensors * sizeof(FlatTensor))};
 }
 
-// The tensors of one launch: as many as have room for their gradients among the arguments. 1 KiB is left for
-// other arguments.
+// The tensors of one launch. Addresses of their gradients are kernel arguments, which limits the number of
+// tensors. 1 KiB is left for other arguments.
 template <int Capacity = (kArgumentBytes - 1024) / 8>
 struct StepBatch {
   static constexpr uint32_t kCapacity = Capacity;

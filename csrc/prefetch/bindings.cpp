@@ -1,5 +1,5 @@
-// bindings.cpp: Ring, Columns and Stager for Python. Waits release the GIL, and threads of the stager never
-// take it.
+// bindings.cpp: Ring, Columns and Stager for Python. Waits release the GIL, and threads of the stager run
+// without the GIL.
 #include "prefetch/bindings.h"
 
 #include <pybind11/stl.h>

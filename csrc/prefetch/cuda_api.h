@@ -21,10 +21,11 @@ bool usable() noexcept;
 // First call of each thread of the prefetcher. Makes `device` current, and binds the thread to CPUs on its
 // NUMA node. Later calls of the thread do not break a CUDA graph that the user captures.
 void enter_thread(int device);
-// A non-blocking stream, which lives as long as the process. Streams of torch's pool are shared after 32.
+// Creates a non-blocking stream, which lives until the process ends. torch's pool has 32 streams and hands
+// each out several times, so other work could delay the copies.
 Stream create_stream(int device);
 
-// Memory pinned in the context of `device`. A context on the current device could cost its memory.
+// Pins memory in the context of `device`. A context on another device would take memory of that device.
 void* allocate_pinned(std::size_t bytes, int device);
 void free_pinned(void* data, int device) noexcept;
 bool is_pinned(const void* data);

@@ -70,8 +70,9 @@ Slot Ring::acquire(std::size_t bytes) {
     std::deque<std::unique_ptr<HostBuffer>> freed;  // freed after the lock is released
     const std::lock_guard lock(state_->mutex);
     freed.swap(state_->surplus);
-    // The smallest that fits, but not one that is much too large. A user who keeps the labels of all batches
-    // would keep buffers of the size of images. The newest of equal ones is most likely still in the cache.
+    // Takes the smallest buffer that fits, but no buffer that is much too large. Otherwise a user who keeps
+    // the labels of all batches would keep buffers of the size of images. Among equal buffers, the newest is
+    // most likely still in the cache.
     auto best = state_->idle.rend();
     for (auto it = state_->idle.rbegin(); it != state_->idle.rend(); ++it) {
       const std::size_t capacity = (*it)->capacity();

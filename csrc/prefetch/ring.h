@@ -33,15 +33,15 @@ using Slot = std::shared_ptr<HostBuffer>;
 
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
-  // Buffers pinned for `device`, or of ordinary memory for host_device. Keeps at most `max_idle` returned
-  // buffers, and frees the oldest of more. A free of pinned memory waits for the device, so it is left to the
-  // next thread that acquires a buffer.
+  // Buffers are pinned for `device`, or ordinary memory for host_device. At most `max_idle` returned buffers
+  // are kept, the newest. A free of pinned memory waits for the device, so the next thread that acquires a
+  // buffer frees the others.
   Ring(int device, std::size_t max_idle);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Never waits for a buffer: allocates one if all are in use.
+  // Allocates a buffer if all are in use, so it never waits for a buffer.
   Slot acquire(std::size_t bytes);
   void clear();                     // frees the idle buffers
   std::size_t allocations() const;  // buffers made so far

@@ -14,7 +14,7 @@ namespace {
 // Alignment of device copies, for the copy engine. Leaves of a batch share no cache line.
 constexpr std::size_t staging_alignment = 256;
 
-// Bytes that a thread gathers at a time, or one row if it is longer: large enough that scheduling costs
+// Bytes that a thread gathers at a time. A longer row is gathered whole. Large enough that scheduling costs
 // little, small enough that close() and the last part take little time.
 constexpr std::size_t part_bytes = std::size_t{128} * 1024;
 // A smaller batch is gathered in less time than a thread takes to start, so next(iter(loader)) starts none.

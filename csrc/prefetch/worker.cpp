@@ -204,7 +204,7 @@ void Worker::close() noexcept {
   state_->wake.notify_all();
   for (auto& thread : threads) thread.join();
   {
-    // A second caller, too, returns only after the last task has ended.
+    // If two threads close the worker, both return after the last task has ended.
     std::unique_lock lock(state_->mutex);
     state_->joined = state_->joined || first;
     state_->still.notify_all();

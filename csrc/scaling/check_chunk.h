@@ -6,7 +6,8 @@
 
 namespace flatout {
 
-// Chunks that one block checks. Two of 16-bit gradients, so that all blocks read the same number of bytes.
+// Number of chunks that one block checks. It is 2 for 16-bit gradients, so that all blocks read equally many
+// bytes.
 template <class T>
 inline constexpr uint32_t kChunksOfBlock = sizeof(T) == 2 ? 2 : 1;
 

@@ -1,11 +1,12 @@
-// counter.h: a counter in global memory, which finds the block of a launch that finishes last.
+// counter.h: a counter in global memory. The last block of a launch finds by it that all others have
+// finished.
 #pragma once
 
 #include <cstdint>
 
 namespace flatout {
 
-// Counters in a device's code, one per stream: more than torch has streams.
+// Number of counters in a device's code. Each stream takes one, and torch has fewer streams.
 inline constexpr uint32_t kKeptCounters = 1024;
 
 // The counter is 0 before the first launch and after the last.

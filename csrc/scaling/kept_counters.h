@@ -1,4 +1,5 @@
-// kept_counters.h: the counter of a call's launches, either one kept per stream or one in the call's memory.
+// kept_counters.h: chooses the counter of a call: the kept counter of its stream, or one in the call's
+// memory.
 #pragma once
 
 #include <map>
@@ -11,7 +12,8 @@
 
 namespace flatout {
 
-// Numbers of the counters in the device's code. A stream has one, because its kernels run one after another.
+// Numbers of the counters in the device's code. One per stream is enough, because kernels of a stream run one
+// after another.
 class KeptCounters {
  public:
   static KeptCounters& instance() {

@@ -26,7 +26,7 @@ struct LossScale {
     if (found_inf) next = static_cast<float>(next * backoff_factor);
     if (grows) {
       const auto grown = static_cast<float>(next * growth_factor);
-      if (grown - grown == 0) next = grown;  // not if it overflows
+      if (grown - grown == 0) next = grown;  // keeps the scale if the product overflows
     }
     *next_scale = next;
     *next_growth_tracker = grows ? 0 : static_cast<int32_t>(successful);

@@ -1,4 +1,4 @@
-// norms.h: the state that all launches of one call for norms share, and its result.
+// norms.h: the state that all launches of one call of grad_norms share, and the result of the call.
 #pragma once
 
 #include "scaling/conclusion.h"

@@ -76,7 +76,7 @@ def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Seq
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.emulated_cuda.unsupported", "-p", "no:cacheprovider"]
     begun = time.perf_counter()
     try:
-        # `--capture=fd` would lose the message that the emulated runtime writes before it ends the process.
+        # The emulated runtime may end the process after a message on stderr. pytest's `--capture=fd` would lose it.
         ended = subprocess.run(
             [*command, "--capture=sys", f"--junitxml={report}", str(file), *arguments],
             cwd=ROOT,

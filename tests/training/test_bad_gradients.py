@@ -1,4 +1,4 @@
-"""Name of the first gradient with an inf or NaN, or the reason why this gradient is unknown."""
+"""Messages that name the first gradient with an inf or NaN, or explain why they name none."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class GradCheck:
     grad_factor: Tensor
     """``inv_scale`` x clip coefficient: the factor for each gradient."""
     skipped: Tensor | None = None
-    """``found_inf`` as bool, of a check that also computes the next loss scale; else None."""
+    """``found_inf`` as bool. None, unless the check also computes the next loss scale."""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -71,7 +71,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter, or None. Of a sparse gradient, coalesce it and return its values."""
+    """Return the gradient of a parameter, or None. A sparse gradient is coalesced, and its values are returned."""
     grad = parameter.grad
     if grad is None or not grad.is_sparse:
         return grad
@@ -149,7 +149,7 @@ def _norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
 
 
 def _on_dense(native_op: Callable[..., Any], grads: list[Tensor], *arguments: Any) -> Any:
-    """Call an operator that only reads gradients, with dense copies of gradients that are not dense."""
+    """Call an operator that only reads gradients. Gradients with gaps in memory are copied first."""
     try:
         return native_op(grads, *arguments)
     except RuntimeError as error:

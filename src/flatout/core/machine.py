@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -22,8 +23,12 @@ def usable_cores() -> int:
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
+@functools.cache
 def copy_threads() -> int:
-    """Return the number of threads that copy batches in memory: half of the usable cores, at least 1 and at most 4."""
+    """Return the number of threads that copy batches in memory: half of the usable cores, at least 1 and at most 4.
+
+    Each epoch asks for the number, and finding the cores reads a file per CPU. So the first result is kept.
+    """
     return min(4, max(1, usable_cores() // 2))
 
 

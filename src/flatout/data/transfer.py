@@ -38,7 +38,7 @@ class Copy(Protocol):
         """Replace the batch by ``transform(batch)``, which runs on the stream of the copies."""
 
     def take(self) -> Any:
-        """Return the batch. Later work on the current stream sees the values of the batch."""
+        """Return the batch. Work that is queued later on the current stream runs after the copies."""
 
 
 class Copier(Protocol):

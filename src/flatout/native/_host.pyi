@@ -17,7 +17,7 @@ def cuda_versions() -> tuple[int, int]:
     """
 
 def needed_driver(runtime: int) -> int:
-    """Return the oldest driver, as the newest CUDA that it supports, for kernels of a CUDA runtime."""
+    """Return the oldest driver for kernels of a CUDA runtime. A driver counts as the newest CUDA that it supports."""
 
 # Address, Extent and Handle cannot be checked and are trusted. Wrong values of other arguments raise.
 Address = int

@@ -11,7 +11,7 @@ from torch import Tensor
 class LossScale:
     """Loss scale on a device, the rule for its next value, and memory for the next value.
 
-    The rule is that of ``torch._amp_update_scale_``. Each tensor has one element.
+    ``torch._amp_update_scale_`` defines the rule. Each tensor has one element.
     """
 
     scale: Tensor

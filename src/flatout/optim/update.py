@@ -27,7 +27,7 @@ class UpdateResult:
     grad_norm: Tensor | None
     """2-norm of the unscaled gradients before clipping."""
     skipped: Tensor | None = None
-    """``found_inf`` as bool, if the check also computed the next loss scale; else None."""
+    """``found_inf`` as bool. None, unless the check also computed the next loss scale."""
 
 
 @torch.compiler.disable

@@ -138,14 +138,14 @@ class Tuner:
         return self._decide_loader(technique)
 
     def _check(self, technique: Measured) -> None:
-        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice turns off one that it requires."""
+        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice turns off its required technique."""
         technique.check(self._bench.job)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _required(self, technique: Measured) -> StepTechnique | None:
-        """Return the required technique of this one if the required technique is not on yet, else None."""
+        """Return the technique that this one requires, or None if that technique is on or nothing is required."""
         name = technique.requires if isinstance(technique, StepTechnique) else ""
         required = next((t for t in REGISTRY if t.name == name), None)
         assert required is None or isinstance(required, StepTechnique)
@@ -221,7 +221,7 @@ class Tuner:
         return bench.keep(Decision(row, "trial", best[1].value, best[1]))
 
     def _decide_both(self, technique: StepTechnique, required: StepTechnique) -> Row:
-        """Try a technique together with one that it requires, also if that one did not pay alone."""
+        """Try a technique together with its required technique, even if the required technique did not pay alone."""
         job = self._bench.job
         pairs = [
             PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")

@@ -1,4 +1,4 @@
-// codes.h: the table of all 256 numbers in 8 bits, by their definition (optim/dynamic8.h).
+// codes.h: the table of the 256 numbers that codes stand for, by the definition in optim/dynamic8.h.
 #pragma once
 
 #include <algorithm>

@@ -138,7 +138,8 @@ class DefinitionCheck {
     if (!is_near(got, expected, rounding)) fail(name, t, i, got, expected);
   }
 
-  // The computation rounds before the last rounding, by some units of the compute type, of numbers around 1.
+  // Allows the error of the last rounding, and 16 rounding errors of the computation, relative to 1 +
+  // expected.
   static bool is_near(double got, double expected, double rounding) {
     const double computing = 16 * rounding_error<Acc>() * (1 + std::abs(expected));
     if (std::isnan(expected)) return std::isnan(got);

@@ -25,7 +25,8 @@ inline Region scalar_of(double value, Where where) {
   return where == Where::kDouble ? region_of<double>({value}) : region_of<float>({static_cast<float>(value)});
 }
 
-// Random tensors: weights and gradients around 0, possible states of an optimizer, random codes.
+// Makes random tensors. Weights and gradients are around 0, states are valid for an optimizer, and codes are
+// random bytes.
 template <class T>
 Regions make_regions(const StepTest& test) {
   using Acc = flatout::compute_t<T>;

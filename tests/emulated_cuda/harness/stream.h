@@ -1,4 +1,4 @@
-// stream.h: a stream of a device. The device is current while the stream exists.
+// stream.h: creates a stream of a device, and makes the device current until the stream is destroyed.
 #pragma once
 
 #include "core/cuda_launch.h"

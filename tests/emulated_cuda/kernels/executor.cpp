@@ -123,8 +123,8 @@ struct Fiber {
   int width = 0;
   alignas(16) unsigned char sent[16], received[16];
   unsigned passed_operations = 0;  // of the warp, with it as the first lane
-  // For ThreadSanitizer: a fiber that does the thread's atomic operations, and is ordered only after the
-  // thread's last fence.
+  // A second fiber for ThreadSanitizer, which does the atomic operations of this thread. It is ordered only
+  // after the thread's last fence.
   void* courier = nullptr;
   char fence = 0, courier_end = 0;    // their addresses stand for synchronizations
   const void* read_atomic = nullptr;  // the last one

@@ -149,8 +149,9 @@ bool Runtime::blocking_stream_captures(int device) const {
   });
 }
 
-// The rules of cudaThreadExchangeStreamCaptureMode. A capture in mode "global" prohibits unsafe calls of all
-// threads in that mode. Any capture that is not relaxed prohibits unsafe calls of its own thread.
+// The rules of cudaThreadExchangeStreamCaptureMode. A thread that captures must not make unsafe calls, unless
+// the capture is relaxed. During a capture in mode "global", other threads in mode "global" must not make
+// unsafe calls, either.
 cudaError_t Runtime::refuse_in_capture() {
   if (capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   for (Stream* stream : streams) {

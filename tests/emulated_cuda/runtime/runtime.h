@@ -38,7 +38,7 @@ struct Work {
   std::string name;
   std::function<void()> run;
   unsigned devices;                        // whose memory it may access
-  std::optional<Clock::duration> lasts{};  // on the device's clock; none: the real time
+  std::optional<Clock::duration> lasts{};  // time on the device's clock; none: the real time
 };
 
 struct Operation {
@@ -101,7 +101,7 @@ struct Settings {
   int driver = 13000;       // EMULATED_CUDA_DRIVER: version of the driver
   int runtime = CUDART_VERSION;               // EMULATED_CUDA_RUNTIME: reported version of the runtime
   std::size_t memory = std::size_t{4} << 30;  // bytes of each device
-  std::string pci_bus_id;  // EMULATED_CUDA_PCI_BUS_ID: of all devices; empty: one for each device
+  std::string pci_bus_id;  // EMULATED_CUDA_PCI_BUS_ID: ID of all devices; empty: a different ID for each
   bool prints = false;     // EMULATED_CUDA_PRINT: each operation to stderr
   static Settings read();
 };

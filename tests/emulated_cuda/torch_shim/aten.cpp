@@ -31,7 +31,7 @@ using at::IValue;
 using at::Tensor;
 using torch::jit::Stack;
 
-// Keys of kernels alone. Autograd, autocast and modes have run before.
+// Dispatch keys of kernels. Autograd, autocast and modes have run before.
 class KernelsAlone {
   const c10::InferenceMode normal_{false};
   const c10::impl::ExcludeDispatchKeyGuard guard_{
@@ -177,7 +177,8 @@ class Invocation {
   }
 
  private:
-  // The argument that is also a result, of in-place operators and `out=`.
+  // Index of the argument that the operator returns as this result. In-place operators and `out=` return
+  // arguments.
   std::optional<std::size_t> argument_of(const c10::Argument& result) const {
     if (!is_written(result)) return std::nullopt;
     const auto& arguments = op_.schema().arguments();
@@ -298,7 +299,7 @@ class Invocation {
 
   c10::OperatorHandle op_;
   Stack arguments_, results_;                         // results: those that are no arguments
-  std::vector<std::optional<std::size_t>> returned_;  // the argument that is also a result
+  std::vector<std::optional<std::size_t>> returned_;  // for each result, the index of the argument that it is
   std::optional<c10::Device> device_;
   std::optional<std::size_t> generator_;
   std::optional<at::PhiloxCudaState> random_;
