@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples, tune
 from flatout.data.loader_class import base_of, is_plain, overridden, why_not_plain
 from flatout.data.loaders import LoaderPosition, first_batches, why_not_resized, with_batch_size
+from tests.frameworks import imported
 from tests.loaders import (
     WITH_BASE,
     WITHOUT_BASE,
@@ -173,8 +174,8 @@ def test_other_loaders_are_neither_resized_nor_gathered(name):
 
 
 def accelerated(samples, seedable):
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    data_loader = imported("accelerate.data_loader")
+    imported("accelerate").Accelerator(cpu=True)
     loader = DataLoader(samples, batch_size=4, shuffle=True)
     made = data_loader.prepare_data_loader(loader, put_on_device=True, use_seedable_sampler=seedable, data_seed=1)
     assert type(made) is data_loader.DataLoaderShard
@@ -182,7 +183,7 @@ def accelerated(samples, seedable):
 
 
 def of_timm(samples, name):
-    loader = pytest.importorskip("timm.data.loader")
+    loader = imported("timm.data.loader")
     if name == "MultiEpochsDataLoader":
         return loader.MultiEpochsDataLoader(samples, batch_size=4, shuffle=True)
     pairs = [(sample.expand(3, 2, 2).byte(), int(sample)) for sample in samples]

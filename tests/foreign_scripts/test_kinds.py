@@ -17,6 +17,7 @@ import pytest
 
 from flatout.autotune.allowance import SHARE
 from flatout.autotune.module_tuning import FIRST_UPDATES
+from tests.frameworks import imported
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +133,7 @@ def worst(losses: list[dict[str, float]], expected: list[dict[str, float]]) -> f
 def test_a_script_trains_as_by_python_and_is_tuned(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     for package in kind.packages:
-        pytest.importorskip(package)
+        imported(package)
     plain = ran(name, PLAIN, tmp_path / "plain")
     assert plain.status == 0, plain.errors
     assert plain.losses

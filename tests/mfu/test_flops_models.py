@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from flatout.mfu import count_flops
+from tests.frameworks import imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model here is built from its sizes
 
@@ -33,16 +34,7 @@ def strict():
 
 @pytest.fixture
 def transformers():
-    torchvision_models()  # transformers imports it too, and breaks with one for another torch
-    return pytest.importorskip("transformers")
-
-
-def torchvision_models():
-    try:  # one that was built for another torch raises RuntimeError
-        from torchvision import models
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs a torchvision for torch {torch.__version__}: {error}")
-    return models
+    return imported("transformers")
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,7 @@ def image_row(
     **options: Any,
 ) -> Row:  # fmt: skip
     """FLOPs are of one image."""
-    model = torchvision_models().get_model(name, weights=None, **options)
+    model = imported("torchvision.models").get_model(name, weights=None, **options)
     return Row(
         model, {"x": torch.randn(batch, 3, size, size)}, batch * (first + blocks + rest), batch * blocks, batch * first,
         layers, scores=batch * scores,
@@ -311,7 +303,7 @@ def test_image_models_take_what_torchvision_publishes(build):
         row = build(1, 224)
     check(replace(row, scores=0), row.model)  # meta tensors are not fused
     name = {resnet50: "resnet50", convnext: "convnext_tiny", efficientnet: "efficientnet_b0", vit_b_16: "vit_b_16"}
-    multiply_adds = torchvision_models().get_model_weights(name[build]).DEFAULT.meta["_ops"] * 1e9
+    multiply_adds = imported("torchvision.models").get_model_weights(name[build]).DEFAULT.meta["_ops"] * 1e9
     assert row.forward / 2 == pytest.approx(multiply_adds, rel=1e-3, abs=5e5)  # printed with three decimals
 
 
