@@ -19,6 +19,7 @@ from flatout.plan import Plan
 from flatout.training.learning_rate import LR_RULES
 from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
 from flatout.tuning.precisions import precision_of
+from flatout.tuning.ranks import PARALLEL
 from flatout.tuning.request import Request
 
 BUDGET_VARIABLE = "FLATOUT_BUDGET"
@@ -60,6 +61,8 @@ def validate(request: Request) -> Choices:
     check_batch_size(r.batch_size, r.lr_rule, r.accumulate, choices.asked)
     if r.seed is not None:
         check_seed(r.seed)
+    if r.parallel not in PARALLEL:
+        raise ValueError(f"parallel must be one of {', '.join(map(repr, PARALLEL))}, got {r.parallel!r}")
     given = r.given_plan
     if given is None:
         return choices

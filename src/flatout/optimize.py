@@ -52,6 +52,7 @@ def optimize(
     expected_steps: int | None = None,
     budget: float | None = None,
     plan: Plan | str | Path | None = CACHED,
+    parallel: str = "auto",
 ) -> Run:
     """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
 
@@ -114,6 +115,10 @@ def optimize(
             (``~/.cache/flatout`` by default, ``off`` for none). None always runs the trials, and replaces the cached
             decisions. A ``Plan`` or the path of a saved one is applied without measuring. Its decisions that do not
             apply here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan.
+        parallel: what several ranks do. With ``"auto"`` under ``torchrun``, where the script makes no process group,
+            the model becomes data-parallel in place, each rank trains on its slice of every batch of ``loader``, and
+            all ranks make the same decisions. A script with its own process group stays as it is. ``"ddp"`` asks for
+            this in such a script, too. ``"none"``: each rank trains on its own.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -148,6 +153,7 @@ def optimize(
         expected_steps=expected_steps,
         budget=budget_of(budget),
         plan=plan,
+        parallel=parallel,
     )
     session = Session(request, validate(request))
     try:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.distributed.agreement import ALONE, Agreement
+
 LossWeight = Callable[[Any], float | Tensor]
 """``(batch) -> weight``, a number or a 0-dim tensor. The loss of a batch is a mean over ``weight`` elements."""
 
@@ -34,6 +36,7 @@ class Spec:
         deterministic: True if only bit-identical techniques may be chosen by timing.
         reproducible: True if ``deterministic`` is set because :func:`flatout.reproducible` is in force, which has
             already set torch's flags.
+        ranks: agreement with the other ranks of a data-parallel training. All ranks run the same trials together.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class Spec:
     max_grad_norm: float | None = None
     deterministic: bool = False
     reproducible: bool = False
+    ranks: Agreement = ALONE
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -64,10 +68,19 @@ class Spec:
         return [self.model, *(function for function in functions if function is not None)]
 
 
-def device_of(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
-    """Return the requested device, else the model's GPU, else the current GPU, else the CPU."""
-    if wanted is not None:
-        return torch.device(wanted)
+def device_of(model: nn.Module, wanted: torch.device | str | None, of_rank: torch.device | None = None) -> torch.device:
+    """Return the requested device, else the device of this rank, else the model's GPU, else the current GPU or the CPU.
+
+    Args:
+        model: on one GPU at most.
+        wanted: the argument ``device``. A GPU without a number is that of the rank.
+        of_rank: device of this rank under ``torchrun``; None without.
+    """
+    given = None if wanted is None else torch.device(wanted)
+    if of_rank is not None and (given is None or (given.type == of_rank.type and given.index is None)):
+        return of_rank
+    if given is not None:
+        return given
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

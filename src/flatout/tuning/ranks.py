@@ -1,9 +1,10 @@
-"""Check that the ranks of a distributed training are synchronized."""
+"""Ranks of a distributed training: which of them train together, and whether anything synchronizes them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from flatout.core.dtensor import is_distributed
 from flatout.core.process_group import group_size
 from flatout.data.loaders import TORCHS_SAMPLERS
+from flatout.distributed import process_group
+from flatout.distributed.agreement import ALONE, Agreement, Ranks
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 """Module prefixes of wrapper classes: DDP, FSDP, ``fully_shard`` and ``replicate``."""
@@ -34,6 +37,62 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+PARALLEL = ("auto", "ddp", "none")
+"""Values of the argument ``parallel``."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Part of this process in a training on several devices.
+
+    Attributes:
+        ranks: agreement with the ranks that train the same model.
+        wraps: True if the plain model becomes data-parallel.
+        device: device of this rank; None if that is not chosen here.
+    """
+
+    ranks: Agreement = ALONE
+    wraps: bool = False
+    device: torch.device | None = None
+
+
+def parallel_of(parallel: str, modules: Sequence[nn.Module], *, is_recorded: bool = False) -> Parallel:
+    """Return the part of this process in the training. Under ``torchrun``, make the process group if there is none.
+
+    Args:
+        parallel: argument of ``optimize``.
+        modules: the modules that are trained.
+        is_recorded: True if a script makes its own steps. It stays as it is.
+
+    Raises:
+        ValueError: ``parallel`` is ``"ddp"``, but there is only one process, or the model is already distributed.
+    """
+    has_group = dist.is_available() and dist.is_initialized()
+    comes_wrapped = any(map(_is_wrapped, modules))
+    if parallel == "ddp" and comes_wrapped:
+        raise ValueError(
+            "parallel='ddp' requires a plain model, got one that is distributed already. Leave parallel out"
+        )
+    if is_recorded or parallel == "none":
+        return Parallel()
+    if not has_group and not process_group.is_launched():
+        if parallel == "ddp":
+            raise ValueError(
+                "parallel='ddp' requires one process per device, got a single process. "
+                "Start the script with: torchrun --nproc-per-node=gpu train.py"
+            )
+        return Parallel()
+    device = None
+    if not has_group or process_group.is_joined():
+        device = process_group.local_device()
+        process_group.join(device)
+    elif parallel != "ddp":
+        return Parallel()
+    if group_size() < 2 or comes_wrapped:
+        return Parallel(device=device)
+    return Parallel(Ranks(process_group.control_group()), wraps=True, device=device)
+
+
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
     """Return a warning if nothing synchronizes the ranks' models; empty otherwise.
 
@@ -50,7 +109,7 @@ def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | N
         return ""
     told = (
         f"model must be synchronized between {ranks} ranks, got one that each rank trains on its own. "
-        "Wrap it: model = torch.nn.parallel.DistributedDataParallel(model)"
+        "Pass parallel='ddp' to optimize(), or wrap it: model = torch.nn.parallel.DistributedDataParallel(model)"
     )
     sampler = getattr(loader, "sampler", None)
     if isinstance(loader, DataLoader) and type(sampler) in TORCHS_SAMPLERS and type(sampler) is not DistributedSampler:
@@ -61,8 +120,13 @@ def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | N
 def _is_synchronized(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
     if optimizer._optimizer_step_pre_hooks:
         return True
-    for module in (part for root in modules for part in root.modules()):
-        if any(kind.__module__.startswith(_WRAPPERS) for kind in type(module).__mro__):
-            return True
+    if any(map(_is_wrapped, modules)):
+        return True
     parameters = (p for root in modules for p in root.parameters())
-    return any(is_distributed(p) or p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+
+def _is_wrapped(root: nn.Module) -> bool:
+    """Return True for DDP, FSDP and ``fully_shard``, of the module or of a part, and for distributed parameters."""
+    kinds = (kind for module in root.modules() for kind in type(module).__mro__)
+    return any(kind.__module__.startswith(_WRAPPERS) for kind in kinds) or any(map(is_distributed, root.parameters()))

@@ -38,6 +38,7 @@ class Request:
     expected_steps: int | None = None
     budget: float | None = None
     plan: Plan | str | Path | None = CACHED
+    parallel: str = "auto"
     is_recorded: bool = False
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from flatout import mfu
@@ -40,7 +41,7 @@ from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
-from flatout.tuning.ranks import why_apart
+from flatout.tuning.ranks import parallel_of, why_apart
 from flatout.tuning.request import Request
 from flatout.tuning.tuner import Tuner
 
@@ -66,6 +67,7 @@ class Session:
 
     Attributes:
         loader: the user's loader, with a seed for each sample if requested.
+        parallel: part of this process in a training on several devices.
         job: the training.
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
@@ -88,10 +90,12 @@ class Session:
         self.choices = choices
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
+        modules = [m for m in (request.model, request.loss_fn, request.compute_loss) if isinstance(m, nn.Module)]
+        self.parallel = parallel_of(request.parallel, modules, is_recorded=request.is_recorded)
         self.loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
         spec = Spec(
             model=request.model,
-            device=device_of(request.model, request.device),
+            device=device_of(request.model, request.device, self.parallel.device),
             optimizer=request.optimizer,
             loss_fn=request.loss_fn,
             compute_loss=request.compute_loss,
@@ -105,8 +109,9 @@ class Session:
             max_grad_norm=request.max_grad_norm,
             deterministic=deterministic,
             reproducible=is_reproducible() and not request.deterministic,
+            ranks=self.parallel.ranks,
         )
-        self.apart = why_apart(spec.modules, spec.optimizer, self.loader)
+        self.apart = "" if self.parallel.wraps else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
         self.expected_steps = request.expected_steps or self._default_steps()
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))

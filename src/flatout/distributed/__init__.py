@@ -1,0 +1,1 @@
+"""Training on several devices: process group, agreement of all ranks, and data-parallel models."""

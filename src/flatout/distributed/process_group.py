@@ -1,0 +1,99 @@
+"""Process groups under ``torchrun``: the default group is made if the script has none, with a gloo group beside it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables of torchrun, and of other launchers of torch's convention."""
+
+TIMEOUT = timedelta(minutes=30)
+"""Time after which a collective fails. A rank may load data or compile for minutes while the others wait."""
+
+
+_is_joined = False
+_control: Any = None
+"""The default group, and the control group beside it."""
+
+
+def is_launched() -> bool:
+    """Return True if a launcher such as ``torchrun`` has started this process as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return (
+        dist.is_available()
+        and all(os.environ.get(name) for name in _LAUNCHED_BY)
+        and size.isdecimal()
+        and int(size) > 1
+    )
+
+
+def local_device() -> torch.device:
+    """Return the device of this rank: ``cuda:LOCAL_RANK``, modulo the visible devices; the CPU without a GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # With `torchrun --virtual-local-rank`, each rank sees one device.
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def join(device: torch.device) -> None:
+    """Make the default process group from the launcher's variables: NCCL for a CUDA device, gloo otherwise.
+
+    The group ends with the process. Does nothing if a group exists.
+
+    After ``torchrun --max-restarts``, the store of the agent still holds the addresses of the last attempt (torch 2.14,
+    pytorch #135712). So the keys of this group begin with the number of the restart.
+    """
+    global _is_joined
+    if dist.is_initialized():
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        wait_for_workers=False,
+        timeout=TIMEOUT,
+    )
+    store = dist.PrefixStore(f"flatout/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    _is_joined = True
+    atexit.register(_leave)
+
+
+def is_joined() -> bool:
+    """Return True if ``join`` has made the default process group."""
+    return _is_joined and dist.is_initialized()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks for agreement on host values. All ranks must call this together.
+
+    Even if the default group is on gloo, the agreement has its own group, because a collective of a failed rank would
+    be paired with any other of the same size.
+    """
+    global _control
+    default = dist.group.WORLD
+    if _control is None or _control[0] is not default:
+        _control = default, dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return _control[1]

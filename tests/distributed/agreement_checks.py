@@ -1,0 +1,157 @@
+"""Checks of the agreement that run on all ranks of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatout.distributed.agreement import RankFailure, RankOutOfMemory, Ranks
+from flatout.distributed.process_group import control_group
+
+TEXT = "rank 1: ValueError: no such size"
+
+
+def ranks() -> Ranks:
+    return Ranks(control_group())
+
+
+def values_are_those_of_all() -> None:
+    agreed = ranks()
+    rank, size = agreed.rank, agreed.size
+    assert agreed.largest([float(rank), -float(rank), math.inf if rank else 0.0]) == [size - 1, 0, math.inf]
+    many = [float(place if place % size == rank else -1) for place in range(40)]
+    assert agreed.largest(many) == list(range(40))
+    assert agreed.largest([]) == []
+    assert agreed.total([0.5, float(rank)]) == [size / 2, size * (size - 1) / 2]
+    assert agreed.first(float(rank)) == 0.0
+    assert agreed.first({"rank": rank}) == {"rank": 0}
+    assert agreed.every(str(rank)) == [str(each) for each in range(size)]
+    assert len(set(agreed.every(agreed.now()))) == 1
+    nan = agreed.total([math.nan if rank == 0 else 1.0, 1.0])
+    assert math.isnan(nan[0])
+    assert nan[1] == size
+
+
+def failure_of(program: Callable[[], None]) -> RankFailure:
+    """Return the failure of a program, which must fail together with the other ranks."""
+    with pytest.raises(RankFailure) as caught:
+        program()
+    return caught.value
+
+
+def a_failure_stops_all_ranks() -> None:
+    agreed = ranks()
+
+    def program() -> None:
+        with agreed.attempt():
+            agreed.now()
+            if agreed.rank == 1:
+                raise ValueError("no such size")
+            agreed.first("never here")
+            raise AssertionError("the others must not pass this point")
+
+    failure = failure_of(program)
+    assert str(failure) == TEXT
+    assert isinstance(failure.__cause__, ValueError) is (agreed.rank == 1)
+    assert agreed.total([1.0]) == [agreed.size]
+
+
+def the_same_error_of_all_ranks_stays() -> None:
+    agreed = ranks()
+    with pytest.raises(KeyError), agreed.attempt():
+        raise KeyError(agreed.rank)
+    with pytest.raises(RankFailure), agreed.attempt():  # of two types
+        raise (KeyError if agreed.rank else ValueError)("x")
+
+
+def an_outer_failure_passes_inner_handlers() -> None:
+    agreed = ranks()
+
+    def fails_outside() -> None:
+        with agreed.attempt():
+            if agreed.rank == 1:
+                raise ValueError("no such size")
+            with contextlib.suppress(Exception), agreed.attempt():
+                agreed.now()
+            raise AssertionError("the failure is of the outer attempt")
+
+    assert str(failure_of(fails_outside)) == TEXT
+    with agreed.attempt():
+        with contextlib.suppress(RankFailure), agreed.attempt():
+            if agreed.rank == 1:
+                raise ValueError("no such size")
+        assert agreed.total([1.0]) == [agreed.size]
+
+
+def inner_and_outer_failures_end_in_the_outer_attempt() -> None:
+    agreed = ranks()
+
+    def program() -> None:
+        with agreed.attempt():
+            if agreed.rank == 0:
+                raise TypeError("outer")
+            with contextlib.suppress(Exception), agreed.attempt():
+                raise ValueError("inner")
+            raise AssertionError("the failure is of the outer attempt")
+
+    assert str(failure_of(program)) == "rank 0: TypeError: outer"
+
+
+def out_of_memory_is_told_apart() -> None:
+    agreed = ranks()
+
+    def on_rank_1(others: Callable[[], None]) -> None:
+        with agreed.attempt():
+            if agreed.rank == 1:
+                raise torch.OutOfMemoryError("too large")
+            others()
+
+    def fails() -> None:
+        raise ValueError("another")
+
+    assert isinstance(failure_of(lambda: on_rank_1(agreed.check)), RankOutOfMemory)
+    assert not isinstance(failure_of(lambda: on_rank_1(fails)), torch.OutOfMemoryError)
+
+
+def any_program_ends_alike(seed: int) -> None:
+    """Run a random program of nested attempts with failures on random ranks; all ranks must take the same path."""
+    agreed = ranks()
+    path: list[int] = []
+    program, own = random.Random(seed), random.Random(seed * 1000 + agreed.rank)
+
+    def block(depth: int) -> None:
+        for _ in range(program.randrange(1, 5)):
+            state = program.getstate()
+            kind = program.randrange(4)
+            if kind == 0:
+                path.append(int(agreed.first(float(program.randrange(100)))))
+            elif kind == 1 and own.random() < 0.3:
+                raise ValueError(f"on rank {agreed.rank}")
+            elif kind == 2 and depth < 4:
+                try:
+                    with agreed.attempt():
+                        block(depth + 1)
+                    path.append(-depth)
+                except Exception:
+                    program.setstate(state)  # ranks failed at different places
+                    program.random()
+                    path.append(-100 - depth)
+
+    with contextlib.suppress(RankFailure, ValueError), agreed.attempt():
+        block(1)
+    assert len(set(map(tuple, agreed.every(path)))) == 1
+
+
+def groups_do_not_mix() -> None:
+    agreed = ranks()
+    value = torch.full((5,), float(dist.get_rank()))
+    work = dist.all_reduce(value, async_op=True)
+    assert agreed.total([1.0]) == [agreed.size]
+    work.wait()
+    assert value.tolist() == [sum(range(agreed.size))] * 5
