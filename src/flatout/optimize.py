@@ -17,7 +17,7 @@ from flatout.report import Report
 from flatout.report.environment import environment_of
 from flatout.report.model import Row, Summary
 from flatout.run import Run
-from flatout.techniques import PLANNED, REGISTRY
+from flatout.techniques import REGISTRY
 from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
@@ -244,10 +244,6 @@ def _notes(session: Session) -> tuple[str, ...]:
 
 
 def _in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the checklist by number, followed by rows without a number.
-
-    Techniques that are not built yet are included.
-    """
-    planned = [Row(name, number, title, "not built yet", purpose) for number, name, title, purpose in PLANNED]
+    """Return the checklist by number, followed by rows without a number."""
     position = {technique.name: i for i, technique in enumerate(REGISTRY)}
-    return tuple(sorted([*rows, *planned], key=lambda row: (row.number or 1000, position.get(row.technique, 1000))))
+    return tuple(sorted(rows, key=lambda row: (row.number or 1000, position.get(row.technique, 1000))))

@@ -220,9 +220,11 @@ class Run(Resumable, Described):
         self.logs.flush()
 
     def _flush(self) -> None:
-        """Update with the remaining accumulated gradients at an epoch's end."""
+        """Update with the remaining accumulated gradients at an epoch's end, and make the buffers of all ranks equal."""
         if self._recovery is not None and self._recovery.flush():
             self._step_scheduler()
+        if self._job.stepper.sync is not None:
+            self._job.stepper.sync.broadcast_buffers()
 
     def _step_scheduler(self) -> None:
         if self._scheduler is not None:

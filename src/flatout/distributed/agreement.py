@@ -54,6 +54,19 @@ class LostRank(ConnectionError):
     """Another rank has ended, or does not answer."""
 
 
+class Message:
+    """Numbers that a rank sends at the end of an attempt, and those that it receives.
+
+    Attributes:
+        values: numbers of this rank, at most 12. All ranks must send the same number of them.
+        received: values of every rank, by rank, after the attempt.
+    """
+
+    def __init__(self) -> None:
+        self.values: Sequence[float] = ()
+        self.received: list[list[float]] = []
+
+
 class Agreement:
     """Agreement of a single process with itself: every value is agreed already. ``Ranks`` is the one of several.
 
@@ -86,15 +99,17 @@ class Agreement:
         return [value]
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Run a block that fails on all ranks if it fails on one.
+    def attempt(self) -> Iterator[Message]:
+        """Run a block that fails on all ranks if it fails on one, and exchange a message at its end.
 
         The block's own error is raised if all ranks have failed with an error of the same type.
 
         Raises:
             RankFailure: the block failed on some of the ranks.
         """
-        yield
+        message = Message()
+        yield message
+        message.received = [list(message.values)]
 
     def check(self) -> None:
         """Wait for all ranks.
@@ -151,12 +166,12 @@ class Ranks(Agreement):
         self._exchange(())
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[Message]:
         self._level += 1
-        level = self._level
+        level, message = self._level, Message()
         try:
-            yield
-            self.check()
+            yield message
+            message.received = self._exchange(message.values)
         except _Unwinding as unwinding:
             if unwinding.failure.level < level:
                 raise

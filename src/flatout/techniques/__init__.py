@@ -31,6 +31,7 @@ from flatout.techniques.cpu_threads import CpuThreads
 from flatout.techniques.criterion import Criterion
 from flatout.techniques.cuda_graph import CudaGraph
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
+from flatout.techniques.data_parallel import DataParallel
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
@@ -48,6 +49,7 @@ from flatout.techniques.workers import Workers
 REGISTRY: tuple[Technique, ...] = (
     Determinism(),
     Criterion(),
+    DataParallel(),
     Evaluation(),
     *BUILT_IN,
     Malloc(),
@@ -72,20 +74,15 @@ REGISTRY: tuple[Technique, ...] = (
 )
 """Every technique, in the order in which they are tried.
 
-The order is placement, precision, memory format, backends, threads, optimizer, batch size, compile or TorchScript, and
-the graph of the whole step. The loader follows, because it must reach the rate of the tuned step. Advice comes last.
+The order is placement and data parallel, precision, memory format, backends, threads, optimizer, batch size, compile or
+TorchScript, and the graph of the whole step. The loader follows, because it must reach the rate of the tuned step.
+Advice comes last.
 
 The batch size comes before code that is compiled or captured for the shapes of a batch. Threads come before compile,
 whose kernels depend on their number, and before the loader, whose workers use the remaining cores.
 """
 
-PLANNED: tuple[tuple[int | None, str, str, str], ...] = (
-    (None, "distributed", "DDP / FSDP2", "tunes training on several GPUs, with all ranks agreeing"),
-)
-"""Rows of the checklist without a technique yet: (number, name, title, purpose)."""
-
 __all__ = [
-    "PLANNED",
     "REGISTRY",
     "Advice",
     "BatchSize",

@@ -112,6 +112,8 @@ def why_not_captured(job: Job) -> str:
     """Return why a job's step cannot be captured on any device; empty if no reason is known."""
     if job.why_no_step or job.spec.optimizer is None:
         return f"{job.why_no_step}: flatout cannot tell where a step ends"
+    if job.spec.ranks.size > 1:
+        return "the gradients of several ranks are averaged in the middle of a step"
     if job.spec.accumulate > 1:
         return "accumulate > 1: gradients would have to outlive the graph of one batch in the memory of another's"
     reason = _why_not_this_optimizer(job.spec.optimizer)

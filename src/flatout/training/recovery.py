@@ -13,6 +13,8 @@ from torch import Tensor
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.distributed.agreement import RankFailure
+from flatout.distributed.gradient_sync import UnusedParameters
 from flatout.training.autocast import autocast_dtype
 from flatout.training.micro_batches import Part, part_sizes
 from flatout.training.step_checkpoint import StepCheckpoint, aside
@@ -67,20 +69,34 @@ class Recovery:
                 step. If gradients of earlier batches already hold a part of this batch, they are dropped, and the error
                 says so.
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
+            RankFailure: the step failed on another rank of the training, whose error the message holds.
         """
+        try:
+            return self._step(batch, phase)
+        except RankFailure as failure:
+            if failure.__cause__ is None:
+                raise
+            raise failure.__cause__ from None
+
+    def _step(self, batch: Any, phase: PhaseOf) -> Tensor:
         stepper, begun, failure = self._stepper, self._begin(), ""
         try:
             parts = self._micro.parts(batch)
         except BaseException:
             begun.random.restore()
             raise
-        if len(parts) == 1:
+        # Ranks of one training take the same way, whatever the number of their samples.
+        if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
             try:
                 return stepper.step_in_parts(parts, phase)
             except RuntimeError as error:
-                if not ran_out_of_memory(error):
+                if self._left_unused(error):
+                    begun.undo()
+                    begun.random.restore()
+                elif not ran_out_of_memory(error):
                     raise
-                failure = formatting.first_line(error)
+                else:
+                    failure = formatting.first_line(error)
             # Here the error is freed, and with it the frames that hold the graph.
             if stepper.pending > begun.pending:
                 loss = stepper.last_loss
@@ -92,6 +108,17 @@ class Recovery:
         if stepper.is_due:
             self.flush(phase)
         return loss
+
+    def _left_unused(self, error: RuntimeError) -> bool:
+        """Return True if parameters got no gradient on some rank. All later steps then allow this."""
+        sync, ranks = self._stepper.sync, self._stepper.spec.ranks
+        if sync is None or sync.finds_unused or not isinstance(error, (RankFailure, UnusedParameters)):
+            return False
+        is_own = isinstance(error, UnusedParameters) or isinstance(error.__cause__, UnusedParameters)
+        if not ranks.largest([float(is_own)])[0]:
+            return False
+        sync.remake(find_unused=True)
+        return True
 
     def flush(self, phase: PhaseOf = as_range) -> bool:
         """Run ``Stepper.flush``. If the update runs out of memory, free cached memory and try again.
@@ -147,15 +174,15 @@ class Recovery:
         before, height = self._micro.size, self._height()
         whole = Part(batch, batch_size_of(batch))
         try:
-            with begun.kept_on_error():
+            with begun.kept_on_error(), self._stepper.together() as result:
                 if failure:
                     if any(p._post_accumulate_grad_hooks for p in self._trained()):
                         self._fail(failure, "hooks use the gradients of parameters while the backward runs", height)
-                    loss = self._in_smaller_parts(whole, begun, phase, failure, height)
+                    result.loss = self._in_smaller_parts(whole, begun, phase, failure, height)
                 else:
                     if not begun.pending:
                         self._stepper.zero_grad()
-                    loss = self._in_parts(parts, phase, height=height)
+                    result.loss = self._in_parts(parts, phase, height=height)
         except BaseException as error:
             self._micro.size, tried = before, self._micro.size
             is_new = tried != before and isinstance(error, Exception) and not isinstance(error, MemoryError)
@@ -163,9 +190,11 @@ class Recovery:
                 raise
             why = f"in parts of {tried} it fails: {formatting.first_line(error)}"
             raise torch.OutOfMemoryError(self._message(failure, why, height)) from error
+        if self._stepper.sync is not None and self._micro.size is not None:
+            self._micro.size = -int(self._stepper.spec.ranks.largest([-self._micro.size])[0])
         if self._micro.size != before:
             self._tell(whole.samples, begun)
-        return loss
+        return result.loss
 
     def _in_smaller_parts(
         self, part: Part, begun: StepCheckpoint, phase: PhaseOf, failure: str, height: int | None

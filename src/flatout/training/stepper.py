@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flatout.amp import GradScaler
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.distributed.gradient_sync import GradientSync
 from flatout.mfu.ranges import nvtx_range
 from flatout.optim import update
 from flatout.optim.atomic_update import AtomicUpdate
@@ -41,6 +43,12 @@ class StepRunner(Protocol):
         """Free memory that is only kept for later steps."""
 
 
+class BatchLoss:
+    """Loss of a batch, 0-dim, detached."""
+
+    loss: Tensor
+
+
 class _Eager:
     """Runs a step kernel by kernel."""
 
@@ -65,6 +73,10 @@ class Stepper:
         accumulate: batches per update.
         micro_batches: how a batch is split if it is not computed whole.
         runner: runs the step of a batch that is computed whole. Techniques replace it.
+        sync: averages gradients over the ranks of a data-parallel training; None: one process.
+        weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
+        note: numbers that this rank sends to the others with every batch.
+        notes: the numbers of all ranks, by rank, from the last batch.
         pending: batches whose gradients wait for the next update.
         last_loss: loss of the last pending batch; None if no batch is pending.
     """
@@ -75,9 +87,14 @@ class Stepper:
         self.accumulate = spec.accumulate
         self.micro_batches = MicroBatches(spec, objective)
         self.runner = EAGER
+        self.sync: GradientSync | None = None
+        self.weight: float | Tensor = 1.0
+        self.note: Sequence[float] = ()
+        self.notes: list[list[float]] = [[]]
         self.pending = 0
         self.last_loss: Tensor | None = None
         self._averaged = False
+        self._is_synchronized = False
         self._scaler: GradScaler | None = None
 
     @property
@@ -115,31 +132,89 @@ class Stepper:
         """Run a training step kernel by kernel on the parts of a batch."""
         if self.pending == 0:
             self.zero_grad()
-        loss = self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
+        # Of two ranks, one may have a sample more, and so compute two parts. So the limit decides, which is the same.
+        # Gradients of earlier batches would be averaged even if this batch fails, and so be lost.
+        if self.sync is not None and self.accumulate == 1 and self.micro_batches.size is None:
+            loss = self._synchronized(self.sync, parts[0], phase)
+        else:
+            with self.together() as batch:
+                batch.loss = self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
+            loss = batch.loss
         self.count_batch(loss)
         if self.is_due:
             self.flush(phase)
         return loss
 
-    def add_gradients(self, part: Part, phase: PhaseOf = as_range) -> Tensor:
+    def _synchronized(self, sync: GradientSync, part: Part, phase: PhaseOf) -> Tensor:
+        """Run ``add_gradients`` with gradients averaged over all ranks during the backward.
+
+        Raises:
+            RankFailure: a rank failed. All ranks may take another step.
+        """
+        try:
+            with self.together() as batch:
+                try:
+                    batch.loss = self.add_gradients(part, phase, partial(sync.run, self.objective))
+                    sync.check()
+                except Exception:
+                    sync.complete()
+                    raise
+        except Exception:
+            sync.reset()
+            raise
+        self._is_synchronized = True
+        return batch.loss
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[BatchLoss]:
+        """Compute the gradients of a batch inside the block, which fails on all ranks if it fails on one.
+
+        Unless the block averages the gradients over the ranks, ``flush`` does.
+
+        Yields:
+            Receives the loss of this rank. After the block it is the mean over all ranks.
+        """
+        batch = BatchLoss()
+        if self.sync is None:
+            yield batch
+            return
+        self._is_synchronized = False
+        on_host = self.spec.device.type == "cpu"
+        with self.spec.ranks.attempt() as message:
+            with self.sync.alone():
+                yield batch
+            message.values = [*self.note, batch.loss.item()] if on_host else self.note
+        self.notes = [row[: len(self.note)] for row in message.received]
+        if on_host:
+            losses = [row[-1] for row in message.received]
+            batch.loss = batch.loss.new_tensor(sum(losses) / len(losses))
+        else:
+            batch.loss = self.sync.mean(batch.loss)
+
+    def add_gradients(
+        self, part: Part, phase: PhaseOf = as_range, loss_of: Callable[[Any], Tensor] | None = None
+    ) -> Tensor:
         """Run forward and backward of a batch, or of a part of one.
 
         Args:
             part: on the device. If its share is 0, its loss may be any value.
             phase: entered for the forward and the backward.
+            loss_of: computes the loss of the part's batch; default: the objective.
 
         Returns:
             The loss times the part's share, detached.
         """
         share = part.share
         with phase("forward"):
-            loss = self.objective(part.batch)
+            loss = (loss_of or self.objective)(part.batch)
             if isinstance(share, Tensor):
                 loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
             elif share == 0:
                 loss = torch.zeros_like(loss)
             elif share != 1:
                 loss = loss * share
+            if isinstance(self.weight, Tensor) or self.weight != 1:
+                loss = loss * self.weight
         with phase("backward"):
             if loss.requires_grad or share:
                 (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
@@ -173,6 +248,9 @@ class Stepper:
             return False
         # flatout's optimizers allocate before they write.
         watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
+        if self.sync is not None and not self._is_synchronized:
+            self.sync.reduce()
+            self._is_synchronized = True
         try:
             with phase("update"), watch or contextlib.nullcontext():
                 self._update(optimizer, batches)
@@ -181,7 +259,7 @@ class Stepper:
                 self.pending = batches
                 self._averaged |= watch is not None and watch.has_rewritten_gradients
             raise
-        self._averaged, self.last_loss = False, None
+        self._averaged, self._is_synchronized, self.last_loss = False, False, None
         return True
 
     def _update(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
@@ -229,12 +307,12 @@ class Stepper:
     def reset(self) -> None:
         """Forget pending batches and the loss scaler."""
         self.pending = 0
-        self._averaged = False
+        self._averaged = self._is_synchronized = False
         self._scaler = None
 
     def abandon(self) -> None:
         """Forget pending batches and an unfinished step. The loss scale stays."""
         self.pending = 0
-        self._averaged = False
+        self._averaged = self._is_synchronized = False
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()

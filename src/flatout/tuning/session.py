@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,6 +25,7 @@ from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
+from flatout.distributed.gradient_sync import GradientSync
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
@@ -33,6 +35,7 @@ from flatout.training.first_step import check_step
 from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
+from flatout.training.micro_batches import Part
 from flatout.training.spec import Spec, device_of
 from flatout.tuning import timing
 from flatout.tuning.bench import Bench
@@ -148,8 +151,14 @@ class Session:
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
+        if self.parallel.wraps:  # the weights of rank 0 replace those of the others
+            own = Snapshot.capture(spec.modules, spec.optimizer, on=torch.device("cpu"))
+            self._undo.append(own.restore)
         with self.stage("applying rules"):
             self._apply_rules(after_first_step=False)
+        sync = job.stepper.sync
+        if sync is not None:  # trials synchronize the steps of the stepper, and nothing else
+            self._guard.enter_context(sync.alone())
         snapshot = self._capture()
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
         self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
@@ -165,10 +174,24 @@ class Session:
             self.first_step_fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
             if not job.objective.has_loss:
                 self.choices.check(job)
+            if sync is not None:
+                self._find_unused(sync)
             self._apply_rules(after_first_step=True)
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
+
+    def _find_unused(self, sync: GradientSync) -> None:
+        """Allow parameters without gradients, if the first batch leaves some out on any rank."""
+        job, ranks = self.job, self.job.spec.ranks
+        with contextlib.suppress(Exception), ranks.attempt():  # trials find out about an error, or about memory
+            job.stepper.add_gradients(Part(job.data.batches[0]))
+        parameters = [p for module in job.spec.modules for p in module.parameters() if p.requires_grad]
+        is_used = any(p.grad is not None for p in parameters)
+        has_unused = is_used and any(p.grad is None for p in parameters)
+        self.bench.rewind()
+        if ranks.largest([float(has_unused)])[0]:
+            sync.remake(find_unused=True)
 
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""

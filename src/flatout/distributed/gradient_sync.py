@@ -1,0 +1,189 @@
+"""Average of gradients over all ranks, by a hidden ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 25 << 20
+"""Bytes of gradients that one all-reduce averages after a backward: the default of DDP."""
+
+
+class UnusedParameters(RuntimeError):
+    """A backward has given some parameters no gradient, so that DDP still waits for these."""
+
+
+class _Call(nn.Module):
+    """Module for DDP: holds the trained modules, and runs any function that calls them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*args, **kwargs)
+
+
+class _Progress:
+    """Progress of a backward. DDP's hook refers to it, and must not refer to the DDP, which would never be freed.
+
+    Attributes:
+        launched: number of buckets whose all-reduce has started.
+        is_complete: True if the last bucket was among them.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.is_complete = True
+
+    def begin(self) -> None:
+        self.launched, self.is_complete = 0, False
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self.launched += 1
+        self.is_complete = bucket.is_last()
+        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+class GradientSync:
+    """Gradients of a training, averaged over all ranks while the backward computes them.
+
+    A call inside :meth:`run` takes part in the backward's all-reduces. Any other backward leaves the gradients of this
+    rank, for :meth:`reduce`. All ranks must make the same calls in the same order.
+
+    A rank that fails in :meth:`run` or in the backward still owes the others its part of the all-reduces:
+    :meth:`complete` pays it with zeros. After that, :meth:`reset` on all ranks makes the next step possible.
+
+    Args:
+        modules: the trained modules, on the device of this rank. With ``broadcasts``, their parameters and buffers
+            become those of rank 0.
+        find_unused: allow steps in which a parameter gets no gradient. This costs a walk through the graph.
+        broadcasts: False if parameters and buffers are known to be equal on all ranks.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, find_unused: bool = False, broadcasts: bool = True) -> None:
+        self.modules = list(modules)
+        self.is_inside = False
+        """True while a call inside ``run`` or ``alone`` runs."""
+        self._progress = _Progress()
+        self._make(find_unused=find_unused, broadcasts=broadcasts)
+
+    def _make(self, *, find_unused: bool, broadcasts: bool) -> None:
+        self.finds_unused = find_unused
+        self._ddp = DistributedDataParallel(
+            _Call(self.modules), find_unused_parameters=find_unused, init_sync=broadcasts
+        )
+        progress = self._progress
+        self._ddp.register_comm_hook(None, lambda state, bucket: progress.reduce(bucket))
+
+    def remake(self, *, find_unused: bool | None = None) -> None:
+        """Make a new reducer, because parameters have other strides, or some may get no gradient from now on.
+
+        Args:
+            find_unused: as in the constructor; None: as before.
+        """
+        self.remove()
+        self._make(find_unused=self.finds_unused if find_unused is None else find_unused, broadcasts=False)
+
+    def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return ``call(*args, **kwargs)``. Its backward averages the gradients over all ranks."""
+        self._progress.begin()
+        with self.alone():
+            return self._ddp(call, args, kwargs)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make all calls of the model inside the block plain ones, whose backward leaves the gradients of this rank."""
+        before, self.is_inside = self.is_inside, True
+        try:
+            yield
+        finally:
+            self.is_inside = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward of a batch that is not the last of an update, as DDP's."""
+        return self._ddp.no_sync()
+
+    def check(self) -> None:
+        """Check that a backward has averaged all gradients.
+
+        Raises:
+            UnusedParameters: some parameters got no gradient.
+        """
+        if not self._progress.is_complete:
+            raise UnusedParameters("some parameters got no gradient in this step")
+
+    def complete(self) -> None:
+        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank."""
+        if not self._progress.is_complete:
+            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()[self._progress.launched :]:
+                self._progress.reduce(bucket).wait()
+            if self.finds_unused:
+                self._ddp._match_unused_params_allreduce()
+
+    def reset(self) -> None:
+        """Forget a backward that failed on some rank. All ranks must call this, before their next ``run``."""
+        self._ddp._update_process_group(self._ddp.process_group)
+        self._progress.is_complete = True
+
+    def reduce(self) -> None:
+        """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
+
+        A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
+        """
+        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        parameters = list({id(p): p for p in parameters}.values())
+        has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        dist.all_reduce(has_gradient)
+        for p, ranks in zip(parameters, has_gradient.tolist(), strict=True):
+            if ranks and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        reduced = []
+        for grads in _chunks([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(dist.get_world_size())
+            reduced.append((grads, flat, dist.all_reduce(flat, async_op=True)))
+        for grads, flat, work in reduced:
+            work.wait()
+            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(mean.view(grad.shape))
+        self.broadcast_buffers()
+
+    def broadcast_buffers(self) -> None:
+        """Make the buffers of all ranks those of rank 0, as every call inside ``run`` does first."""
+        if self._ddp.modules_buffers:
+            self._ddp._sync_buffers()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over all ranks, without a wait of the host for a CUDA device."""
+        value = value.clone()
+        dist.all_reduce(value)
+        return value.div_(dist.get_world_size())
+
+    def remove(self) -> None:
+        """Remove the hooks of DDP from the parameters."""
+        self._ddp._remove_autograd_hooks()
+
+
+def _chunks(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one dtype and device together, up to ``BUCKET_BYTES`` in one list."""
+    for _, alike in itertools.groupby(grads, lambda grad: (grad.dtype, grad.device)):
+        chunk: list[Tensor] = []
+        size = 0
+        for grad in alike:
+            chunk.append(grad)
+            size += grad.nbytes
+            if size >= BUCKET_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk

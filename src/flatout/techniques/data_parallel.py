@@ -1,0 +1,90 @@
+"""Data-parallel training on several ranks, in place."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatout.core.instance_class import instance_class, take_class_out
+from flatout.distributed.gradient_sync import GradientSync
+from flatout.techniques.base import NotApplicable, Rule
+from flatout.techniques.candidate import Candidate
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+class Replicas(Candidate):
+    """Gives one model instance a class whose calls average gradients over all ranks, and the stepper the same."""
+
+    def __init__(self, job: Job) -> None:
+        self.label = self.value = f"{job.spec.ranks.size} ranks"
+        self._model = weakref.ref(job.spec.model)
+        self._job = weakref.ref(job)
+        self._class: type[nn.Module] | None = None
+
+    def _turn_on(self) -> None:
+        job, model = self._job(), self._model()
+        if job is None or model is None:
+            return
+        job.stepper.sync = sync = GradientSync(job.spec.modules)
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._class = _synchronized_class(type(model), sync)
+            model.__class__ = self._class
+
+    def _turn_off(self) -> None:
+        model, cls = self._model(), self._class
+        if model is not None and cls is not None:
+            cls.flatout_sync.remove()  # type: ignore[attr-defined]
+            take_class_out(model, cls)
+        job = self._job()
+        if job is not None:
+            job.stepper.sync = None
+
+
+def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Module]:
+    """Return a subclass of ``base`` whose training calls average their gradients. Copies and pickles are plain."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = super(synchronized, self).__call__
+        if sync.is_inside or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return sync.run(call, *args, **kwargs)
+
+    def no_sync(self: Any) -> AbstractContextManager[None]:
+        return sync.no_sync()
+
+    synchronized = instance_class(base, __call__=__call__, no_sync=no_sync, flatout_sync=sync)
+    return synchronized
+
+
+class DataParallel(Rule):
+    """Trains the model on several devices: each rank computes a slice of every batch, and gradients are averaged.
+
+    Started by ``torchrun``, ``optimize`` makes the process group, and puts the model into a hidden
+    ``DistributedDataParallel``. The model stays the same object, with the same ``state_dict`` keys.
+
+    When it helps: a step takes long compared with the transfer of all gradients. When it hurts: small models, whose
+    steps wait for the network. BatchNorm normalizes each rank's slice by itself, and dropout draws other numbers on
+    each rank.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/ddp.html.
+    """
+
+    name = "data_parallel"
+    title = "data parallel"
+    rationale = "each rank computes its slice of every batch, and gradients are averaged during the backward"
+    effect = "rounding"
+
+    def check(self, job: Job) -> None:
+        """Require several ranks that train a plain model together."""
+        if job.spec.ranks.size == 1:
+            raise NotApplicable("this is one process; torchrun --nproc-per-node=gpu train.py starts one for each GPU")
+
+    def candidate(self, job: Job) -> Candidate:
+        """Return the candidate, which broadcasts the weights of rank 0 when it is turned on."""
+        return Replicas(job)

@@ -1,0 +1,288 @@
+"""Checks of data-parallel training that run on all ranks of a pool, against the same training in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import flatout
+from flatout.distributed.agreement import RankFailure
+
+SAMPLES, BATCH, CLASSES, WIDTH = 96, 12, 3, 10
+
+
+def works(place: str, call: int, samples: int) -> None:
+    """Let every call of a ``Net`` work."""
+
+
+class Net(nn.Module):
+    """Small classifier that can leave a layer out, and fail at a given call on a given rank."""
+
+    def __init__(self, *, unused: str = "", norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, CLASSES)
+        self.unused = unused
+        self.calls = 0
+        self.fails: Callable[[str, int, int], None] = works
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                self.fails("forward", self.calls, len(x))
+                x = _Fails.apply(x, self)
+        x = self.norm(x)
+        leaves_out = self.unused == "always" or (self.unused == "on rank 1" and dist.get_rank() == 1)
+        if not leaves_out and not (self.unused == "later" and self.calls > 3):
+            x = x + self.side(x)
+        return self.out(x)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: Net) -> Tensor:
+        ctx.net, ctx.call = net, net.calls
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.net.fails("backward", ctx.call, len(grad))
+        return grad, None
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    x, y = data()
+    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+
+
+def slices() -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's slice of every batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [(x.chunk(size)[rank], y.chunk(size)[rank]) for x, y in batches()]
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(2)
+    return Net(**options)
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if kind == "flatout":
+        return flatout.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def whole_training(
+    model: nn.Module, kind: str, *, epochs: int, accumulate: int = 1, max_norm: float | None = None
+) -> list[float]:
+    """Train in one process, with plain torch, on whole batches."""
+    optimizer, losses = optimizer_of(model, kind), []
+    for _ in range(epochs):
+        given = batches()
+        for begin in range(0, len(given), accumulate):
+            update = given[begin : begin + accumulate]
+            optimizer.zero_grad()
+            for x, y in update:
+                loss = cross_entropy(model(x), y)
+                (loss / len(update)).backward()
+                losses.append(loss.item())
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+    return losses
+
+
+def optimized(model: nn.Module, optimizer: torch.optim.Optimizer | None, **arguments: Any) -> flatout.Run:
+    options: dict[str, Any] = {"budget": 0, "plan": None, "parallel": "ddp"} | arguments
+    return flatout.optimize(model, slices(), optimizer, cross_entropy, **options)
+
+
+def trained(run: flatout.Run, epochs: int) -> list[float]:
+    return [run.step(batch).item() for _ in range(epochs) for batch in run.loader]
+
+
+def assert_equal_on_all_ranks(tensors: Iterator[Tensor] | list[Tensor]) -> None:
+    flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, flat)
+    assert all(torch.equal(each, flat) for each in everywhere)
+
+
+def assert_same_training(model: nn.Module, reference: nn.Module, losses: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+    assert_equal_on_all_ranks(model.parameters())
+    assert_equal_on_all_ranks([torch.tensor(losses)])
+
+
+def trains_as_one_process(kind: str, accumulate: int, max_norm: float | None, unused: str, micro: int | None) -> None:
+    reference, model = net(unused=unused), net(unused=unused)
+    expected = whole_training(reference, kind, epochs=2, accumulate=accumulate, max_norm=max_norm)
+    if dist.get_rank() != 0:  # the weights of rank 0 count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    techniques = {} if micro is None else {"batch_size": {"micro_batch": micro}}
+    run = optimized(
+        model, optimizer_of(model, kind), accumulate=accumulate, max_grad_norm=max_norm, techniques=techniques
+    )
+    try:
+        assert_same_training(model, reference, trained(run, 2), expected)
+    finally:
+        run.undo()
+
+
+def object_and_keys_are_kept() -> None:
+    model, before = net(), net().state_dict()
+    run = optimized(model, optimizer_of(model, "adamw"))
+    assert run.model is model
+    assert isinstance(model, Net)
+    assert list(model.state_dict()) == list(before)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(made) is Net
+        assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in made.parameters())
+    trained(run, 1)
+    run.undo()
+    assert type(model) is Net
+    own = slices()[0]
+    model.zero_grad()
+    cross_entropy(model(own[0]), own[1]).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    cross_entropy(alone(own[0]), own[1]).backward()
+    for grad, parameter in zip(grads, alone.parameters(), strict=True):  # not averaged any more
+        assert parameter.grad is not None
+        assert torch.equal(grad, parameter.grad)
+
+
+def own_loop_equals_ddp(accumulate: int) -> None:
+    reference, model = DistributedDataParallel(net()), net()
+    optimizer, expected = optimizer_of(model, "sgd"), optimizer_of(reference, "sgd")
+    made, loader = flatout.optimize(model, slices(), optimizer, budget=0, plan=None, parallel="ddp")
+    assert made is model
+    for _ in range(2):
+        for i, ((x, y), (x2, y2)) in enumerate(zip(loader, slices(), strict=True)):
+            is_last = (i + 1) % accumulate == 0
+            for module, batch in ((model, (x, y)), (reference, (x2, y2))):
+                if is_last:
+                    cross_entropy(module(batch[0]), batch[1]).backward()
+                else:
+                    with module.no_sync():
+                        cross_entropy(module(batch[0]), batch[1]).backward()
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(parameter.grad, other.grad)
+            if is_last:
+                optimizer.step(), expected.step()
+                optimizer.zero_grad(), expected.zero_grad()
+    assert_equal_on_all_ranks(model.parameters())
+    flatout.undo(model)
+
+
+def parameters_may_be_left_out(unused: str) -> None:
+    reference, model = net(unused=unused), net(unused=unused)
+    run = optimized(model, optimizer_of(model, "adamw"))
+    model.calls = 0
+    losses = trained(run, 2)
+    if unused != "on rank 1":
+        assert_same_training(model, reference, losses, whole_training(reference, "adamw", epochs=2))
+    assert_equal_on_all_ranks(model.parameters())
+    run.undo()
+
+
+def buffers_stay_equal(accumulate: int) -> None:
+    model = net(norm=True)
+    run = optimized(model, optimizer_of(model, "sgd"), accumulate=accumulate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(run, 1)
+    run.evaluate(slices())
+    assert_equal_on_all_ranks([buffer for buffer in model.buffers() if buffer.is_floating_point()])
+    run.undo()
+
+
+def out_of_memory_is_recovered(place: str, rank: int, at: int, unused: str, accumulate: int) -> None:
+    reference, model = net(unused=unused), net(unused=unused)
+    expected = whole_training(reference, "adamw", epochs=2, accumulate=accumulate)
+    run = optimized(model, optimizer_of(model, "adamw"), accumulate=accumulate)
+    model.calls = 0
+
+    def fails(where: str, call: int, samples: int) -> None:
+        if where == place and dist.get_rank() == rank and call == at and samples > 2:
+            raise torch.OutOfMemoryError("planned")
+
+    model.fails = fails
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = trained(run, 2)
+    assert any("ran out of memory" in str(each.message) for each in told)
+    assert_same_training(model, reference, losses, expected)
+    sizes = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor(float(run.micro_batch or 0)))
+    assert len({int(size) for size in sizes}) == 1
+    assert sizes[0] > 0
+    run.undo()
+
+
+def out_of_memory_in_the_update_is_recovered(kind: str, rank: int, at: int) -> None:
+    reference, model = net(), net()
+    expected = whole_training(reference, kind, epochs=2)
+    optimizer = optimizer_of(model, kind)
+    run = optimized(model, optimizer)
+    own_step, calls = type(optimizer).step, 0
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and dist.get_rank() == rank:
+            raise torch.OutOfMemoryError("planned")
+        return own_step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(type(optimizer), "step", step)
+        losses = trained(run, 2)
+    assert_same_training(model, reference, losses, expected)
+    run.undo()
+
+
+def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
+    model = net()
+    run = optimized(model, optimizer_of(model, "adamw"))
+    model.calls = 0
+
+    def fails(where: str, call: int, samples: int) -> None:
+        if where == place and call == 3 and dist.get_rank() == 1:
+            raise ValueError("no such class")
+
+    model.fails = fails
+    expected = ValueError if dist.get_rank() == 1 else RankFailure
+    with pytest.raises(expected, match="no such class"):
+        trained(run, 1)
+    model.fails = works
+    trained(run, 1)  # all ranks are at the same place
+    assert_equal_on_all_ranks(model.parameters())
+    run.undo()

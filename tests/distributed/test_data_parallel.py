@@ -1,0 +1,78 @@
+"""Data-parallel training: equal to one process, on all ranks, also after failures on one of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.distributed import data_parallel_checks as checks
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request, tmp_path_factory):
+    pool = RankPool(request.param, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("unused", ["", "always"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 3])  # eight batches an epoch: the last two are an update
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "flatout"])
+def test_training_equals_that_of_one_process(pool, kind, accumulate, max_norm, unused):
+    pool(checks.trains_as_one_process, kind, accumulate, max_norm, unused, None)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_micro_batches_equal_whole_batches(pool, accumulate):
+    pool(checks.trains_as_one_process, "adamw", accumulate, 0.05, "", 2)
+
+
+def test_object_and_keys_are_kept(pair):
+    pair(checks.object_and_keys_are_kept)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_own_loop_equals_ddp(pool, accumulate):
+    pool(checks.own_loop_equals_ddp, accumulate)
+
+
+@pytest.mark.parametrize("unused", ["always", "later", "on rank 1"])
+def test_parameters_may_be_left_out(pool, unused):
+    pool(checks.parameters_may_be_left_out, unused)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_buffers_stay_equal(pair, accumulate):
+    pair(checks.buffers_stay_equal, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("unused", ["", "always"])
+def test_out_of_memory_is_recovered(pair, unused, accumulate):
+    for place, rank, at in itertools.product(("forward", "backward"), (0, 1), (1, 2, 6)):
+        pair(checks.out_of_memory_is_recovered, place, rank, at, unused, accumulate)
+
+
+def test_out_of_memory_on_one_of_four(pool):
+    pool(checks.out_of_memory_is_recovered, "backward", 1, 2, "", 1)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "flatout"])
+def test_out_of_memory_in_the_update_is_recovered(pair, kind):
+    for rank, at in itertools.product((0, 1), (1, 4)):
+        pair(checks.out_of_memory_in_the_update_is_recovered, kind, rank, at)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_of_one_rank_ends_the_step_on_all(pool, place):
+    pool(checks.an_error_of_one_rank_ends_the_step_on_all, place)
