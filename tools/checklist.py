@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flatout.techniques import PLANNED, REGISTRY, Advice, Rule, Technique
+from flatout.techniques import REGISTRY, Advice, Rule, Technique
 
 BEGIN, END = "<!-- checklist: written by tools/checklist.py -->\n", "<!-- /checklist -->"
 
@@ -13,7 +13,6 @@ BEGIN, END = "<!-- checklist: written by tools/checklist.py -->\n", "<!-- /check
 def table() -> str:
     """The checklist in Markdown: the numbered rows, then their neighbours."""
     rows = [(t.number, t.title, t.purpose, _decided_by(t), t.expected) for t in REGISTRY]
-    rows += [(number, title, purpose, "not built yet", "") for number, _, title, purpose in PLANNED]
     lines = ["| # | technique | what it does | decided by | usually |", "|---|---|---|---|---|"]
     for number, *cells in sorted(rows, key=lambda row: row[0] or 1000):
         lines.append(f"| {number or '+'} | {' | '.join(cells)} |")

@@ -220,7 +220,7 @@ class Run(Resumable, Described):
         self.logs.flush()
 
     def _flush(self) -> None:
-        """Update with the remaining accumulated gradients at an epoch's end, and make the buffers of all ranks equal."""
+        """Update with the remaining accumulated gradients at an epoch's end. Make the buffers of all ranks equal."""
         if self._recovery is not None and self._recovery.flush():
             self._step_scheduler()
         if self._job.stepper.sync is not None:

@@ -46,8 +46,8 @@ def sample() -> Summary:
             "batch_size",
             3,
             "Batch size",
-            "not built yet",
-            "Searching for the fastest batch size comes in a later version.",
+            "not applicable",
+            "The model comes without an optimizer.",
         ),
         Row(
             "cudnn_benchmark",
@@ -60,7 +60,7 @@ def sample() -> Summary:
         Row(
             "no_grad", 6, "No gradients in evaluation", "kept", "run.evaluate does not record what only training needs."
         ),
-        Row("profiler", 7, "Profiler", "not built yet", "run.profile() comes in a later version."),
+        Row("profiler", 7, "Profiler", "kept", "run.profile() shows where a step takes its time."),
         Row(
             "prefetch",
             8,

@@ -439,7 +439,7 @@ def test_every_status_has_a_look() -> None:
 
 
 def test_consecutive_rows_with_one_reason_show_it_once() -> None:
-    rows = tuple(Row(f"t{i}", i, f"Technique {i}", "not built yet", "Comes later.") for i in range(5))
+    rows = tuple(Row(f"t{i}", i, f"Technique {i}", "not applicable", "Comes later.") for i in range(5))
     text = in_terminal(Report(Summary(rows, {})).full(), 80)
     assert text.count("Comes later.") == 1
     assert all(row.title in text for row in rows)

@@ -54,6 +54,17 @@ class LostRank(ConnectionError):
     """Another rank has ended, or does not answer."""
 
 
+@contextmanager
+def own_error() -> Iterator[None]:
+    """Raise the error of this rank in place of the ``RankFailure`` that it has caused."""
+    try:
+        yield
+    except RankFailure as failure:
+        if failure.__cause__ is None:
+            raise
+        raise failure.__cause__ from None
+
+
 class Message:
     """Numbers that a rank sends at the end of an attempt, and those that it receives.
 

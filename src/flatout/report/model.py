@@ -10,7 +10,7 @@ from typing import Literal
 from flatout.core import formatting
 from flatout.core.described import Described
 
-Status = Literal["kept", "rejected", "not applicable", "not tried", "advice", "not built yet"]
+Status = Literal["kept", "rejected", "not applicable", "not tried", "advice"]
 
 Statistic = Literal["wall", "cpu"]
 """Time that is compared: wall time or CPU time."""

@@ -14,7 +14,7 @@ from flatout.report.charts import Bar, Segment
 from flatout.report.model import Pace, Row, Status, Summary, Trial
 from flatout.report.waterfall import Waterfall, waterfall
 
-INAPPLICABLE: tuple[Status, ...] = ("not applicable", "not built yet")
+INAPPLICABLE: tuple[Status, ...] = ("not applicable",)
 """Statuses of rows that the page shows on request."""
 
 

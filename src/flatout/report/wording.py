@@ -37,7 +37,6 @@ LOOKS: dict[Status, StatusLook] = {
     "advice": StatusLook("→", ">", "bold cyan", "advice", "only you can change this"),
     "not tried": StatusLook("○", "o", "blue", "untried", "no time was left for it, or you forbade it"),
     "not applicable": StatusLook("–", "-", "dim", "na", "has no meaning for this model, data or machine"),
-    "not built yet": StatusLook("…", ".", "dim", "na", "flatout cannot do this yet"),
 }
 
 
@@ -156,7 +155,7 @@ def name(row: Row, candidate: str) -> str:
 def purpose(row: Row) -> str:
     """Return the effect of a technique; empty if the reason in the row already says it, as for kept techniques."""
     text = formatting.clean(row.purpose)
-    return "" if not text or row.status in ("kept", "not built yet") else f"{formatting.capital(text)}."
+    return "" if not text or row.status == "kept" else f"{formatting.capital(text)}."
 
 
 def change(ms: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
-from flatout.distributed.agreement import RankFailure
+from flatout.distributed.agreement import RankFailure, own_error
 from flatout.distributed.gradient_sync import UnusedParameters
 from flatout.training.autocast import autocast_dtype
 from flatout.training.micro_batches import Part, part_sizes
@@ -71,43 +71,36 @@ class Recovery:
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
             RankFailure: the step failed on another rank of the training, whose error the message holds.
         """
-        try:
-            return self._step(batch, phase)
-        except RankFailure as failure:
-            if failure.__cause__ is None:
-                raise
-            raise failure.__cause__ from None
-
-    def _step(self, batch: Any, phase: PhaseOf) -> Tensor:
-        stepper, begun, failure = self._stepper, self._begin(), ""
-        try:
-            parts = self._micro.parts(batch)
-        except BaseException:
-            begun.random.restore()
-            raise
-        # Ranks of one training take the same way, whatever the number of their samples.
-        if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
+        with own_error():
+            stepper, begun, failure = self._stepper, self._begin(), ""
             try:
-                return stepper.step_in_parts(parts, phase)
-            except RuntimeError as error:
-                if self._left_unused(error):
-                    begun.undo()
-                    begun.random.restore()
-                elif not ran_out_of_memory(error):
-                    raise
-                else:
-                    failure = formatting.first_line(error)
-            # Here the error is freed, and with it the frames that hold the graph.
-            if stepper.pending > begun.pending:
-                loss = stepper.last_loss
-                assert loss is not None
-                self._update_again(phase, failure)
-                return loss
-        loss = self._gradients(batch, parts, begun, phase, failure)
-        stepper.count_batch(loss)
-        if stepper.is_due:
-            self.flush(phase)
-        return loss
+                parts = self._micro.parts(batch)
+            except BaseException:
+                begun.random.restore()
+                raise
+            # Ranks of one training take the same way, whatever the number of their samples.
+            if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
+                try:
+                    return stepper.step_in_parts(parts, phase)
+                except RuntimeError as error:
+                    if self._left_unused(error):
+                        begun.undo()
+                        begun.random.restore()
+                    elif not ran_out_of_memory(error):
+                        raise
+                    else:
+                        failure = formatting.first_line(error)
+                # Here the error is freed, and with it the frames that hold the graph.
+                if stepper.pending > begun.pending:
+                    loss = stepper.last_loss
+                    assert loss is not None
+                    self._update_again(phase, failure)
+                    return loss
+            loss = self._gradients(batch, parts, begun, phase, failure)
+            stepper.count_batch(loss)
+            if stepper.is_due:
+                self.flush(phase)
+            return loss
 
     def _left_unused(self, error: RuntimeError) -> bool:
         """Return True if parameters got no gradient on some rank. All later steps then allow this."""
