@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
 from flatout.core.snapshot import Snapshot
 from flatout.data.loaders import LoaderPosition
+from flatout.distributed.agreement import own_error
 from flatout.plan import Plan
 from flatout.training import checkpoint, job_state
 from flatout.training.checkpoint.copies import mapped
@@ -65,19 +66,25 @@ class Resumable:
     def save(self, path: str | Path, *, asynchronous: bool = False, then: Callable[[], object] | None = None) -> None:
         """Write the whole state of this training, :meth:`state_dict`, to one file.
 
-        The file is written atomically and has a checksum. ``torch.load(path)`` also reads it.
+        The file is written atomically and has a checksum. ``torch.load(path)`` also reads it. In a data-parallel
+        training, all ranks call this, and rank 0 writes the file.
 
         Args:
             path: the file, in an existing folder. An existing file is replaced.
             asynchronous: copy the state into host memory now, and write the copy while training continues. The file is
                 complete when the next save starts, after :meth:`flush_saves`, or when the process has ended.
-            then: called when the file is complete. With ``asynchronous``, the writing thread calls it.
+            then: called when the file is complete, on the rank that writes it. With ``asynchronous``, the writing
+                thread calls it.
 
         Raises:
             TypeError: the state of model, optimizer or scheduler holds an object that a checkpoint cannot hold.
             OSError: the write failed. With ``asynchronous``: the previous write failed.
         """
-        self._writer.write(path, self.state_dict(), asynchronous=asynchronous, then=then)
+        ranks = self._job.spec.ranks
+        with own_error(), ranks.attempt("run.save"):
+            state = self.state_dict()
+            if ranks.rank == 0:
+                self._writer.write(path, state, asynchronous=asynchronous, then=then)
 
     def flush_saves(self) -> None:
         """Wait for an asynchronous save, and raise its error."""
@@ -85,6 +92,9 @@ class Resumable:
 
     def load(self, path: str | Path) -> None:
         """Resume from the file that :meth:`save` wrote. Loading executes no code from the file.
+
+        In a data-parallel training, all ranks call this, and each reads the file. With as many ranks as before,
+        training resumes bit-exactly. With any other number, it resumes with the same samples.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -102,7 +112,14 @@ class Resumable:
         It also holds pending gradients, the loader's position and generators, the global generators of torch, NumPy and
         Python, the plan, and the progress of training. A loader may not know its position in an epoch
         (:meth:`flatout.data.Prefetcher.state_dict`). Then the resumed training repeats that epoch.
+
+        In a data-parallel training, all ranks call this. The state then holds the generators of every rank, and pending
+        gradients are averaged over the ranks.
         """
+        ranks, stepper = self._job.spec.ranks, self._job.stepper
+        if stepper.sync is not None and stepper.pending:
+            stepper.sync.reduce()
+        random, *others = ranks.every(self._random_state().states())
         position = self._position()[0]
         fitted = self.fitted if position is not None else Fitted(self.fitted.history)
         return {
@@ -110,7 +127,8 @@ class Resumable:
             "job": job_state.state_dict(self._job.stepper),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "loader": position,
-            "random": self._random_state().states(),
+            "random": random,
+            "random_of_others": others,
             "plan": asdict(self.plan),
             "steps": self.steps,
             "micro_batch": self.micro_batch,
@@ -150,21 +168,22 @@ class Resumable:
         attributes = set(getattr(self._scheduler, "__dict__", ()))
         progress = self._job.stepper.progress
         try:
-            if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-                raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
-            state = mapped(state, tensor)
-            plan, fitted, steps, micro_batch = self._own_fields(state)
-            if (state["scheduler"] is None) != (scheduler is None):
-                raise ValueError("only one of it and this training has a scheduler")
-            self._check_scheduler(state["scheduler"], scheduler)
-            job_state.load_state_dict(self._job.stepper, state["job"])
-            if self._scheduler is not None:
-                self._scheduler.load_state_dict(state["scheduler"])
-            if fitted.loss is not None:
-                fitted.loss = fitted.loss.to(self._job.spec.device)
-            random.write(state["random"])
-            if state["loader"] is not None:
-                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            with own_error(), self._job.spec.ranks.attempt("run.load"):
+                if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+                    raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
+                state = mapped(state, tensor)
+                plan, fitted, steps, micro_batch = self._own_fields(state)
+                if (state["scheduler"] is None) != (scheduler is None):
+                    raise ValueError("only one of it and this training has a scheduler")
+                self._check_scheduler(state["scheduler"], scheduler)
+                job_state.load_state_dict(self._job.stepper, state["job"])
+                if self._scheduler is not None:
+                    self._scheduler.load_state_dict(state["scheduler"])
+                if fitted.loss is not None:
+                    fitted.loss = fitted.loss.to(self._job.spec.device)
+                self._write_random(random, [state["random"], *state.get("random_of_others", [])])
+                if state["loader"] is not None:
+                    self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         except BaseException as error:
             before.restore()
             random.restore()
@@ -187,6 +206,17 @@ class Resumable:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _write_random(self, generators: RandomState, states: Sequence[Any]) -> None:
+        """Set the generators of this rank to their states. Those of a rank that had none keep their own.
+
+        Args:
+            generators: the generators of this rank.
+            states: states by rank.
+        """
+        rank = self._job.spec.ranks.rank
+        if rank < len(states):
+            generators.write(states[rank])
 
     def _own_fields(self, state: dict[str, Any]) -> tuple[Plan, Fitted, int, int | None]:
         """Return plan, progress of ``fit``, steps and micro-batch of a state.

@@ -16,6 +16,7 @@ from flatout.core.progress_setting import wants_progress
 from flatout.core.standard_error import say
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
+from flatout.distributed.agreement import own_error
 from flatout.mfu import MfuCounter, Phases
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
@@ -274,7 +275,8 @@ class Run(Resumable, Described):
             ValueError: the loader yielded no batch in an epoch, ``checkpoint_every`` or ``keep`` is below 1, or the
                 checkpoint is of another training.
             OSError: a checkpoint could not be written.
-            RuntimeError: ``checkpoint_dir`` is given, but several processes train together.
+            RuntimeError: ``checkpoint_dir`` is given, but several processes train that ``optimize`` does not train
+                together.
             flatout.CorruptCheckpointError: checkpoints exist, but none is readable.
         """
         if checkpoint_every is not None and checkpoint_every < 1:
@@ -289,10 +291,13 @@ class Run(Resumable, Described):
         if not self.model.training:
             self.model.train()
         with contextlib.ExitStack() as stack:
-            keeper = None
+            keeper, ranks = None, self._job.spec.ranks
             if checkpoint_dir is not None:
-                folder = checkpoint.Folder(checkpoint_dir, keep)
-                keeper = stack.enter_context(Keeper(self, folder, checkpoint_every, asynchronous=asynchronous))
+                with own_error(), ranks.attempt("run.fit"):
+                    folder = checkpoint.Folder(checkpoint_dir, keep) if ranks.rank == 0 else None
+                keeper = stack.enter_context(
+                    Keeper(self, self._job.stepper, folder, checkpoint_every, asynchronous=asynchronous)
+                )
             if not self._is_loaded:
                 self.fitted = Fitted()
             self._is_loaded = False

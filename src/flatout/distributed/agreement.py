@@ -25,8 +25,8 @@ T = TypeVar("T")
 _VALUES = 12
 """Numbers that one message carries beside its status. A longer list takes more messages."""
 
-_LEVEL, _KIND, _IS_OUT_OF_MEMORY, _FIRST = 0, 1, 2, 3
-"""Places in a message: the number of attempts around a failure, or 0; the type of the error; the values."""
+_LEVEL, _KIND, _IS_OUT_OF_MEMORY, _CALL, _FIRST = 0, 1, 2, 3, 4
+"""Places in a message: the number of attempts around a failure, or 0; the type of the error; the call; the values."""
 
 
 class RankFailure(RuntimeError):
@@ -52,6 +52,10 @@ class _Unwinding(BaseException):
 
 class LostRank(ConnectionError):
     """Another rank has ended, or does not answer."""
+
+
+class RanksApart(RuntimeError):
+    """Ranks have made different calls, so that they cannot agree on anything."""
 
 
 @contextmanager
@@ -110,13 +114,17 @@ class Agreement:
         return [value]
 
     @contextmanager
-    def attempt(self) -> Iterator[Message]:
+    def attempt(self, call: str = "") -> Iterator[Message]:
         """Run a block that fails on all ranks if it fails on one, and exchange a message at its end.
 
         The block's own error is raised if all ranks have failed with an error of the same type.
 
+        Args:
+            call: the call of the user that all ranks must make; default: that of the attempt around this one.
+
         Raises:
             RankFailure: the block failed on some of the ranks.
+            RanksApart: another rank has made another call.
         """
         message = Message()
         yield message
@@ -145,12 +153,14 @@ class Ranks(Agreement):
 
     Raises:
         LostRank: from every method, if a rank has ended.
+        RanksApart: from every method, if ranks have made different calls of the user.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._level = 0
+        self._call = ""
         self._message = torch.zeros(self.size, _FIRST + _VALUES, dtype=torch.float64)
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -177,9 +187,10 @@ class Ranks(Agreement):
         self._exchange(())
 
     @contextmanager
-    def attempt(self) -> Iterator[Message]:
+    def attempt(self, call: str = "") -> Iterator[Message]:
         self._level += 1
-        level, message = self._level, Message()
+        level, message, around = self._level, Message(), self._call
+        self._call = call or around
         try:
             yield message
             message.received = self._exchange(message.values)
@@ -187,13 +198,13 @@ class Ranks(Agreement):
             if unwinding.failure.level < level:
                 raise
             raise unwinding.failure from unwinding.failure.__cause__
-        except (RankFailure, LostRank):
+        except (RankFailure, LostRank, RanksApart):
             raise
         except Exception as error:
             self._fail(error)
             raise
         finally:
-            self._level = level - 1
+            self._level, self._call = level - 1, around
 
     def _columns(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
         for begin in range(0, len(values), _VALUES):
@@ -206,18 +217,23 @@ class Ranks(Agreement):
         Raises:
             _Unwinding: another rank has sent a failure.
         """
-        rows = self._sent([0.0, 0.0, 0.0, *values])
+        rows = self._sent([0.0, 0.0, 0.0], values)
         if any(row[_LEVEL] for row in rows):
             raise _Unwinding(self._failure(rows, ""))
         return [row[_FIRST : _FIRST + len(values)] for row in rows]
 
-    def _sent(self, row: list[float]) -> list[list[float]]:
+    def _sent(self, status: list[float], values: Sequence[float] = ()) -> list[list[float]]:
+        row = [*status, _number(self._call), *values]
         # The sum of one row from each rank and zeros: an all-gather is eight times slower on gloo.
         message = self._message.zero_()
         message[self.rank, : len(row)] = torch.tensor(row, dtype=torch.float64)
         with _lost():
             dist.all_reduce(message, group=self._group)
-        return message.tolist()
+        rows = message.tolist()
+        if any(row[_CALL] != rows[0][_CALL] for row in rows):
+            calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._gathered(self._call))]
+            raise RanksApart(f"all ranks must make the same calls, got {', '.join(calls)}. Make each call on all ranks")
+        return rows
 
     def _fail(self, error: Exception) -> None:
         """Send an error of this rank. Return if all ranks have sent one of the same type from the same attempt.
@@ -226,7 +242,8 @@ class Ranks(Agreement):
             RankFailure: otherwise.
             _Unwinding: another rank has failed in an outer attempt.
         """
-        rows = self._sent([self._level, _kind(error), float(ran_out_of_memory(error))])
+        kind = _number(f"{type(error).__module__}.{type(error).__qualname__}")
+        rows = self._sent([self._level, kind, float(ran_out_of_memory(error))])
         failure = self._failure(rows, f"rank {self.rank}: {first_line(error)}")
         if all(row[:_FIRST] == rows[0][:_FIRST] for row in rows):
             return
@@ -254,9 +271,9 @@ class Ranks(Agreement):
         return box
 
 
-def _kind(error: Exception) -> float:
-    """Return a number that stands for the type of an error."""
-    return float(zlib.crc32(f"{type(error).__module__}.{type(error).__qualname__}".encode()))
+def _number(text: str) -> float:
+    """Return a number that stands for a text."""
+    return float(zlib.crc32(text.encode()))
 
 
 @contextmanager

@@ -13,9 +13,11 @@ from torch import Tensor
 from flatout.core.kinds import check_kinds, check_number
 from flatout.core.process_group import group_size
 from flatout.data.remote import WorkerError
+from flatout.distributed.agreement import own_error
 from flatout.training.checkpoint.folder import Folder
 from flatout.training.checkpoint.termination import Termination
 from flatout.training.progress_bar import EpochProgress
+from flatout.training.stepper import Stepper
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Trainable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``."""
 
-    def save(self, path: str | Path, *, asynchronous: bool, then: Callable[[], object]) -> None:
+    def save(self, path: str | Path, *, asynchronous: bool, then: Callable[[], object] | None) -> None:
         """Write a checkpoint."""
 
     def flush_saves(self) -> None:
@@ -85,19 +87,24 @@ class Keeper:
 
     Args:
         run: the training, which runs inside the block.
-        folder: the folder of this training alone.
+        stepper: runs the steps of ``run``.
+        folder: the folder of this training alone; None on ranks that write no checkpoint.
         every: steps between checkpoints; None: one checkpoint after each epoch.
         asynchronous: write while training continues.
 
     Raises:
-        RuntimeError: several processes train together.
+        RuntimeError: several processes train, but not together.
     """
 
-    def __init__(self, run: Trainable, folder: Folder, every: int | None, *, asynchronous: bool) -> None:
-        if group_size() > 1:
+    def __init__(
+        self, run: Trainable, stepper: Stepper, folder: Folder | None, every: int | None, *, asynchronous: bool
+    ) -> None:
+        self._ranks = stepper.spec.ranks
+        self._stepper = stepper
+        if group_size() > self._ranks.size:
             raise RuntimeError(
-                "checkpoint_dir is for one process: several would write the same files, and stop at different steps; "
-                "run.save and run.load go on with a file for each rank"
+                "checkpoint_dir requires one process, or ranks that optimize() trains together, got several that "
+                "train on their own. Call run.save and run.load with a file for each rank"
             )
         self._run = run
         self._folder = folder
@@ -105,9 +112,11 @@ class Keeper:
         self._asynchronous = asynchronous
         self._termination = Termination()
         self._saved: tuple[int, int, bool] | None = None
+        self._has_to_end = False
 
     def __enter__(self) -> Keeper:
         self._resume()
+        self._stepper.note = lambda: [float(self._termination.number)]
         reason = self._run.why_not_in_mid_epoch
         if reason:
             warnings.warn(f"a training that is stopped in mid-epoch begins that epoch again: {reason}", stacklevel=4)
@@ -115,7 +124,8 @@ class Keeper:
         return self
 
     def _resume(self) -> None:
-        state = self._folder.newest()
+        with own_error(), self._ranks.attempt("run.fit"):
+            state = self._ranks.first(None if self._folder is None else self._folder.newest())
         if state is None:
             return
         before = self._run.steps
@@ -132,14 +142,20 @@ class Keeper:
             # A signal may also reach the loader's workers. A failed worker ends no step: the step before its batch is
             # complete, and so is an epoch that is being evaluated.
             is_evaluated = self._run.fitted.is_trained and isinstance(error, Exception)
-            if error is None or (self._termination.asked and (is_evaluated or isinstance(error, WorkerError))):
+            may_save = is_evaluated or isinstance(error, WorkerError)
+            if error is None or (self._ranks.size == 1 and self._termination.asked and may_save):
                 self._save()
             self._run.flush_saves()
         finally:
+            self._stepper.note = list
             self._termination.__exit__(kind, error, at)
 
     def step_done(self) -> None:
-        """Save if a checkpoint is due after this step."""
+        """Save if a checkpoint is due after this step. A signal to one rank is from now on one to all."""
+        numbers = [int(row[0]) for row in self._stepper.notes if row]
+        if any(numbers):
+            self._has_to_end = True
+            self._termination.ask(max(numbers))
         if self._every is not None and self._run.steps % self._every == 0:
             self._save()
 
@@ -150,8 +166,8 @@ class Keeper:
 
     @property
     def has_to_end(self) -> bool:
-        """True after a signal to terminate."""
-        return self._termination.asked
+        """True after a signal to terminate, which all ranks know since the last step."""
+        return self._termination.asked if self._ranks.size == 1 else self._has_to_end
 
     @property
     def _place(self) -> tuple[int, int, bool]:
@@ -160,8 +176,9 @@ class Keeper:
 
     def _save(self) -> None:
         if self._place != self._saved:
-            path = self._folder.path_of(self._run.steps)
-            self._run.save(path, asynchronous=self._asynchronous, then=self._folder.prune)
+            folder = self._folder
+            path, prune = ("", None) if folder is None else (folder.path_of(self._run.steps), folder.prune)
+            self._run.save(path, asynchronous=self._asynchronous, then=prune)
             self._saved = self._place
 
 

@@ -75,7 +75,7 @@ class Stepper:
         runner: runs the step of a batch that is computed whole. Techniques replace it.
         sync: averages gradients over the ranks of a data-parallel training; None: one process.
         weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
-        note: numbers that this rank sends to the others with every batch.
+        note: returns the numbers that this rank sends to the others with every batch.
         notes: the numbers of all ranks, by rank, from the last batch.
         pending: batches whose gradients wait for the next update.
         last_loss: loss of the last pending batch; None if no batch is pending.
@@ -89,7 +89,7 @@ class Stepper:
         self.runner = EAGER
         self.sync: GradientSync | None = None
         self.weight: float | Tensor = 1.0
-        self.note: Sequence[float] = ()
+        self.note: Callable[[], list[float]] = list
         self.notes: list[list[float]] = [[]]
         self.pending = 0
         self.last_loss: Tensor | None = None
@@ -180,13 +180,13 @@ class Stepper:
             return
         self._is_synchronized = False
         on_host = self.spec.device.type == "cpu"
-        with self.spec.ranks.attempt() as message:
+        with self.spec.ranks.attempt("run.step") as message:
             with self.sync.alone():
                 yield batch
-            message.values = [*self.note, batch.loss.item()] if on_host else self.note
-        self.notes = [row[: len(self.note)] for row in message.received]
+            message.values = [*self.note(), batch.loss.item()] if on_host else self.note()
+        self.notes = message.received
         if on_host:
-            losses = [row[-1] for row in message.received]
+            losses = [row.pop() for row in message.received]
             batch.loss = batch.loss.new_tensor(sum(losses) / len(losses))
         else:
             batch.loss = self.sync.mean(batch.loss)

@@ -33,6 +33,17 @@ class Termination:
         self._to_obey: set[int] = set()
         self._process = os.getpid()
 
+    @property
+    def number(self) -> int:
+        """Number of the signal that has arrived; 0 before."""
+        return max(self._to_obey, default=0)
+
+    def ask(self, number: int) -> None:
+        """Treat a signal to another rank as one to this process."""
+        self.asked = True
+        if not self._to_obey:
+            self._to_obey.add(number)
+
     def __enter__(self) -> Termination:
         for number in self._before:
             signal.signal(number, self._note)
