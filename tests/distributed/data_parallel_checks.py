@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import flatout
-from flatout.distributed.agreement import RankFailure
+from flatout.distributed.agreement import RankFailure, RanksApart
 
 SAMPLES, BATCH, CLASSES, WIDTH = 96, 12, 3, 10
 
@@ -284,5 +288,98 @@ def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
         trained(run, 1)
     model.fails = works
     trained(run, 1)  # all ranks are at the same place
+    assert_equal_on_all_ranks(model.parameters())
+    run.undo()
+
+
+class Dropping(nn.Module):
+    """Classifier with dropout, whose masks come from each rank's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+        self.signals_at = 0
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.signals_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.body(x)
+
+
+def dropping(accumulate: int) -> flatout.Run:
+    torch.manual_seed(7)
+    model = Dropping()
+    run = optimized(model, optimizer_of(model, "adamw"), accumulate=accumulate)
+    torch.manual_seed(100 + dist.get_rank())
+    return run
+
+
+def a_training_resumes_bit_for_bit(folder: str, accumulate: int, steps: int) -> None:
+    path = Path(folder) / "state.pt"
+    run = dropping(accumulate)
+    taken = iter(run.loader)
+    for _ in range(steps):
+        run.step(next(taken))
+    run.save(path, asynchronous=True)
+    rest = [run.step(batch).item() for batch in taken] + trained(run, 1)
+    run.flush_saves()
+    dist.barrier()
+    other = dropping(accumulate)
+    torch.manual_seed(99)
+    other.load(path)
+    assert trained(other, 2) == rest
+    for key, value in run.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[key], value), key
+    run.undo(), other.undo()
+
+
+def a_state_of_another_training_is_refused_by_all(folder: str) -> None:
+    """Only rank 1 gets a wrong state; no rank may load it."""
+    run = dropping(1)
+    trained(run, 1)
+    state = run.state_dict()
+    if dist.get_rank() == 1:
+        state = state | {"steps": -1}
+    before = copy.deepcopy(run.model.state_dict())
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(1.0)
+    with pytest.raises(ValueError, match="steps"):
+        run.load_state_dict(state)
+    for key, value in before.items():
+        if key in dict(run.model.named_parameters()):
+            assert torch.equal(run.model.state_dict()[key], value + 1.0), key
+    run.undo()
+
+
+def ranks_must_save_together(folder: str) -> None:
+    run = dropping(1)
+    path, state = Path(folder) / "state.pt", run.state_dict()
+    call = partial(run.save, path) if dist.get_rank() == 0 else partial(run.load_state_dict, state)
+    with pytest.raises((RanksApart, ValueError), match=r"run\.save on rank 0, run\.load on rank 1"):
+        call()
+    run.undo()
+
+
+def a_signal_to_one_rank_saves_on_all(folder: str, rank: int) -> None:
+    torch.manual_seed(3)
+    model = Dropping()
+    run = optimized(model, optimizer_of(model, "adamw"))
+    model.calls, model.signals_at = 0, 5 if dist.get_rank() == rank else 0
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        run.fit(2, progress=False, checkpoint_dir=folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    dist.barrier()
+    assert received == [signal.SIGTERM]
+    assert run.steps == 5
+    assert [file.name for file in Path(folder).iterdir()] == ["step-0000000005.pt"]
+    model.signals_at = 0
+    run.fit(2, progress=False, checkpoint_dir=folder)
+    assert run.steps == 2 * SAMPLES // BATCH
     assert_equal_on_all_ranks(model.parameters())
     run.undo()

@@ -76,3 +76,21 @@ def test_out_of_memory_in_the_update_is_recovered(pair, kind):
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_error_of_one_rank_ends_the_step_on_all(pool, place):
     pool(checks.an_error_of_one_rank_ends_the_step_on_all, place)
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (3, 4), (3, 8)])
+def test_a_training_resumes_bit_for_bit(pool, tmp_path, accumulate, steps):
+    pool(checks.a_training_resumes_bit_for_bit, str(tmp_path), accumulate, steps)
+
+
+def test_a_state_of_another_training_is_refused_by_all(pair, tmp_path):
+    pair(checks.a_state_of_another_training_is_refused_by_all, str(tmp_path))
+
+
+def test_ranks_must_save_together(pair, tmp_path):
+    pair(checks.ranks_must_save_together, str(tmp_path))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_saves_on_all(pair, tmp_path, rank):
+    pair(checks.a_signal_to_one_rank_saves_on_all, str(tmp_path), rank)

@@ -7,7 +7,9 @@ is that of all ranks.
 
 from __future__ import annotations
 
+import io
 import math
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from flatout.core.formatting import first_line
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.standard_error import say
 
 T = TypeVar("T")
 
@@ -27,6 +30,13 @@ _VALUES = 12
 
 _LEVEL, _KIND, _IS_OUT_OF_MEMORY, _CALL, _FIRST = 0, 1, 2, 3, 4
 """Places in a message: the number of attempts around a failure, or 0; the type of the error; the call; the values."""
+
+
+STEP = "run.step"
+"""Call of every step, which waits for other ranks as a rule."""
+
+PATIENCE_SECONDS = 30.0
+"""Seconds after which a call other than a step says that it waits."""
 
 
 class RankFailure(RuntimeError):
@@ -174,10 +184,10 @@ class Ranks(Agreement):
 
     def first(self, value: T) -> T:
         self.check()
-        box = [value]
+        box = [_encoded(value)]
         with _lost():
             dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+        return _decoded(box[0])
 
     def every(self, value: T) -> list[T]:
         self.check()
@@ -227,13 +237,28 @@ class Ranks(Agreement):
         # The sum of one row from each rank and zeros: an all-gather is eight times slower on gloo.
         message = self._message.zero_()
         message[self.rank, : len(row)] = torch.tensor(row, dtype=torch.float64)
-        with _lost():
+        with _lost(), self._patience():
             dist.all_reduce(message, group=self._group)
         rows = message.tolist()
         if any(row[_CALL] != rows[0][_CALL] for row in rows):
             calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._gathered(self._call))]
             raise RanksApart(f"all ranks must make the same calls, got {', '.join(calls)}. Make each call on all ranks")
         return rows
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Say after a while that other ranks are missing, because a user may have made a call on one rank only."""
+        if self._call in ("", STEP):
+            yield
+            return
+        text = f"{self._call} waits for the other ranks. Call it on all ranks, not on rank {self.rank} alone"
+        timer = threading.Timer(PATIENCE_SECONDS, say, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _fail(self, error: Exception) -> None:
         """Send an error of this rank. Return if all ranks have sent one of the same type from the same attempt.
@@ -267,8 +292,19 @@ class Ranks(Agreement):
     def _gathered(self, value: T) -> list[T]:
         box: list[Any] = [None] * self.size
         with _lost():
-            dist.all_gather_object(box, value, group=self._group)
-        return box
+            dist.all_gather_object(box, _encoded(value), group=self._group)
+        return [_decoded(each) for each in box]
+
+
+def _encoded(value: Any) -> bytes:
+    """Return a value as bytes: torch's collectives cannot unpickle the storage of a tensor (torch 2.14)."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _number(text: str) -> float:

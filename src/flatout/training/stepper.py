@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flatout.amp import GradScaler
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.distributed.agreement import STEP
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.mfu.ranges import nvtx_range
 from flatout.optim import update
@@ -180,7 +181,7 @@ class Stepper:
             return
         self._is_synchronized = False
         on_host = self.spec.device.type == "cpu"
-        with self.spec.ranks.attempt("run.step") as message:
+        with self.spec.ranks.attempt(STEP) as message:
             with self.sync.alone():
                 yield batch
             message.values = [*self.note(), batch.loss.item()] if on_host else self.note()

@@ -175,14 +175,18 @@ class Session:
             if not job.objective.has_loss:
                 self.choices.check(job)
             if sync is not None:
-                self._find_unused(sync)
+                self._first_synchronized_step(sync)
             self._apply_rules(after_first_step=True)
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
 
-    def _find_unused(self, sync: GradientSync) -> None:
-        """Allow parameters without gradients, if the first batch leaves some out on any rank."""
+    def _first_synchronized_step(self, sync: GradientSync) -> None:
+        """Allow parameters without gradients if the first batch leaves some out on any rank, and settle the buckets.
+
+        DDP orders its buckets by the first backward. With more than two ranks the order changes the rounding of sums.
+        So a resumed training would differ in its first step.
+        """
         job, ranks = self.job, self.job.spec.ranks
         with contextlib.suppress(Exception), ranks.attempt():  # trials find out about an error, or about memory
             job.stepper.add_gradients(Part(job.data.batches[0]))
@@ -192,6 +196,10 @@ class Session:
         self.bench.rewind()
         if ranks.largest([float(has_unused)])[0]:
             sync.remake(find_unused=True)
+        elif job.spec.optimizer is not None and is_used:
+            with contextlib.suppress(Exception), ranks.attempt():
+                job.stepper.step(job.data.batches[0])
+            self.bench.rewind()
 
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
