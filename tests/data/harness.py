@@ -7,6 +7,8 @@ import itertools
 import math
 import multiprocessing
 import os
+import pickle
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -32,6 +35,7 @@ from flatout.data.normalize import _is_native
 from flatout.data.prefetcher import _Ahead
 from flatout.data.rate_trials import Try
 from flatout.data.transfer import NativeCopier
+from flatout.distributed.agreement import Agreement
 from flatout.native import _host
 from tests.clock import Clock, simulated_time
 from tests.helpers import native_threads
@@ -298,3 +302,43 @@ def is_normalized_by_kernel(device: torch.device, channels: int) -> bool:
     """Return True if a kernel normalizes images on a device with kernels. Results are the same bits without it."""
     with kernels_there(True):
         return _is_native(device, channels)
+
+
+class RecordedRanks(Agreement):
+    """Ranks that run one after another in this process: rank 0 first, whose values the others then get.
+
+    Args:
+        rank: number of the rank.
+        size: number of ranks.
+        values: values of rank 0, pickled, in order.
+    """
+
+    def __init__(self, rank: int, size: int, values: list[bytes]) -> None:
+        self.rank, self.size = rank, size
+        self._values = values
+        self._next = 0
+
+    def first(self, value: Any) -> Any:
+        if self.rank == 0:
+            self._values.append(pickle.dumps(value))
+        self._next += 1
+        return pickle.loads(self._values[self._next - 1])
+
+
+def on_ranks(size: int, program: Callable[[Agreement], Any]) -> list[Any]:
+    """Return what a program returns on each rank. Each rank begins with random states of its own."""
+    values: list[bytes] = []
+    results = []
+    for rank in range(size):
+        seed_all(1000 * rank + 5)
+        ranks = RecordedRanks(rank, size, values)
+        results.append(program(ranks))
+        assert ranks._next == len(values), "all ranks must agree equally often"
+    return results
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

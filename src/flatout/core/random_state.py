@@ -43,15 +43,22 @@ class RandomState:
     @classmethod
     def of(cls, generators: Sequence[Any]) -> RandomState:
         """Read the global generators and ``generators``."""
-        tracked = [
-            _track("torch's default generator", torch.get_rng_state, torch.set_rng_state),
-            _track("Python's random", random.getstate, random.setstate),
-            _track("NumPy's global generator", np.random.get_state, np.random.set_state),
-        ]
+        tracked = cls.of_host()._tracked
         if torch.cuda.is_initialized():
             tracked.append(_track("a CUDA generator", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
         tracked += [_track_found(generator) for generator in generators]
         return cls(tracked)
+
+    @classmethod
+    def of_host(cls) -> RandomState:
+        """Read the global generators of the CPU."""
+        return cls(
+            [
+                _track("torch's default generator", torch.get_rng_state, torch.set_rng_state),
+                _track("Python's random", random.getstate, random.setstate),
+                _track("NumPy's global generator", np.random.get_state, np.random.set_state),
+            ]
+        )
 
     def reread(self) -> RandomState:
         """Return the current states of the same generators."""
@@ -76,8 +83,12 @@ class RandomState:
                 here.write(there.state)
 
     def states(self) -> list[tuple[str, Any]]:
-        """Return the name and state of every generator, made of tensors, numbers and strings."""
-        return [(each.name, _portable(each.state)) for each in self._tracked]
+        """Return the name and state of every generator, made of tensors, numbers and strings, for ``torch.save``."""
+        return [(name, _portable(state)) for name, state in self.own_states()]
+
+    def own_states(self) -> list[tuple[str, Any]]:
+        """Return the name of every generator, and the state as the generator gives it, for ``pickle``."""
+        return [(each.name, each.state) for each in self._tracked]
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
         """Set the generators to ``states``, matched by name. A generator without a state is not changed.

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from flatout.core.random_state import RandomState
+from flatout.data.draws import Draws
 from flatout.data.order import IndexSpan, OpaqueBatch, Position, as_indices, is_int
 
 
@@ -24,18 +25,27 @@ class Asked:
         start: to go on from.
         held: the generators that the sampler holds.
         reads_ahead: batches are drawn before those in front of them were handed out.
+        draws: the random numbers that the sampler draws.
 
     Raises:
         ValueError: drawn again, the batches before ``start`` are others; or another kind of order has saved it.
     """
 
     def __init__(
-        self, batch_sampler: Any, samples: int | None, start: Position | None, held: list[Any], *, reads_ahead: bool
+        self,
+        batch_sampler: Any,
+        samples: int | None,
+        start: Position | None,
+        held: list[Any],
+        *,
+        reads_ahead: bool,
+        draws: Draws,
     ) -> None:
         self._batch_sampler = batch_sampler
         self._samples = samples
         self._held = held
         self._reads_ahead = reads_ahead
+        self._draws = draws
         self._taken = 0
         self._last: Any = None
         self._was_last = False
@@ -62,10 +72,11 @@ class Asked:
         if self._again:
             batch = self._again.popleft()
         else:
-            if len(self._states) == 1:
-                self._states.append(RandomState.of(self._held))
             try:
-                batch = next(self._batches)
+                with self._draws.drawing():
+                    if len(self._states) == 1:
+                        self._states.append(RandomState.of(self._held))
+                    batch = next(self._batches)
             except StopIteration:
                 self._is_exhausted = True
                 return None
@@ -131,7 +142,7 @@ class Asked:
 
     def _draw_again(self, start: Position) -> None:
         self._taken, self._states = start["taken"], list(start["generators"])
-        with RandomState.capture().restored():
+        with self._draws.drawing_again():
             RandomState.of(self._held).write(self._states[0])
             self._batches = iter(self._batch_sampler)
             # A sampler with a state of its own has handed nothing out yet: it begins anew.

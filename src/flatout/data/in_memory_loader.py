@@ -23,7 +23,7 @@ from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.data.loaders import seeds_workers_once, set_epoch
-from flatout.data.order import IndexSpan, OpaqueBatch, Order, RecordedOrder, as_indices, why_not_ordered
+from flatout.data.order import BatchShare, IndexSpan, OpaqueBatch, Order, RecordedOrder, as_indices, why_not_ordered
 from flatout.data.position import Progress
 from flatout.native import _host
 
@@ -302,15 +302,17 @@ class _InMemoryIterator:
         self._gather = gather
         self._started: deque[_Started] = deque()
         self._left = 0  # batches of the started spans that are not yet yielded
+        self.share: BatchShare | None = None
         self._ended = False
 
     def _begin(self) -> Order:
         """Begin an epoch and advance the random generators as ``iter`` of the plain loader does."""
         progress, loader = self._loader.progress, self._loader.loader
-        order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
-        # `iter(DataLoader)` draws a seed for its workers. Persistent workers get their seed only once.
-        if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        with progress.opening():
+            order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
+            # `iter(DataLoader)` draws a seed for its workers. Persistent workers get their seed only once.
+            if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         progress.has_run = True
         if loader.num_workers > 0 and isinstance(order, RecordedOrder):
             order.draw()  # `iter` of a DataLoader with workers draws the first indices at once
@@ -329,7 +331,7 @@ class _InMemoryIterator:
                 break
             if isinstance(span, OpaqueBatch):  # only returned when `_left` is 0, so no other batch is running
                 batch = self._fetch(span)
-                progress.reached(self._order, span, 1)
+                self._reached(span, 1)
                 return batch
             self._started.append(_Started(span, self._start(span, depth + 1 - self._left)))
             self._left += span.batches
@@ -343,8 +345,12 @@ class _InMemoryIterator:
         if first.taken == first.span.batches:
             self._started.popleft()
         batch = self._placed(self._loader._assemble(self._gather.take(first.batches, depth)))
-        progress.reached(self._order, first.span, first.taken)
+        self._reached(first.span, first.taken)
         return batch
+
+    def _reached(self, span: IndexSpan | OpaqueBatch, number: int) -> None:
+        self.share = span.share
+        self._loader.progress.reached(self._order, span, number)
 
     def _placed(self, batch: Any) -> Any:
         if self._loader.device is not None:

@@ -42,6 +42,8 @@ UNKNOWN_LENGTH = 1000
 """Batches per epoch that are assumed if a loader's length is unknown."""
 FEWEST_TRIAL_BATCHES, TRIAL_BATCHES = 2, 4
 """Number of batches that trials repeat: of slow loaders, and of all others. They stay on the device while measuring."""
+SLICED_FROM = "sliced_from"
+"""Attribute of a loader with one rank's slices of batches: the loader of whole batches."""
 RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader from which it was made."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
@@ -92,7 +94,7 @@ def is_rewindable(loader: Any) -> bool:
     if base is None:
         inner = getattr(loader, "loader", None) if type(loader).__module__.startswith("flatout.data.") else None
         return inner is not None and is_rewindable(inner)
-    base = getattr(base, SEEDED_FROM, base)
+    base = unsliced(getattr(base, SEEDED_FROM, base))
     if isinstance(base.dataset, (IterableDataset, MapDataPipe)):
         return False
     return _starts_over(base.sampler if base.batch_sampler is None else base.batch_sampler, base.dataset)
@@ -133,10 +135,8 @@ class LoaderPosition:
             source = vars(loader).get("_source")
             parts += [loader, vars(loader).get("progress"), source, getattr(source, "progress", None)]
             loader = loader.loader
-        order: Any = getattr(base_of(loader), "_index_sampler", None) if is_rewindable(loader) else None
-        while order is not None:  # a sampler may count its epochs
-            parts.append(order)
-            order = getattr(order, "sampler", None)
+        if is_rewindable(loader):
+            parts += parts_of(base_of(loader))  # a sampler may count its epochs
         self._saved = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
 
     def restore(self) -> None:
@@ -147,11 +147,16 @@ class LoaderPosition:
 
 
 def original_of(loader: Any) -> Any:
-    """Return the user's loader, from which ``loader`` was made to change the batch size or to seed samples."""
+    """Return the user's loader, from which ``loader`` was made: with other batch sizes, seeded samples, or slices."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):
         if isinstance(loader, DataLoader):
             loader = getattr(loader, made_from, loader)
-    return loader
+    return unsliced(loader)
+
+
+def unsliced(loader: Any) -> Any:
+    """Return the loader of whole batches, of which ``loader`` yields one rank's slices; else ``loader``."""
+    return getattr(loader, "__dict__", {}).get(SLICED_FROM, loader)
 
 
 def set_attribute(own: Any, made: Sequence[Any], name: str, value: Any) -> None:
@@ -187,13 +192,15 @@ def with_batch_size(loader: DataLoader, samples: int) -> DataLoader:
     reason = why_not_resized(loader)
     if reason:
         raise ValueError(reason)
-    resized = clone_loader(loader, batch_size=samples)
+    whole = unsliced(loader)
+    resized = clone_loader(whole, batch_size=samples)
     vars(resized)[RESIZED_FROM] = original_of(loader)
-    return resized
+    return resized if whole is loader else loader.batch_sampler.slice_too(resized)  # type: ignore[union-attr]
 
 
 def why_not_resized(loader: Any) -> str:
     """Return why a loader cannot have another batch size; empty if it can."""
+    loader = unsliced(loader)
     if not is_plain(loader):
         return why_not_plain(loader)
     if loader.batch_size is None:
@@ -345,24 +352,26 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
 
 
+def parts_of(loader: Any) -> list[Any]:
+    """Return the objects that give the order of a loader: batch sampler, its sampler and so on, and the sampler."""
+    parts: list[Any] = []
+    for part in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        while part is not None and not any(part is other for other in parts):
+            parts.append(part)
+            part = getattr(part, "sampler", getattr(part, "batch_sampler", None))
+    return parts
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell ``loader``, or failing that its samplers and dataset, which epoch begins.
 
-    Calls ``loader.set_epoch`` if there is one; else that of the batch sampler, its sampler, the sampler and
+    Calls ``loader.set_epoch`` if there is one; else that of the batch sampler, its sampler and so on, the sampler and
     the dataset, each object once. Without any of them it does nothing.
     """
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)
         return
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    seen: list[Any] = []
-    for part in (
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "sampler", None),
-        getattr(loader, "dataset", None),
-    ):
+    for part in (*parts_of(loader), getattr(loader, "dataset", None)):
         tell = getattr(part, "set_epoch", None)
-        if callable(tell) and not any(part is other for other in seen):
-            seen.append(part)
+        if callable(tell):
             tell(epoch)

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from flatout.data.dataloader_source import DataLoaderSource
-from flatout.data.loaders import seeds_workers_once
+from flatout.data.loaders import seeds_workers_once, unsliced
 from flatout.data.order import IndexSpan, OpaqueBatch, Order
 from flatout.data.position import Progress
+from flatout.data.seeding import mixed
 from flatout.data.source import Epoch
 
 
@@ -30,7 +31,8 @@ class MapStyleSource(DataLoaderSource):
             self._persistent = None  # the twin of an epoch that began but yielded no batch
         if self._persistent is not None and not seeds_workers_once(self._dataloader):
             _sampler_of(self._persistent).draws_seed = True
-        twin, batches = self._iterate()
+        with self.progress.opening():
+            twin, batches = self._iterate()
         self.progress.has_run = True
         _sampler_of(twin).has_order = False
         return MapStyleEpoch(batches, self, _sampler_of(twin))
@@ -44,7 +46,10 @@ class MapStyleSource(DataLoaderSource):
             sampler.begin()  # before the workers start, because a sampler that draws other batches is an error
             sampler.has_order = True
         role = "sampler" if self._dataloader.batch_sampler is None else "batch_sampler"
-        return super()._make_twin(worker_seed, **{role: sampler})
+        twin = super()._make_twin(worker_seed, **{role: sampler})
+        if self.progress.rank and twin.num_workers:
+            sampler.seed_apart(twin)
+        return twin
 
     @property
     def _had_workers(self) -> bool:
@@ -87,14 +92,16 @@ class MapStyleEpoch(Epoch):
         self._source, self._progress = source, source.progress
         self._order, self._given = sampler.order, sampler.given
         self._counted = 0
-        source.worker_seed = batches._base_seed
+        source.worker_seed = batches._base_seed if sampler.shared_seed is None else sampler.shared_seed
 
     def _passed(self) -> None:
         # Number of batches that workers have sent, exceptions included. Without workers, each drawn batch has passed.
         arrived = getattr(self._batches, "_rcvd_idx", self._counted + len(self._given))
         while self._counted < arrived and self._given:  # a sampler that raised has drawn no batch
             self._counted += 1
-            self._progress.reached(self._order, *self._given.popleft())
+            span, number = self._given.popleft()
+            self.share = span.share
+            self._progress.reached(self._order, span, number)
 
     def _ended(self) -> None:
         self._progress.ended(self._order)
@@ -115,11 +122,19 @@ class RecordingSampler:
         """Draw the workers' seed at the start of an epoch, because persistent workers already have theirs."""
         self.has_order = False
         """The order of the next epoch has been drawn."""
+        self.shared_seed: int | None = None
+        """Seed of rank 0's workers, from which this rank makes the seed of its workers; None if they are the same."""
+        self._apart: tuple[Any, torch.Generator] | None = None
 
     def begin(self) -> None:
         """Draw the order of the next epoch."""
         self.order = self._progress.begin(None, reads_ahead=self._loader.num_workers > 0)
         self.given = deque()
+
+    def seed_apart(self, twin: DataLoader) -> None:
+        """Give the workers of a twin other seeds than those of rank 0 have."""
+        self._apart = twin.generator, torch.Generator()
+        twin.generator = self._apart[1]
 
     def __iter__(self) -> Iterator[Any]:
         # DataLoader iterates its sampler twice before its first workers load. `_make_twin` has drawn the order of a
@@ -127,12 +142,19 @@ class RecordingSampler:
         if not self.has_order:
             self.begin()
             if self.draws_seed:
-                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+                _drawn_seed(self._loader.generator)
+        if self._apart is not None and self.shared_seed is None:
+            self.shared_seed = _drawn_seed(self._apart[0])
+            self._apart[1].manual_seed(mixed(self.shared_seed, self._progress.rank))
         assert self.order is not None
-        return RecordedBatches(self._loader, self.order, self.given)
+        return RecordedBatches(unsliced(self._loader), self.order, self.given)
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+def _drawn_seed(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def _sampler_of(twin: DataLoader) -> RecordingSampler:

@@ -38,6 +38,19 @@ numbers, strings, lists and dicts, and of what a sampler's own ``state_dict`` ho
 
 
 @dataclass(frozen=True)
+class BatchShare:
+    """Share of one rank in a batch.
+
+    Attributes:
+        own: samples of this rank; 0 if it computes a stand-in, because there are fewer samples than ranks.
+        total: samples of all ranks.
+    """
+
+    own: int
+    total: int
+
+
+@dataclass(frozen=True)
 class IndexSpan:
     """Batches of ``count`` samples each, one behind the other.
 
@@ -50,12 +63,14 @@ class IndexSpan:
     batches: int
     end: Position | None
     """Where the next one begins; ``None``: the order's position, as nothing is drawn before it is asked for."""
+    share: BatchShare | None = None
+    """Share of this rank in each batch, of which it has ``count`` samples here; ``None`` if batches are whole."""
 
     def behind(self, batch: int) -> Position | None:
         """Where the batch behind the ``batch``-th begins, counted from 1."""
         if self.end is None:
             return None
-        back = (self.batches - batch) * self.count
+        back = (self.batches - batch) * (self.count if self.share is None else self.share.total)
         return self.end | {"taken": self.end["taken"] - back, "offset": self.end["offset"] - back} if back else self.end
 
 
@@ -65,6 +80,8 @@ class OpaqueBatch:
 
     indices: Any
     end: Position | None
+    share: BatchShare | None = None
+    """As for a span."""
 
     def behind(self, batch: int) -> Position | None:
         """As for a span."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from flatout.core.kinds import check_kinds, check_number
 from flatout.core.openmp import serial
 from flatout.core.random_state import RandomState, generators_in
 from flatout.data.custom_order import Asked
-from flatout.data.loaders import TORCHS_SAMPLERS
+from flatout.data.draws import Draws, SharedDraws
+from flatout.data.loaders import TORCHS_SAMPLERS, unsliced
 from flatout.data.order import IndexSpan, OpaqueBatch, Order, Position, RecordedOrder, blocks_of
+from flatout.data.slices import SlicedOrder, slices_of
 
 _VERSION = 1
 
@@ -27,12 +30,16 @@ class Progress:
     of indices with torch's samplers and no index with samplers that have ``state_dict`` and ``load_state_dict``. With
     other samplers it draws the epoch's indices again. Resuming never reads samples of the dataset again.
 
+    A sliced loader (:func:`flatout.data.slices.sliced`) has the state of the loader of whole batches, on all ranks.
+
     Args:
         loader: a loader over a map-style dataset.
     """
 
     def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+        self._slices = slices_of(loader)
+        self._loader = unsliced(loader)
+        self._draws = Draws()
         self.has_run = False
         """True once an epoch has begun, in this process or before the loaded state was saved."""
         self._order: Order | None = None
@@ -45,8 +52,28 @@ class Progress:
         self._reached: tuple[IndexSpan | OpaqueBatch, int] | None = None
         self._loaded: dict[str, Any] | None = None
 
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Return the context in which an epoch opens: it begins, and draws the seed of its workers.
+
+        For a sliced loader this is a collective. All ranks then draw what rank 0 draws, up to the first batch.
+        """
+        if self._slices is None:
+            yield
+            return
+        draws = self._draws = SharedDraws(self._slices.ranks, self._held_generators())
+        with draws.drawing():
+            yield
+            assert isinstance(self._order, SlicedOrder)
+            self._order.draw()
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that share the loader."""
+        return 0 if self._slices is None else self._slices.ranks.rank
+
     def begin(self, samples: int | None, *, reads_ahead: bool = False) -> Order:
-        """Return the order of a new epoch, or the rest of the loaded epoch.
+        """Return the order of a new epoch, or the rest of the loaded epoch. Call this in ``opening``.
 
         The random generators advance as in ``iter`` of the loader's batch sampler.
 
@@ -68,8 +95,10 @@ class Progress:
                 blocks = blocks_of(batch_sampler.sampler, samples)
                 order = None if blocks is None else RecordedOrder(batch_sampler, blocks, start)
         if order is None:
-            held = self._samplers_generators
-            order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead)
+            held, ahead = self._samplers_generators, reads_ahead or self._slices is not None
+            order = Asked(batch_sampler, samples, start, held, reads_ahead=ahead, draws=self._draws)
+        if self._slices is not None:
+            order = SlicedOrder(order, self._slices)
         if loaded is not None:
             self._held_generators().write(loaded["generators"])
         self._begun += 1

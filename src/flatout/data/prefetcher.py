@@ -18,6 +18,7 @@ from flatout.core.batches import cloned, map_tensors, move_object
 from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
+from flatout.data.order import BatchShare
 from flatout.data.remote import WorkerError
 from flatout.data.source import Epoch
 from flatout.data.source_kinds import source_of
@@ -54,11 +55,12 @@ class Prefetcher(Forwarding):
         loader: the wrapped loader.
         stall_seconds: seconds that ``next`` has waited for data, in all epochs together.
         batches: number of batches yielded, in all epochs together.
+        share: share of this rank in the batch that was yielded last; None if the loader is not sliced.
 
     Reading or setting any other public attribute reaches ``loader``.
     """
 
-    _OWN = frozenset({"loader", "device", "depth", "transform", "stall_seconds", "batches"})
+    _OWN = frozenset({"loader", "device", "depth", "transform", "stall_seconds", "batches", "share"})
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Prefetcher(Forwarding):
         self.device = torch.device(device)
         self.depth = depth
         self.transform = transform
+        self.share: BatchShare | None = None
         self._copying = copying
         self.reset_stall()
         self._source = source_of(loader)
@@ -217,6 +220,7 @@ class _PassThrough:
             raise
         if self._prefetcher.transform is not None:
             batch = self._prefetcher.transform(batch)
+        self._prefetcher.share = epoch.share
         self._prefetcher._waited(asked)
         return batch
 
@@ -229,10 +233,11 @@ class _PassThrough:
 
 @dataclass
 class _Entry:
-    """Batch of the loader with its copy, or an exception, and the position of the loader after this batch."""
+    """Batch of the loader with its share and copy, or an exception, and the loader's position after this batch."""
 
     place: _Position
     batch: Any = None
+    share: BatchShare | None = None
     copy: Copy | None = None
     is_transformed: bool = False
     error: Exception | None = None
@@ -276,6 +281,7 @@ class _Ahead(_PassThrough):
             if isinstance(entry.error, WorkerError):
                 self.close()
             raise entry.error
+        self._prefetcher.share = entry.share
         self._prefetcher._waited(asked)
         return batch
 
@@ -302,7 +308,7 @@ class _Ahead(_PassThrough):
             except Exception as error:
                 queue.append(_Entry(_Position(self._prefetcher._source.mark()), error=error))
                 return
-            entry = _Entry(_Position(self._prefetcher._source.mark()), batch)
+            entry = _Entry(_Position(self._prefetcher._source.mark()), batch, epoch.share)
             queue.append(entry)
             try:
                 self._start(entry)

@@ -11,6 +11,7 @@ from typing import Any
 from flatout.core.batches import cloned
 from flatout.core.random_state import RandomState
 from flatout.data.forwarding import CopiedAsWrapped
+from flatout.data.order import BatchShare
 from flatout.data.source import Epoch, Source
 from flatout.data.source_kinds import source_of
 
@@ -45,12 +46,14 @@ class ReplayBuffer(CopiedAsWrapped, Source):
         # that were read are left.
         self._behind: tuple[Any] | None = (self._source.mark(),)
         # Copies, because the loader may reuse the memory for the next batch.
-        self._read = deque((cloned(batch), self._source.mark()) for batch in itertools.islice(self._rest, count))
+        self._read = deque(
+            (cloned(batch), self._source.mark(), self._rest.share) for batch in itertools.islice(self._rest, count)
+        )
 
     @property
     def read(self) -> list[Any]:
         """Batches that were read and not yet yielded."""
-        return [batch for batch, _ in self._read]
+        return [batch for batch, _, _ in self._read]
 
     def __iter__(self) -> Iterator[Any]:
         return self.open()
@@ -58,7 +61,7 @@ class ReplayBuffer(CopiedAsWrapped, Source):
     def open(self, pinned_for: int | None = None) -> Epoch:
         if self._rest is None and self._after is None:
             return self._source.open(pinned_for)
-        return Epoch(_First(self, pinned_for))
+        return _FirstEpoch(_First(self, pinned_for))
 
     @property
     def is_whole(self) -> bool:
@@ -77,8 +80,8 @@ class ReplayBuffer(CopiedAsWrapped, Source):
         rest, self._rest = self._rest, None
         return self._source.open(pinned_for) if rest is None else rest
 
-    def give_back(self) -> Any:
-        """Return the next batch that was read.
+    def give_back(self) -> tuple[Any, BatchShare | None]:
+        """Return the next batch that was read, and its share.
 
         Raises:
             StopIteration: none is left.
@@ -86,9 +89,9 @@ class ReplayBuffer(CopiedAsWrapped, Source):
         if not self._read:
             self._behind = None
             raise StopIteration
-        batch, mark = self._read.popleft()
+        batch, mark, share = self._read.popleft()
         self._behind = (mark,)
-        return batch
+        return batch, share
 
     def mark(self) -> Any:
         return self._source.mark() if self._behind is None else self._behind[0]
@@ -122,6 +125,7 @@ class _First:
         self._replayed = replayed
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None
+        self.share: BatchShare | None = None
         self._is_first = False  # the first of several iterators to be asked yields the batches that were read
 
     def __iter__(self) -> Iterator[Any]:
@@ -133,9 +137,21 @@ class _First:
             self._rest = self._replayed.begin(self._pinned_for)
         if self._is_first:
             with contextlib.suppress(StopIteration):
-                return self._replayed.give_back()
-        return next(self._rest)
+                batch, self.share = self._replayed.give_back()
+                return batch
+        batch = next(self._rest)
+        self.share = self._rest.share
+        return batch
 
     def close(self) -> None:
         if self._rest is not None:
             self._rest.close()
+
+
+class _FirstEpoch(Epoch):
+    def __init__(self, batches: _First) -> None:
+        super().__init__(batches)
+        self._first = batches
+
+    def _passed(self) -> None:
+        self.share = self._first.share

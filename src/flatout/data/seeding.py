@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, 
 
 from flatout.core.random_state import RandomState, generators_in
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
-from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, randomness_of, set_epoch
+from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, randomness_of, set_epoch, unsliced
+from flatout.data.slices import slices_of
 
 
 def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -46,6 +47,8 @@ def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
         raise ValueError(f"samples of a {type(loader.dataset).__name__} have no index to be seeded by")
     if is_seeded(loader):
         return loader
+    if (slices := slices_of(loader)) is not None:
+        return slices.slice_too(seed_samples(unsliced(loader)))  # so that seeds belong to places in whole batches
     role = "sampler" if loader.batch_sampler is None else "batch_sampler"
     seeded = clone_loader(
         loader,
@@ -90,7 +93,7 @@ class SeededOrder:
         place = 0
         for indices in self._order:
             batch = indices if self._is_batched else [indices]
-            keys = [_Key(index, _mixed(epoch, place + i)) for i, index in enumerate(batch)]
+            keys = [_Key(index, mixed(epoch, place + i)) for i, index in enumerate(batch)]
             place += len(keys)
             yield keys if self._is_batched else keys[0]
 
@@ -164,7 +167,7 @@ class SeededWorker:
         info = get_worker_info()
         assert info is not None
         for place, generator in enumerate(generators_in(self._code)):
-            _seed(generator, _mixed(info.seed, place))
+            _seed(generator, mixed(info.seed, place))
         if self._users is not None:
             self._users(worker)
 
@@ -196,11 +199,11 @@ class SeededCollate:
             value, seed = [sample.value for sample in batch], batch[0].seed
         else:
             return self._collate(batch)
-        with self._seeding.seeded(_mixed(seed, 0)):
+        with self._seeding.seeded(mixed(seed, 0)):
             return self._collate(value)
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """Return a hash of numbers, 64 bits."""
     data = b"".join(number.to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -211,7 +214,7 @@ def _seeded(generators: Sequence[Any], seed: int) -> Iterator[None]:
     # A worker process needs no restoring, because it draws for samples and batches only, and each has a seed.
     with RandomState.only(generators).restored() if get_worker_info() is None else nullcontext():
         for place, generator in enumerate(generators):
-            _seed(generator, _mixed(seed, place))  # two generators of one type must draw different numbers
+            _seed(generator, mixed(seed, place))  # two generators of one type must draw different numbers
         yield
 
 

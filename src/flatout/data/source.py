@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from flatout.data.order import BatchShare
 from flatout.data.remote import WorkerError, death_of_a_worker, watch
 
 
@@ -62,7 +63,12 @@ class Epoch:
     Args:
         batches: yields the batches.
         closes: close ``batches`` at the end. False for an iterator that is the loader itself.
+
+    Attributes:
+        share: share of this rank in the last batch; None if the loader is not sliced.
     """
+
+    share: BatchShare | None = None
 
     def __init__(self, batches: Iterator[Any], *, closes: bool = True) -> None:
         self._batches: Iterator[Any] | None = batches

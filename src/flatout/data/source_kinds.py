@@ -10,10 +10,13 @@ from typing import Any
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from flatout.core.kinds import check_number
+from flatout.core.random_state import RandomState, generators_in
 from flatout.data.dataloader_source import IterableSource
+from flatout.data.draws import Draws, SharedDraws
 from flatout.data.in_memory_loader import InMemoryLoader
 from flatout.data.loader_class import is_plain
 from flatout.data.map_style_source import MapStyleSource
+from flatout.data.slices import SlicedLoader
 from flatout.data.source import Epoch, Source, check_keys
 
 
@@ -23,6 +26,8 @@ def source_of(loader: Any) -> Source:
         return loader
     if type(loader) is InMemoryLoader:
         return InMemorySource(loader)
+    if type(loader) is SlicedLoader:
+        return SlicedSource(loader)
     if is_plain(loader) and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         if not isinstance(loader.dataset, IterableDataset):
             return MapStyleSource(loader)
@@ -45,8 +50,8 @@ class InMemorySource(Source):
 
     def open(self, pinned_for: int | None = None) -> Epoch:
         if pinned_for is None or self._memory.device is not None:
-            return Epoch(iter(self._memory))
-        return Epoch(self._memory.iterate_pinned(pinned_for))
+            return InMemoryEpoch(iter(self._memory))
+        return InMemoryEpoch(self._memory.iterate_pinned(pinned_for))
 
     def mark(self) -> Any:
         return self._progress.position
@@ -56,6 +61,52 @@ class InMemorySource(Source):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._progress.load_state_dict(state)
+
+
+class InMemoryEpoch(Epoch):
+    """One pass over data in memory."""
+
+    def _passed(self) -> None:
+        self.share = getattr(self._batches, "share", None)
+
+
+class SlicedSource(Source):
+    """Slices of the batches of a loader that every rank iterates as a whole, with the random numbers of rank 0."""
+
+    def __init__(self, loader: SlicedLoader) -> None:
+        super().__init__(loader, "")
+        self._slices = loader
+        self._whole = source_of(loader.loader)
+        self.is_fresh = self._whole.is_fresh
+
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        draws = SharedDraws(self._slices.ranks, RandomState.only(generators_in(self._slices.loader)))
+        with draws.drawing():
+            whole = self._whole.open(pinned_for)
+        return SlicedEpoch(whole, self._slices, draws)
+
+    def mark(self) -> Any:
+        return self._whole.mark()
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return self._whole.state_dict(mark)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._whole.load_state_dict(state)
+
+
+class SlicedEpoch(Epoch):
+    """One pass over slices of whole batches."""
+
+    def __init__(self, whole: Epoch, slices: SlicedLoader, draws: Draws) -> None:
+        super().__init__(whole)
+        self._slices, self._draws = slices, draws
+
+    def __next__(self) -> Any:
+        with self._draws.drawing():
+            batch = super().__next__()
+        batch, self.share = self._slices.own_part(batch)
+        return batch
 
 
 class StatefulSource(Source):
