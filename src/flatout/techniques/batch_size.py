@@ -15,6 +15,7 @@ from flatout.data.loaders import (
     SEEDED_FROM,
     TRIAL_BATCHES,
     first_batches,
+    unsliced,
     why_not_resized,
     with_batch_size,
 )
@@ -169,7 +170,7 @@ class BatchSize(SizeTechnique):
             reason = why_not_resized(_unseeded(job.data.loader))
             if reason:
                 raise ValueError(f"batch_size must be possible with this loader, got {samples} samples: {reason}")
-            there_are = len(_unseeded(job.data.loader).sampler)
+            there_are = len(unsliced(_unseeded(job.data.loader)).sampler)
             if samples > there_are:
                 raise ValueError(f"batch_size must fit an epoch, got batches of {samples}, with {there_are} samples")
 
@@ -202,13 +203,16 @@ class BatchSize(SizeTechnique):
         """Return the limit of samples to compute at once."""
         if not job.spec.resizes:
             return max(map(batch_size_of, job.data.batches), default=0)
-        samples = len(_unseeded(job.data.loader).sampler)
+        samples = len(unsliced(_unseeded(job.data.loader)).sampler)
         return max(size_of(job), samples // (FEWEST_UPDATES * job.spec.accumulate))
 
 
 def size_of(job: Job) -> int:
-    """Return the batch size of the job's loader, or the size of its first batch if the loader does not tell."""
-    size = getattr(_unseeded(job.data.loader), "batch_size", None)
+    """Return the batch size of the job's loader, or the size of its first batch if the loader does not tell.
+
+    The batch size is that of all ranks together.
+    """
+    size = getattr(unsliced(_unseeded(job.data.loader)), "batch_size", None)
     if isinstance(size, int):
         return size
     return batch_size_of(job.data.batches[0]) if job.data.batches else 1

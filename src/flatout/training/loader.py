@@ -10,8 +10,10 @@ from torch.utils.data import DataLoader
 
 from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.forwarding import CopiedAsWrapped
-from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute
+from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute, unsliced
+from flatout.data.order import BatchShare
 from flatout.data.replay_buffer import ReplayBuffer
+from flatout.data.sharding import SamplerEpoch
 from flatout.mfu import MfuCounter
 from flatout.training.garbage import LongLived
 from flatout.training.job import Job
@@ -36,6 +38,8 @@ class TrainingLoader(CopiedAsWrapped):
         self._end_of_epoch = end_of_epoch
         self._goes_on = False
         self._source: Iterable[Any] | None = None
+        self._share: BatchShare | None = None
+        self._sampler_epoch = SamplerEpoch(original_of(job.data.loader), job.spec.ranks)
 
     @property
     def _prefetcher(self) -> Prefetcher:
@@ -51,16 +55,24 @@ class TrainingLoader(CopiedAsWrapped):
         source, loader = self._job.data.source, self._job.data.loader
         return source if isinstance(source, ReplayBuffer) else original_of(loader)
 
+    @property
+    def share(self) -> BatchShare | None:
+        """Share of this rank in the batch that was yielded last; None if the loader is not sliced."""
+        return self._share
+
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
-        batches = iter(self._prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
-        return self._epoch(batches, time.perf_counter() - begun)
+        self._sampler_epoch.begin()
+        prefetcher = self._prefetcher
+        batches = iter(prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
+        return self._epoch(batches, prefetcher, time.perf_counter() - begun)
 
-    def _epoch(self, opened: Iterator[Any], seconds: float) -> Iterator[Any]:
+    def _epoch(self, opened: Iterator[Any], prefetcher: Prefetcher, seconds: float) -> Iterator[Any]:
         """Yield the batches of one epoch.
 
         Args:
             opened: yields the batches.
+            prefetcher: has opened them.
             seconds: time that opening the epoch took.
         """
         if not self._goes_on:
@@ -72,8 +84,10 @@ class TrainingLoader(CopiedAsWrapped):
                 if seconds:
                     self._counter.waited(seconds)
                 is_empty, seconds = False, 0.0
+                self._share = prefetcher.share
                 yield batch
                 objects.between_steps()
+        self._sampler_epoch.end()
         if is_empty:
             raise ValueError(
                 f"loader must yield batches in every epoch, got a {type(self._job.data.loader).__name__} that is "
@@ -91,23 +105,28 @@ class TrainingLoader(CopiedAsWrapped):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch. See :meth:`flatout.data.Prefetcher.state_dict`."""
-        return self._prefetcher.state_dict()
+        state, epoch = self._prefetcher.state_dict(), self._sampler_epoch.to_resume
+        return state if epoch is None else state | {"sampler_epoch": epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where ``state`` was saved. See :meth:`flatout.data.Prefetcher.load_state_dict`."""
+        if "sampler_epoch" in state:
+            state = dict(state)
+            self._sampler_epoch.resume(state.pop("sampler_epoch"))
         self._prefetcher.load_state_dict(state)
         self._goes_on = True
 
     @property
     def _wrapped(self) -> Any:
-        return getattr(self._job.data.loader, SEEDED_FROM, self._job.data.loader)
+        return unsliced(getattr(self._job.data.loader, SEEDED_FROM, self._job.data.loader))
 
     @property
     def _made_from_it(self) -> list[Any]:
         """Loaders made from the user's loader, the one that yields the batches first."""
-        loaders = [self._job.data.source, self._job.data.loader, self._wrapped]
-        made = [loader for loader in loaders if isinstance(loader, (DataLoader, InMemoryLoader))]
-        return [loader for loader in made if loader is not original_of(self._job.data.loader)]
+        loader = self._job.data.loader
+        loaders = [self._job.data.source, loader, unsliced(loader), self._wrapped]
+        made = [each for each in loaders if isinstance(each, (DataLoader, InMemoryLoader))]
+        return [each for each in made if each is not original_of(loader)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
