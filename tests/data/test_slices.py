@@ -225,6 +225,23 @@ def test_a_rank_keeps_its_own_random_states(kind):
     assert on_ranks(3, program) == [False, True, True]
 
 
+def test_a_resumed_rank_0_keeps_its_own_random_states():
+    """Repeated draws of a sampler are draws of the order, not of the training."""
+
+    def program(ranks: Agreement) -> None:
+        prefetcher = Prefetcher(sliced(ORDERS["lazy"](dataset()), ranks), "cpu")
+        next(iter(prefetcher))
+        state = prefetcher.state_dict()
+        resumed = Prefetcher(sliced(ORDERS["lazy"](dataset()), ranks), "cpu")
+        resumed.load_state_dict(state)
+        seed_all(77 + ranks.rank)
+        before = RandomState.of_host()
+        next(iter(resumed))
+        assert before.moved() is None
+
+    on_ranks(2, program)
+
+
 def test_rank_0_draws_as_one_process_does():
     """Also between epochs, and if the training draws from the generator of the order."""
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from flatout.data import InMemoryLoader
+from flatout.data import InMemoryLoader, seed_samples
+from flatout.data.loaders import with_batch_size
 from flatout.data.order import BatchShare
 from flatout.data.slices import sliced
 from flatout.distributed.agreement import ALONE, Agreement
@@ -54,6 +55,16 @@ def test_attributes_are_those_of_the_users_loader():
     generator = torch.Generator()
     loader.generator = generator
     assert made.generator is own.generator is generator
+
+
+def test_attributes_reach_all_loaders_that_slices_were_made_of():
+    own = DataLoader(DATA, 4)
+    resized = with_batch_size(own, 8)
+    seeded = seed_samples(resized)
+    made = sliced(seeded, rank_1())
+    generator = torch.Generator()
+    training_loader(made, rank_1()).generator = generator
+    assert all(loader.generator is generator for loader in (own, resized, seeded, made))
 
 
 def numbers_of(sampler: DistributedSampler, loader: Any, epochs: int, *, stop: int | None = None) -> list[int]:

@@ -95,8 +95,8 @@ class Progress:
                 blocks = blocks_of(batch_sampler.sampler, samples)
                 order = None if blocks is None else RecordedOrder(batch_sampler, blocks, start)
         if order is None:
-            held, ahead = self._samplers_generators, reads_ahead or self._slices is not None
-            order = Asked(batch_sampler, samples, start, held, reads_ahead=ahead, draws=self._draws)
+            held = self._samplers_generators
+            order = Asked(batch_sampler, samples, start, held, reads_ahead=reads_ahead, draws=self._draws)
         if self._slices is not None:
             order = SlicedOrder(order, self._slices)
         if loaded is not None:

@@ -116,7 +116,7 @@ class SlicedOrder:
     """Order of this rank's slices. Its positions are those of whole batches.
 
     Args:
-        whole: the order of whole batches, which may be read ahead.
+        whole: the order of whole batches.
         batches: the batch sampler of the slices.
     """
 
