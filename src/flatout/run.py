@@ -186,6 +186,7 @@ class Run(Resumable, Described):
         with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.spec.device)
+            self._job.stepper.weigh(batch, getattr(self.loader, "share", None))
             loss = self._recovery.step(batch, step.phase)
             if not self._job.stepper.pending:
                 self._step_scheduler()

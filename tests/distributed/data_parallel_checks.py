@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.distributed.agreement import RankFailure, RanksApart
@@ -135,11 +136,11 @@ def assert_equal_on_all_ranks(tensors: Iterator[Tensor] | list[Tensor]) -> None:
 
 
 def assert_same_training(model: nn.Module, reference: nn.Module, losses: list[float], expected: list[float]) -> None:
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5, equal_nan=True)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
     assert_equal_on_all_ranks(model.parameters())
-    assert_equal_on_all_ranks([torch.tensor(losses)])
+    assert_equal_on_all_ranks([torch.tensor(losses).nan_to_num()])
 
 
 def trains_as_one_process(kind: str, accumulate: int, max_norm: float | None, unused: str, micro: int | None) -> None:
@@ -382,4 +383,48 @@ def a_signal_to_one_rank_saves_on_all(folder: str, rank: int) -> None:
     run.fit(2, progress=False, checkpoint_dir=folder)
     assert run.steps == 2 * SAMPLES // BATCH
     assert_equal_on_all_ranks(model.parameters())
+    run.undo()
+
+
+def loader_of(samples: int, *, shuffle: bool, drop_last: bool = False) -> DataLoader[Any]:
+    x, y = data()
+    return DataLoader(TensorDataset(x[:samples], y[:samples]), BATCH, shuffle=shuffle, drop_last=drop_last)
+
+
+def whole_training_on(
+    model: nn.Module, loader: DataLoader[Any], loss_fn: Callable[[Tensor, Tensor], Tensor], epochs: int
+) -> list[float]:
+    optimizer, losses = optimizer_of(model, "adamw"), []
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def a_loader_is_sliced(samples: int, shuffle: bool, loss: str) -> None:
+    """Train on slices of every batch: the last one is uneven, or has no sample for some ranks."""
+    loss_fn: Any = nn.CrossEntropyLoss(reduction="sum" if loss == "sum" else "mean", ignore_index=0)
+    loss_weight = (lambda batch: (batch[1] != 0).sum()) if loss == "weighted" else None
+    if loss == "mean":
+        loss_fn = nn.CrossEntropyLoss()
+    reference, model = net(), net()
+    torch.manual_seed(11)
+    expected = whole_training_on(reference, loader_of(samples, shuffle=shuffle), loss_fn, 3)
+    torch.manual_seed(11 + dist.get_rank())
+    run = flatout.optimize(
+        model,
+        loader_of(samples, shuffle=shuffle),
+        optimizer_of(model, "adamw"),
+        loss_fn,
+        loss_weight=loss_weight,
+        budget=0,
+        plan=None,
+        parallel="ddp",
+    )
+    torch.manual_seed(11 + dist.get_rank())
+    assert_same_training(model, reference, trained(run, 3), expected)
     run.undo()

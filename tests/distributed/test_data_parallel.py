@@ -94,3 +94,10 @@ def test_ranks_must_save_together(pair, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_saves_on_all(pair, tmp_path, rank):
     pair(checks.a_signal_to_one_rank_saves_on_all, str(tmp_path), rank)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("samples", [72, 65, 61])  # batches of 12: the last one has 12, 5 samples, or 1
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_is_sliced(pool, samples, shuffle, loss):
+    pool(checks.a_loader_is_sliced, samples, shuffle, loss)

@@ -163,6 +163,11 @@ class GradientSync:
         if self._ddp.modules_buffers:
             self._ddp._sync_buffers()
 
+    def relative(self, weight: Tensor) -> Tensor:
+        """Return a weight relative to its mean over all ranks, 0-dim; 1 if all weights are 0."""
+        mean = self.mean(weight)
+        return torch.where(mean == 0, torch.ones_like(mean), weight / mean)
+
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a tensor over all ranks, without a wait of the host for a CUDA device."""
         value = value.clone()

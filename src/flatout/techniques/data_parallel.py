@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ class Replicas(Candidate):
         if job is None or model is None:
             return
         job.stepper.sync = sync = GradientSync(job.spec.modules)
+        job.objective.plain = sync.alone
         if not isinstance(model, torch.jit.ScriptModule):
             self._class = _synchronized_class(type(model), sync)
             model.__class__ = self._class
@@ -43,7 +44,7 @@ class Replicas(Candidate):
             take_class_out(model, cls)
         job = self._job()
         if job is not None:
-            job.stepper.sync = None
+            job.stepper.sync, job.objective.plain = None, nullcontext
 
 
 def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Module]:

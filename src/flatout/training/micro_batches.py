@@ -73,6 +73,11 @@ class MicroBatches:
         return self._spec.loss_weight is not None or _is_mean_over_samples(self._spec.loss_fn)
 
     @property
+    def sums_losses(self) -> bool:
+        """True if the loss is known to be a sum over samples."""
+        return getattr(self._spec.loss_fn, "reduction", None) == "sum"
+
+    @property
     def sees_parts(self) -> bool:
         """True if a BatchNorm normalizes each part by itself."""
         modules = (m for root in self._spec.modules for m in root.modules())
@@ -140,11 +145,11 @@ class MicroBatches:
 
     def _shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
         """Return the factor of each part's loss, so that the losses add up to that of the batch."""
-        if getattr(self._spec.loss_fn, "reduction", None) == "sum":
+        if self.sums_losses:
             return [1.0] * len(batches)
         weights: list[Any] = list(sizes)
         if self._spec.loss_weight is not None:
-            found = [w.double() if isinstance(w, Tensor) else w for w in map(self._weight, batches)]
+            found = [w.double() if isinstance(w, Tensor) else w for w in map(self.weight_of, batches)]
             total = sum(found)
             # If a batch has weight 0, so has each part. Then each part keeps its own loss, weighted by samples.
             if isinstance(total, Tensor):
@@ -154,7 +159,8 @@ class MicroBatches:
         total = sum(weights)
         return [weight / total for weight in weights]
 
-    def _weight(self, batch: Any) -> float | Tensor:
+    def weight_of(self, batch: Any) -> float | Tensor:
+        """Return the weight of the loss of a batch, by ``Spec.loss_weight``, which must be given."""
         assert self._spec.loss_weight is not None
         return self._spec.loss_weight(self._objective.lent(batch))
 

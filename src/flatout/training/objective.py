@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ class Objective:
         writes_batches: True if forward or loss change tensors of their batch in place.
         draws: True if forward or loss draw random numbers, as dropout does.
         has_loss: False if only the user's own loop knows the loss. Trials then use ``stand_in``.
+        plain: returns a context in which the model's calls average no gradients over ranks, as the user's calls do.
     """
 
     compiled: Callable[[Any], Tensor] | None = None
     writes_batches: bool = False
     draws: bool = False
     has_loss: bool = True
+    plain: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -48,7 +51,8 @@ class Objective:
             return self.loss(batch)
         if self.spec.loss_fn is not None and type(batch) is list:
             batch = tuple(batch)  # a loader's list and run.step((x, y)) are one kind of call
-        return self.compiled(self.lent(batch))
+        with self.plain():
+            return self.compiled(self.lent(batch))
 
     def loss(self, batch: Any) -> Tensor:
         """Run the forward and return the loss of one batch that is on the device.
@@ -57,6 +61,10 @@ class Objective:
             TypeError: the batch is neither a pair nor a mapping and there is no ``compute_loss``.
             MissingLossError: ``has_loss`` is True, but there is neither a loss nor an output with ``.loss``.
         """
+        with self.plain():
+            return self._loss(batch)
+
+    def _loss(self, batch: Any) -> Tensor:
         spec = self.spec
         if spec.compute_loss is not None:
             return spec.compute_loss(spec.model, self.lent(batch))

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from flatout.amp import GradScaler
+from flatout.core.batches import batch_size_of
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.data.order import BatchShare
 from flatout.distributed.agreement import STEP
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.mfu.ranges import nvtx_range
@@ -42,6 +44,12 @@ class StepRunner(Protocol):
 
     def release(self) -> None:
         """Free memory that is only kept for later steps."""
+
+
+def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return ``loss * weight``, and 0 for weight 0, even if the loss is NaN. Its backward reaches all parameters."""
+    has_none = torch.as_tensor(weight, device=loss.device) == 0
+    return torch.where(has_none, 0, loss * weight).to(loss.dtype)
 
 
 class BatchLoss:
@@ -106,6 +114,28 @@ class Stepper:
         if self._scaler is None:
             self._scaler = GradScaler(self.spec.device.type)
         return self._scaler
+
+    def weigh(self, batch: Any, share: BatchShare | None) -> None:
+        """Set ``weight`` for the next batch, so that the mean over all ranks is the loss of the whole batch.
+
+        Args:
+            batch: the batch of this rank.
+            share: share of this rank in the whole batch; None if the ranks have batches of their own.
+        """
+        if self.sync is None:
+            return
+        if share is not None and batch_size_of(batch) != max(share.own, 1):
+            share = None  # not the loader's last batch
+        ranks, own = self.spec.ranks.size, 1 if share is None else share.own
+        if self.spec.loss_weight is not None:
+            weight = self.micro_batches.weight_of(batch) if own else 0.0
+            self.weight = self.sync.relative(torch.as_tensor(weight, dtype=torch.float32, device=self.spec.device))
+        elif share is None:
+            self.weight = 1.0
+        elif self.micro_batches.sums_losses:
+            self.weight = float(ranks if own else 0)
+        else:
+            self.weight = own * ranks / share.total
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Any:
         """Run forward, backward and, after ``accumulate`` batches, the update.
@@ -182,8 +212,7 @@ class Stepper:
         self._is_synchronized = False
         on_host = self.spec.device.type == "cpu"
         with self.spec.ranks.attempt(STEP) as message:
-            with self.sync.alone():
-                yield batch
+            yield batch
             message.values = [*self.note(), batch.loss.item()] if on_host else self.note()
         self.notes = message.received
         if on_host:
@@ -215,7 +244,7 @@ class Stepper:
             elif share != 1:
                 loss = loss * share
             if isinstance(self.weight, Tensor) or self.weight != 1:
-                loss = loss * self.weight
+                loss = _weighted(loss, self.weight)
         with phase("backward"):
             if loss.requires_grad or share:
                 (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from flatout.core.dtensor import is_distributed
 from flatout.core.process_group import group_size
 from flatout.data.loaders import TORCHS_SAMPLERS
+from flatout.data.sharding import shards_of, why_not_split
 from flatout.distributed import process_group
 from flatout.distributed.agreement import ALONE, Agreement, Ranks
 
@@ -54,6 +55,18 @@ class Parallel:
     ranks: Agreement = ALONE
     wraps: bool = False
     device: torch.device | None = None
+
+    def slices(self, loader: Iterable[Any]) -> bool:
+        """Return True if each rank trains on a slice of every batch. A loader that is sharded already stays as it is.
+
+        Raises:
+            ValueError: nothing tells the samples of one rank from those of another.
+        """
+        if not self.wraps or shards_of(loader) > 1:
+            return False
+        if reason := why_not_split(loader):
+            raise ValueError(f"loader must be split over the ranks: {reason}")
+        return True
 
 
 def parallel_of(parallel: str, modules: Sequence[nn.Module], *, is_recorded: bool = False) -> Parallel:

@@ -25,6 +25,7 @@ from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
+from flatout.data.slices import sliced, why_not_sliced
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
@@ -95,7 +96,8 @@ class Session:
         deterministic = request.deterministic or is_reproducible()
         modules = [m for m in (request.model, request.loss_fn, request.compute_loss) if isinstance(m, nn.Module)]
         self.parallel = parallel_of(request.parallel, modules, is_recorded=request.is_recorded)
-        self.loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
+        loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
+        self.loader = sliced(loader, self.parallel.ranks) if self.parallel.slices(loader) else loader
         spec = Spec(
             model=request.model,
             device=device_of(request.model, request.device, self.parallel.device),
@@ -116,6 +118,8 @@ class Session:
         )
         self.apart = "" if self.parallel.wraps else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
+        if self.parallel.wraps and self.loader is loader:
+            self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
         self.expected_steps = request.expected_steps or self._default_steps()
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
@@ -157,8 +161,6 @@ class Session:
         with self.stage("applying rules"):
             self._apply_rules(after_first_step=False)
         sync = job.stepper.sync
-        if sync is not None:  # trials synchronize the steps of the stepper, and nothing else
-            self._guard.enter_context(sync.alone())
         snapshot = self._capture()
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
         self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
