@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatout.distributed import failures
+
 _LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of torchrun, and of other launchers of torch's convention."""
 
@@ -34,20 +36,28 @@ def is_launched() -> bool:
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank: ``cuda:LOCAL_RANK``, modulo the visible devices; the CPU without a GPU."""
+    """Return the device of this rank: ``cuda:LOCAL_RANK``, modulo the visible devices; the CPU without a GPU.
+
+    A launcher that sets no ``LOCAL_RANK`` starts as many ranks as devices on each machine, in the order of ``RANK``.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    number = os.environ.get("LOCAL_RANK") or os.environ.get("RANK", "0")
     # With `torchrun --virtual-local-rank`, each rank sees one device.
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", int(number) % torch.cuda.device_count())
 
 
-def join(device: torch.device) -> None:
+def join(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
     """Make the default process group from the launcher's variables: NCCL for a CUDA device, gloo otherwise.
 
-    The group ends with the process. Does nothing if a group exists.
+    The group ends with the process, and all ranks end if one fails. Does nothing if a group exists.
 
     After ``torchrun --max-restarts``, the store of the agent still holds the addresses of the last attempt (torch 2.14,
     pytorch #135712). So the keys of this group begin with the number of the restart.
+
+    Args:
+        device: device of this rank.
+        timeout: time after which a collective fails, and after which a missing rank is an error.
     """
     global _is_joined
     if dist.is_initialized():
@@ -58,7 +68,7 @@ def join(device: torch.device) -> None:
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         wait_for_workers=False,
-        timeout=TIMEOUT,
+        timeout=timeout,
     )
     store = dist.PrefixStore(f"flatout/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     on_gpu = device.type == "cuda"
@@ -69,11 +79,12 @@ def join(device: torch.device) -> None:
         store=store,
         rank=rank,
         world_size=size,
-        timeout=TIMEOUT,
+        timeout=timeout,
         device_id=device if on_gpu else None,
     )
     _is_joined = True
     atexit.register(_leave)
+    failures.watch(dist.group.WORLD)
 
 
 def is_joined() -> bool:
@@ -83,7 +94,8 @@ def is_joined() -> bool:
 
 def _leave() -> None:
     if dist.is_initialized():
-        dist.destroy_process_group()
+        with failures.limited():
+            dist.destroy_process_group()
 
 
 def control_group() -> dist.ProcessGroup:
@@ -96,4 +108,5 @@ def control_group() -> dist.ProcessGroup:
     default = dist.group.WORLD
     if _control is None or _control[0] is not default:
         _control = default, dist.new_group(backend="gloo", timeout=TIMEOUT)
+        failures.watch(default)
     return _control[1]
