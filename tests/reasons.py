@@ -265,7 +265,7 @@ FINDINGS: dict[str, str] = {
     "driver-unusable": "^driver torch cannot use",
     "extras-missing": "^extras without",
     "few-open-files": "^open files",
-    "few-threads": "^threads .*OMP_NUM_THREADS=.*unset",
+    "few-threads": "^threads .*OMP_NUM_THREADS=.*(unset|torchrun sets it to 1)",
     "governor": "^governor",
     "gpu-hidden": "^device hidden by",
     "gpu-unusable": r"^cuda:\d+ cannot be used",

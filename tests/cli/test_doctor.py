@@ -172,6 +172,21 @@ WRONG = {
         [("few-threads", "note")],
         ["unset OMP_NUM_THREADS"],
     ),
+    "one thread in each of four ranks, as torchrun sets it": (
+        replace(GOOD, threads=1, environment={"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}),
+        [("few-threads", "note")],
+        ["OMP_NUM_THREADS=2 torchrun"],
+    ),
+    "two threads in each of four ranks": (
+        replace(GOOD, threads=2, environment={"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "4"}),
+        [],
+        [],
+    ),
+    "three threads in each of four ranks": (
+        replace(GOOD, threads=3, environment={"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "4"}),
+        [("too-many-threads", "slow")],
+        ["OMP_NUM_THREADS=2 torchrun"],
+    ),
     "others at work": (replace(GOOD, load=4.5), [("load", "note")], []),
     "few others at work": (replace(GOOD, load=3.5), [], []),
     "a slow governor": (

@@ -23,6 +23,9 @@ from flatout.core.machine import available_memory, free_shared_memory, swap, tex
 Verdict = Literal["good", "note", "slow", "broken"]
 """``slow``: costs speed. ``broken``: something does not work. ``note``: worth knowing."""
 
+SEVERITY: tuple[Verdict, ...] = ("good", "note", "slow", "broken")
+"""Verdicts, the worst last."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -207,6 +210,13 @@ CHECKS = (
     Check("CPU", "cores", facts.cores, (
         Rule("cores", "{cores} ({limits})", when=lambda f: f.cores == f.visible),
         Rule("cores", "{cores} usable of {visible} logical ({limits})"),
+        Rule("threads", "{threads} in each of {ranks} ranks, on {cores} cores", "slow",
+             "OMP_NUM_THREADS={share} torchrun ...: more threads than cores wait for each other",
+             lambda f: f.ranks > 1 and f.threads > f.share),
+        Rule("threads", "{threads} in each of {ranks} ranks, on {cores} cores: OMP_NUM_THREADS={variable}", "note",
+             "OMP_NUM_THREADS={share} torchrun ...: torchrun sets it to 1 otherwise",
+             lambda f: f.ranks > 1 and f.threads < f.share and f.variable is not None),
+        Rule("threads", "{threads} in each of {ranks} ranks", when=lambda f: f.ranks > 1),
         Rule("threads", "{threads}, on {cores} cores", "slow",
              "torch.set_num_threads({cores}) or OMP_NUM_THREADS={cores}: more threads than cores wait for each other",
              lambda f: f.threads > f.cores),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.command import Command
+from flatout.cli.command import Command, CommandError
 from flatout.cli.diagnosis import Finding, Verdict, as_dicts, examine
 from flatout.cli.files import files_of, write
-from flatout.core.formatting import visible
+from flatout.cli.rank_checks import examine_ranks
+from flatout.core.formatting import first_line, visible
+from flatout.distributed import process_group
 
 DESCRIPTION = """\
 Looks at the machine and the install for what keeps training from running
@@ -29,6 +32,8 @@ examples:
   flatout doctor                       one page, with what to do
   flatout doctor --json                the findings as JSON, instead of the page
   flatout doctor --json findings.json  the page, and a file to keep
+  torchrun --nproc-per-node=gpu -m flatout doctor
+                                       all ranks, with their connection
 
 The exit status is 1 if something is broken, else 0."""
 
@@ -51,9 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. Return 1 if something is broken, else 0."""
+    """Print the findings, in rank 0 those of all ranks. Return 1 if something is broken, else 0."""
     files = {} if args.json == STDOUT else files_of(args)
-    findings = examine()
+    findings = _findings()
+    if process_group.is_launched() and os.environ["RANK"] != "0":
+        return _status(findings)
     text = json.dumps(as_dicts(findings), indent=2)
     if args.json == STDOUT:
         print(text)
@@ -62,6 +69,22 @@ def run(args: argparse.Namespace) -> int:
         show(findings, console)
         writers = {"json": lambda path: path.write_text(f"{text}\n", encoding="utf-8")}
         write(files, writers, lambda line: console.print(line, markup=False, soft_wrap=True))
+    return _status(findings)
+
+
+def _findings() -> tuple[Finding, ...]:
+    if not process_group.is_launched():
+        return examine()
+    try:
+        return examine_ranks()
+    except (RuntimeError, ConnectionError) as error:
+        raise CommandError(
+            f"all {os.environ['WORLD_SIZE']} ranks must reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, "
+            f"got in rank {os.environ['RANK']}: {first_line(error)}"
+        ) from error
+
+
+def _status(findings: Iterable[Finding]) -> int:
     return int(any(finding.verdict == "broken" for finding in findings))
 
 

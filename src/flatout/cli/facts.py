@@ -175,14 +175,17 @@ def tf32() -> Iterator[Facts]:
 
 
 def cores() -> Iterator[Facts]:
-    """Yield the usable cores, the process's limits on cores, and torch's threads."""
+    """Yield the usable cores, the process's limits on cores, torch's threads, and each rank's share of the cores."""
     visible = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else visible
     quota = min(map(machine.quota_of, machine.control_groups("cpu")), default=math.inf)
     limits = [f"affinity {allowed}"] if allowed < visible else []
     limits += [f"quota {quota:g}"] if quota < allowed else []
+    cores, ranks = machine.usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     yield Facts(
-        cores=machine.usable_cores(),
+        cores=cores,
+        ranks=ranks,
+        share=max(1, cores // ranks),
         visible=visible,
         limits=", ".join([*limits, platform.machine()]),
         threads=torch.get_num_threads(),
