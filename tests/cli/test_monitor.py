@@ -249,6 +249,20 @@ def test_every_width_and_every_terminal_shows_the_figures(fake, width: int, asci
     assert "heat (driver)" in out
 
 
+def test_each_local_gpu_has_its_panel_and_its_figures(
+    fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.boards = tuple(replace(H100, uuid=f"GPU-{rank}", power=1000 * (100 + rank)) for rank in range(4))
+    path = tmp_path / "run.jsonl"
+    assert main(["monitor", "--once", "--json", str(path)]) == 0
+    titles_and_power = re.findall(r"cuda:\d|\d+ of 700 W", capsys.readouterr().out)
+    assert titles_and_power == [text for rank in range(4) for text in (f"cuda:{rank}", f"{100 + rank} of 700 W")]
+    (sample,) = read_samples(path)
+    assert [(gpu.cuda_index, gpu.power_watts) for gpu in sample.gpus] == [(rank, 100 + rank) for rank in range(4)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # torch numbers the visible ones
+    assert [(gpu.index, gpu.cuda_index) for gpu in taken().gpus] == [(3, 0), (1, 1)]
+
+
 def test_many_gpus_in_a_low_terminal_are_a_line_each(fake) -> None:
     fake.boards = (A100,) * 8
     sample = taken()
