@@ -177,7 +177,8 @@ def test_rank_0_prints_the_findings_of_all_ranks() -> None:
     assert ended.status == [int(any(finding["verdict"] == "broken" for finding in findings))]
     names = {finding["name"] for finding in findings}
     assert {"ranks", "versions", "agreement", "all-reduce", "torch", "RAM"} <= names
-    assert [finding["name"] for finding in findings].count("RAM") == 1
+    # One rank per machine looks at its load and memory.
+    assert not any("rank 1" in finding["found"] for finding in findings if finding["topic"] != "ranks")
 
 
 @pytest.mark.slow
