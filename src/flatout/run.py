@@ -102,7 +102,7 @@ class Run(Resumable, Described):
 
     def __iter__(self) -> Iterator[Any]:
         """Unpack as ``model, loader = flatout.optimize(model, loader, optimizer)``, and say on stderr what is kept."""
-        if not self._is_unpacked and wants_progress() is not False:
+        if not self._is_unpacked and wants_progress() is not False and self._job.spec.ranks.rank == 0:
             self._is_unpacked = True
             for line in unpacked.lines(self.report.summary, self._job, self._scheduler):
                 say(line)
