@@ -33,6 +33,10 @@ def values_are_those_of_all() -> None:
     assert agreed.first({"rank": rank}) == {"rank": 0}
     assert agreed.every(str(rank)) == [str(each) for each in range(size)]
     assert len(set(agreed.every(agreed.now()))) == 1
+    assert agreed.smallest([float(rank), -float(rank)]) == [0, 1 - size]
+    assert agreed.all_hold(True)
+    assert not agreed.all_hold(rank != 1)
+    assert math.isnan(agreed.largest([1.0, math.nan if rank == 1 else 2.0])[1])
     nan = agreed.total([math.nan if rank == 0 else 1.0, 1.0])
     assert math.isnan(nan[0])
     assert nan[1] == size

@@ -104,8 +104,19 @@ class Agreement:
     size: int = 1
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each value over all ranks. All ranks must give the same number of values."""
+        """Return the largest of each value over all ranks; NaN if one is NaN.
+
+        All ranks must give the same number of values.
+        """
         return list(values)
+
+    def smallest(self, values: Sequence[float]) -> list[float]:
+        """Return the smallest of each value over all ranks. See ``largest``."""
+        return [-value for value in self.largest([-value for value in values])]
+
+    def all_hold(self, condition: bool) -> bool:
+        """Return True if a condition holds on all ranks."""
+        return not any(self.largest([not condition]))
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks."""
@@ -174,7 +185,7 @@ class Ranks(Agreement):
         self._message = torch.zeros(self.size, _FIRST + _VALUES, dtype=torch.float64)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        return [max(column) for column in self._columns(values)]
+        return [math.nan if any(map(math.isnan, column)) else max(column) for column in self._columns(values)]
 
     def total(self, values: Sequence[float]) -> list[float]:
         return [math.fsum(column) for column in self._columns(values)]
