@@ -63,7 +63,7 @@ class Shown:
 class Spent(Budget):
     """Budget of a minute, of which 12 seconds are spent."""
 
-    spent = 12.4  # type: ignore[assignment]
+    shown = 12.4  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__(60.0)

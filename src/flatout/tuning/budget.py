@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from flatout.distributed.agreement import ALONE, Agreement
+
 RACE_SHARE, MOST_FOR_RACE = 0.15, 0.4
 """Limits of the share of the budget that trials leave for the race of the tuned loop against the original."""
 
@@ -13,22 +15,29 @@ class Budget:
 
     Args:
         seconds: total seconds for measurements; 0 allows no trial.
+        ranks: the ranks whose trials the budget limits. The clock of rank 0 counts.
 
     Attributes:
         seconds: the same; may change before the first trial.
         later: seconds that techniques need that were not tried yet. A close call leaves them this time.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, ranks: Agreement = ALONE) -> None:
         self.seconds = seconds
+        self._ranks = ranks
         self.later = 0.0
         self._race_seconds = 0.0
         self._race_share = RACE_SHARE
-        self._started = time.perf_counter()
+        self._started = ranks.now()
 
     @property
     def spent(self) -> float:
         """Seconds since measurements began."""
+        return self._ranks.now() - self._started
+
+    @property
+    def shown(self) -> float:
+        """``spent`` without agreement, for the live line of rank 0."""
         return time.perf_counter() - self._started
 
     @property
@@ -55,12 +64,12 @@ class Budget:
         return self.left > 0 and estimate <= self.left
 
     def deadlines(self, at_most: float, *, with_race: bool = False) -> tuple[float, float]:
-        """Return the soft and the hard end of a trial, as ``time.perf_counter()`` values.
+        """Return the soft and the hard end of a trial, as values of ``Agreement.now``.
 
         Args:
             at_most: seconds until the soft end.
             with_race: True for a trial that can replace the race.
         """
         left = self.left_with_race if with_race else self.left
-        now, first = time.perf_counter(), min(at_most, left)
+        now, first = self._ranks.now(), min(at_most, left)
         return now + first, now + max(first, left - self.later)

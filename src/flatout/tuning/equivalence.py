@@ -135,7 +135,7 @@ def observe(
         elif spec.optimizer is None:
             outputs.update(_outputs([job.objective.loss(batch) for batch in shown]))
 
-    forward = timed_block(run, range(1), spec.device)
+    forward = timed_block(run, range(1), spec.device, spec.ranks)
     if forward.mean > limit:
         return Observed(dtype, outputs, blocks=(forward,))
     gradients = {} if reads_updates else _gradients(job, batches[0])
@@ -150,7 +150,7 @@ def observe(
 
     blocks: list[Block] = []
     while len(blocks) < updates and not (blocks and blocks[-1].mean > limit):
-        blocks.append(timed_block(update, range(len(blocks), len(blocks) + 1), spec.device))
+        blocks.append(timed_block(update, range(len(blocks), len(blocks) + 1), spec.device, spec.ranks))
     return Observed(dtype, outputs, gradients, losses, tuple(blocks))
 
 

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from flatout.distributed.agreement import ALONE, Agreement
 from flatout.tuning.sequence import LEAST_SCALE, NoiseFloor
 from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE
 
@@ -62,17 +63,21 @@ class Factorial(Generic[Factor]):
         groups: alternatives of each technique, of which a combination has at most one.
         floor: noise of the baseline against itself.
         seed: seed of the combinations.
+        ranks: the ranks that decide together. Processors may round the regression differently, so rank 0's counts.
 
     Attributes:
         kept: factors that are fixed on.
         open: groups without a decision.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Factor]], floor: NoiseFloor, seed: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Factor]], floor: NoiseFloor, seed: int = 0, ranks: Agreement = ALONE
+    ) -> None:
         self.kept: list[Factor] = []
         self.open = [list(group) for group in groups]
         self._columns = {factor: i for i, factor in enumerate(factor for group in groups for factor in group)}
         self._floor = floor
+        self._ranks = ranks
         self._random = random.Random(seed)
         self._rows: list[np.ndarray] = []
         self._gains: list[float] = []
@@ -122,6 +127,7 @@ class Factorial(Generic[Factor]):
         variance, freedom = max(pooled, LEAST_SCALE**2), freedom + left
         means, covariance = self._ridge(rows, gains, variance)
         deviations = np.sqrt(np.diag(covariance))
+        means, deviations, freedom = self._ranks.first((means, deviations, freedom))
         return {factor: Estimate(float(means[i]), float(deviations[i]), freedom) for factor, i in self._columns.items()}
 
     def _ridge(self, rows: np.ndarray, gains: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
     Attributes:
         seconds: wall time.
         waited: the part of it spent on waiting for batches.
-        samples: number of samples.
+        samples: number of samples of a rank.
         steps: number of batches.
         step_cpu: CPU seconds of this process between taking a batch and asking for the next one.
         load_cpu: CPU seconds of this process while waiting for batches.
@@ -80,6 +80,8 @@ def workers_and_queue(job: Job, loader: Iterable[Any]) -> tuple[int, int]:
 class LoaderTimer:
     """Training from one loader, in turns with another, with waits and steps timed separately.
 
+    All ranks train for the same number of batches, and the times are those of the slowest rank.
+
     Args:
         job: the job that steps the batches.
         loader: iterated again after its end, as in training. A loader with a base (``base_of``) is cloned, so that the
@@ -88,6 +90,7 @@ class LoaderTimer:
 
     def __init__(self, job: Job, loader: Iterable[Any]) -> None:
         self._job = job
+        self._ranks = job.spec.ranks
         self._workers, self.queue = workers_and_queue(job, loader)
         """Number of batches that may be ready when a stretch begins, made during the other loader's turn."""
         if base_of(loader) is not None:
@@ -120,13 +123,14 @@ class LoaderTimer:
             steps: minimum of batches, in whole updates. The wait for the first batch of an empty queue must be untimed.
             rest: minimum of seconds, in which another loader's workers fill their queue and stop.
         """
-        begin, settled = time.perf_counter(), 0
-        while settled < steps or time.perf_counter() < begin + rest:
+        begin, settled = self._ranks.now(), 0
+        while settled < steps or self._ranks.now() < begin + rest:
             for _ in range(self._job.spec.accumulate):
                 asked = time.perf_counter()
                 batch = next(self._batches)
                 if self._is_empty:
-                    self._round_seconds, self._is_empty = time.perf_counter() - asked, False
+                    self._round_seconds = self._ranks.largest([time.perf_counter() - asked])[0]
+                    self._is_empty = False
                 self._job.stepper.step(batch)
                 settled += 1
             synchronize(self._job.spec.device)
@@ -142,17 +146,20 @@ class LoaderTimer:
             A block whose only time is the mean of the batches. Waits for batches are rare and long, and a
             quartile would hide them.
         """
-        job = self._job
+        job, ranks = self._job, self._ranks
         rounds = math.ceil(steps / self._workers)
         synchronize(job.spec.device)
         start, cpu, samples, done = time.perf_counter(), time.process_time(), 0, 0
         waited = load_cpu = 0.0
         ends = [(start, waited)]
+        took, next_look = 0.0, job.spec.accumulate
 
         def is_missing() -> bool:
+            nonlocal took, next_look
             if done == 0 or done % job.spec.accumulate:
                 return True
-            took = time.perf_counter() - start
+            if ranks.size == 1 or done >= next_look:  # several ranks look rarely, because each look takes time
+                took, next_look = ranks.largest([time.perf_counter() - start])[0], 2 * done
             in_rounds = self._workers > 1 and done < rounds * self._workers and took < rounds * self._round_seconds
             return in_rounds or (done < steps and took < limit)
 
@@ -168,8 +175,11 @@ class LoaderTimer:
             done += 1
         synchronize(job.spec.device)
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
-        updates = _updates([*ends, (start + took, waited)], job.spec.accumulate)
-        self._stretches.append(Stretch(took, waited, samples, done, cpu - load_cpu, load_cpu, updates))
+        own_updates = _updates([*ends, (start + took, waited)], job.spec.accumulate)
+        own = [took, waited, samples, cpu, load_cpu, *itertools.chain.from_iterable(own_updates)]
+        took, waited, of_rank, cpu, load_cpu, *times = ranks.largest(own)
+        updates = tuple(zip(times[::2], times[1::2], strict=True))
+        self._stretches.append(Stretch(took, waited, int(of_rank), done, cpu - load_cpu, load_cpu, updates))
         rounds = math.ceil(self.queue / self._workers)
         self.refill_seconds = min(self.queue * took / done, rounds * self._round_seconds)
         self._is_started, self._is_empty = True, False
@@ -194,7 +204,7 @@ class LoaderTimer:
             samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
             synchronize(self._job.spec.device)
             took = time.perf_counter() - start
-        return samples / took
+        return self._ranks.smallest([samples / took])[0]
 
     def discard(self) -> None:
         """Forget the stretches so far, because they warmed up."""

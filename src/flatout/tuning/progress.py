@@ -114,7 +114,7 @@ class Progress:
     def _text(self) -> str:
         stage = f"{self._stage}: {self._candidate}" if self._candidate else self._stage
         text = formatting.clean(f"flatout: {' '.join(stage.split())}")
-        return text if self.budget is None else f"{text} · {self.budget.spent:.0f} of {self.budget.seconds:.0f} s"
+        return text if self.budget is None else f"{text} · {self.budget.shown:.0f} of {self.budget.seconds:.0f} s"
 
 
 def own_progress() -> Progress:

@@ -9,9 +9,12 @@ import torch
 from torch.autograd import profiler
 
 from flatout.core.kineto import quiet_allocator, quiet_kineto
+from flatout.distributed.agreement import ALONE, Agreement
 
 
-def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bool = False) -> int | None:
+def step_memory(
+    step: Callable[[], object], device: torch.device, *, is_warm: bool = False, ranks: Agreement = ALONE
+) -> int | None:
     """Return the peak memory of a step in bytes, above the memory that is allocated between steps.
 
     On CUDA the caching allocator counts the bytes, on the CPU torch's profiler.
@@ -20,6 +23,7 @@ def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bo
         step: runs twice. The second run counts, after gradients and optimizer state exist.
         device: where the step runs.
         is_warm: True if gradients and optimizer state exist. Then the step runs once.
+        ranks: the ranks that run the step. The largest memory counts.
 
     Returns:
         The bytes; None on the CPU while another profiler runs, because torch allows only one.
@@ -32,8 +36,8 @@ def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bo
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    if profiler._is_profiler_enabled:
+        return int(ranks.largest([torch.cuda.max_memory_allocated(device) - before])[0])
+    if not ranks.all_hold(not profiler._is_profiler_enabled):
         return None
     with quiet_kineto(), quiet_allocator(), profiler.profile(use_cpu=True, profile_memory=True) as profile:
         if not is_warm:
@@ -43,4 +47,4 @@ def step_memory(step: Callable[[], object], device: torch.device, *, is_warm: bo
     events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
     begun = next(event.start_ns() for event in events if event.name() == "flatout.measured")
     sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.start_ns() >= begun]
-    return max(accumulate(sizes), default=0)
+    return int(ranks.largest([max(accumulate(sizes), default=0)])[0])

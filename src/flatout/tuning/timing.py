@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
+from flatout.distributed.agreement import ALONE, Agreement
 from flatout.tuning.block import Block
 
 try:
@@ -16,13 +18,13 @@ except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall time of ``work()`` with everything that it queued on the device."""
+def seconds(work: Callable[[], object], device: torch.device, ranks: Agreement = ALONE) -> float:
+    """Wall time of ``work()`` with everything that it queued on the device, on the slowest rank."""
     synchronize(device)
     start = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - start
+    return ranks.largest([time.perf_counter() - start])[0]
 
 
 def synchronize(device: torch.device) -> None:
@@ -31,8 +33,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed_block(update: Callable[[int], object], updates: range, device: torch.device) -> Block:
-    """Run ``update`` for each number in ``updates``, and return their times.
+def timed_block(
+    update: Callable[[int], object], updates: range, device: torch.device, ranks: Agreement = ALONE
+) -> Block:
+    """Run ``update`` for each number in ``updates``, and return their times on the slowest rank of each.
 
     On a GPU the times lie between events on the current stream. The block waits for the GPU only at its ends.
     """
@@ -40,7 +44,9 @@ def timed_block(update: Callable[[int], object], updates: range, device: torch.d
     before, cpu = _waits(), time.process_time()
     walls = _between_events(update, updates, device) if device.type == "cuda" else _between_readings(update, updates)
     cpu, after = time.process_time() - cpu, _waits()
-    return Block(walls, cpu / len(updates), None if before is None or after is None else after - before)
+    waits = math.inf if before is None or after is None else after - before  # infinite if the system does not count
+    *agreed, cpu, waits = ranks.largest([*walls, cpu, waits])
+    return Block(tuple(agreed), cpu / len(updates), None if waits == math.inf else int(waits))
 
 
 def _between_readings(update: Callable[[int], object], updates: range) -> tuple[float, ...]:

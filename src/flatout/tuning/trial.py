@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Literal
 
+from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
 from flatout.tuning.block import Block
 from flatout.tuning.noise import Noise, Pair, difference
@@ -42,7 +42,9 @@ Measure = Callable[[int], Block]
 """Function that measures block ``i`` with one configuration."""
 
 
-def measure_pairs(baseline: Measure, candidate: Measure, *, alternates: bool = False) -> Iterator[Pair]:
+def measure_pairs(
+    baseline: Measure, candidate: Measure, *, alternates: bool = False, ranks: Agreement = ALONE
+) -> Iterator[Pair]:
     """Yield pairs without end, each in random order.
 
     Alternating orders cancel linear drift, but resonate with periodic disturbances: beside thermal steps, an interval
@@ -54,8 +56,9 @@ def measure_pairs(baseline: Measure, candidate: Measure, *, alternates: bool = F
         candidate: measures block ``i`` of the candidate.
         alternates: True to begin with the baseline, and each other pair with the configuration that the last pair
             ended with. This halves the number of changes, which for workers with a queue take longer than the blocks.
+        ranks: the ranks that measure the pairs together, in the order of rank 0.
     """
-    order = random.Random(next(_seeds))
+    order = random.Random(ranks.first(next(_seeds)))
     for i in itertools.count():
         if i % 2 == 0 if alternates else order.random() < 0.5:
             old = baseline(i)
@@ -72,12 +75,21 @@ class PairedTrial:
         noise: noise of the baseline against itself.
         keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
         has_other_merits: True if the candidate needs only be no slower, because it saves memory or cores.
+        ranks: the ranks that measure the pairs together.
     """
 
-    def __init__(self, noise: Noise, *, keeps_cpu_time: bool = True, has_other_merits: bool = False) -> None:
+    def __init__(
+        self,
+        noise: Noise,
+        *,
+        keeps_cpu_time: bool = True,
+        has_other_merits: bool = False,
+        ranks: Agreement = ALONE,
+    ) -> None:
         self._keep_above, self._drop_below = (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
         self.statistic: Statistic = noise.statistic(keeps_cpu_time=keeps_cpu_time)
         self.pairs: list[Pair] = []
+        self._ranks = ranks
         self._sequence = GainSequence(noise.floors[self.statistic])
 
     def add(self, pair: Pair) -> None:
@@ -100,16 +112,16 @@ class PairedTrial:
         Args:
             baseline: measures block ``i`` of the baseline.
             candidate: measures block ``i`` of the candidate, on the same batches.
-            soft: ``time.perf_counter()`` after which a close call continues only if ``hard`` leaves enough time for it.
-            hard: ``time.perf_counter()`` after which no pair starts.
+            soft: ``Agreement.now()`` after which a close call continues only if ``hard`` leaves enough time for it.
+            hard: ``Agreement.now()`` after which no pair starts.
             fewest: number of pairs that the time does not limit.
             alternates: as in ``measure_pairs``.
         """
-        begun, earlier = time.perf_counter(), len(self.pairs)
-        pairs = measure_pairs(baseline, candidate, alternates=alternates)
+        begun, earlier = self._ranks.now(), len(self.pairs)
+        pairs = measure_pairs(baseline, candidate, alternates=alternates, ranks=self._ranks)
         for pair in itertools.islice(pairs, MOST_PAIRS):
             self.add(pair)
-            now = time.perf_counter()
+            now = self._ranks.now()
             pair_seconds = (now - begun) / (len(self.pairs) - earlier)
             if self.verdict != "undecided" or (now > hard and len(self.pairs) >= fewest):
                 break
