@@ -54,7 +54,8 @@ def apply_batch_size(
         return
     failure: torch.OutOfMemoryError | None = None
     try:
-        parts = parts_that_fit(job)
+        with bench.ranks.attempt():
+            parts = parts_that_fit(job)
     except torch.OutOfMemoryError as error:
         failure = error
     bench.rewind()
@@ -77,10 +78,11 @@ def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> N
 def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
     """Return True if batches, or parts of them, fit in memory with a technique. Then the technique is kept."""
     try:
-        technique.check(bench.job)
-        candidate = technique.candidates(bench.job)[0]
-        with candidate:
-            parts = parts_that_fit(bench.job)
+        with bench.ranks.attempt():
+            technique.check(bench.job)
+            candidate = technique.candidates(bench.job)[0]
+            with candidate:
+                parts = parts_that_fit(bench.job)
     except Exception:  # of the model, which may not allow the change, or because memory holds no sample
         return False
     finally:

@@ -13,6 +13,7 @@ import torch
 
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
+from flatout.distributed.agreement import Agreement
 from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate, ResizingCandidate
 from flatout.training.job import Job
@@ -102,6 +103,11 @@ class Bench:
     _memory: int | None = None
     _results: dict[Hashable, Observed] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> Agreement:
+        """Agreement with the other ranks, which run the same trials."""
+        return self.job.spec.ranks
+
     def rewind(self, *, to_train: bool = True) -> None:
         """Restore the training state, with exactly the kept candidates on.
 
@@ -176,7 +182,8 @@ class Bench:
             self.progress.refresh()
             if not is_long:
                 self.update(i)
-            return timed_block(self.update, range(i, i + self.updates_per_block), self.job.spec.device)
+            updates = range(i, i + self.updates_per_block)
+            return timed_block(self.update, updates, self.job.spec.device, self.ranks)
 
         return block
 
@@ -189,7 +196,7 @@ class Bench:
         """
         if self.is_long and self._noise:
             return next(iter(self._noise.values()))
-        threads = torch.get_num_threads()
+        threads = self._threads
         if threads not in self._noise:
             affordable = min(MOST_NOISE_PAIRS, NOISE_SHARE * self.budget.seconds / (2 * self.block_seconds))
             block = self.blocks()
@@ -198,6 +205,10 @@ class Bench:
             self.rewind()
             self._noise[threads] = Noise.of(pairs, one_thread=threads == 1 and self.job.spec.device.type == "cpu")
         return self._noise[threads]
+
+    @property
+    def _threads(self) -> int:
+        return int(self.ranks.largest([torch.get_num_threads()])[0])
 
     def loader_noise(self, stretch: Measure) -> Noise:
         """Return the noise of training from the present loader.
@@ -261,7 +272,7 @@ class Bench:
         job, batches = self.job, self.job.data.batches
         self.rewind()
         for batch in batches[:2]:
-            took = seconds(lambda b=batch: job.stepper.step(b), job.spec.device)  # type: ignore[misc]
+            took = seconds(lambda b=batch: job.stepper.step(b), job.spec.device, self.ranks)  # type: ignore[misc]
             if took > self.long_update:
                 break
         is_long = job.spec.accumulate * took > self.long_update
@@ -274,13 +285,14 @@ class Bench:
             pace = track.pace
         else:
             turns = [range(i * steps, (i + 1) * steps) for i in range(stretches)]
-            blocks = [timed_block(self._step, turn, job.spec.device) for turn in turns]
+            blocks = [timed_block(self._step, turn, job.spec.device, self.ranks) for turn in turns]
             walls = [wall for block in blocks for wall in block.wall]
             step, spread = median(walls), tuple((0.0, 1e3 * wall) for wall in walls)
-            pace = Pace(1e3 * step, 0.0, batch_size_of(batches[0]) / step, stretches=spread)
+            samples = self.ranks.largest([batch_size_of(batches[0])])[0]
+            pace = Pace(1e3 * step, 0.0, samples / step, stretches=spread)
         self.rewind()
         if is_long and len(blocks) > 1 and not self._noise:
-            self._noise[torch.get_num_threads()] = Noise.of(pairs_of(blocks), one_thread=False)
+            self._noise[self._threads] = Noise.of(pairs_of(blocks), one_thread=False)
         return pace
 
     def _stretches(self, track: LoaderTimer, steps: int, stretches: int) -> list[Block]:
@@ -325,7 +337,8 @@ class Bench:
             for candidate in candidates:
                 stack.enter_context(candidate)
             try:
-                return step_memory(lambda: self.update(0), self.job.spec.device)
+                with self.ranks.attempt():
+                    return step_memory(lambda: self.update(0), self.job.spec.device, ranks=self.ranks)
             except RuntimeError:  # an error of the profiler, because the step itself has run before
                 return None
             finally:
@@ -342,7 +355,7 @@ class Bench:
         if results is None:
             self.rewind()
             results = observe()
-            if results.nbytes <= MOST_RESULT_BYTES:
+            if self.ranks.largest([results.nbytes])[0] <= MOST_RESULT_BYTES:
                 self._results[key] = results
         return results
 
@@ -401,7 +414,9 @@ class Bench:
             keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
             has_other_merits: True if the candidate needs only be no slower.
         """
-        trial = PairedTrial(self.noise, keeps_cpu_time=keeps_cpu_time, has_other_merits=has_other_merits)
+        trial = PairedTrial(
+            self.noise, keeps_cpu_time=keeps_cpu_time, has_other_merits=has_other_merits, ranks=self.ranks
+        )
         for pair in earlier:
             trial.add(pair)
         trial.run(old, new, *self.budget.deadlines(TRIAL_SECONDS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -21,6 +20,7 @@ from flatout.tuning.acceptance import earns, is_open, ratio, saves_memory, verdi
 from flatout.tuning.bench import Bench
 from flatout.tuning.combination_trials import CombinationTrials, Factor
 from flatout.tuning.ledger import Decision
+from flatout.tuning.lockstep import same_candidates
 from flatout.tuning.trial_runner import Screening, attempt, screen
 from flatout.tuning.tuner import Tuner
 from flatout.tuning.verification import verify
@@ -42,7 +42,7 @@ def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> 
     if len(techniques) < 2:
         return set()
     left = bench.budget.left
-    stage = _Stage(bench, techniques, time.perf_counter() + max(SHARE * left, left - bench.budget.later))
+    stage = _Stage(bench, techniques, bench.ranks.now() + max(SHARE * left, left - bench.budget.later))
     stage.screen()
     return stage.decide()
 
@@ -53,7 +53,7 @@ class _Stage:
     Args:
         bench: the training.
         techniques: techniques to decide.
-        deadline: ``time.perf_counter()`` after which no trial starts.
+        deadline: ``Agreement.now()`` after which no trial starts.
     """
 
     def __init__(self, bench: Bench, techniques: list[StepTechnique], deadline: float) -> None:
@@ -71,7 +71,8 @@ class _Stage:
         """
         for technique in sorted(self.techniques, key=lambda technique: -technique.optimistic_gain):
             try:
-                self._candidates[technique.name] = candidates = list(technique.candidates(self._bench.job))
+                found = same_candidates(self._bench.ranks, lambda t=technique: t.candidates(self._bench.job))  # type: ignore[misc]
+                self._candidates[technique.name] = candidates = list(found)
                 for candidate in candidates:
                     self._screen(candidate, technique)
             except (NotApplicable, Unsuitable):
@@ -92,9 +93,13 @@ class _Stage:
 
     def _candidates_beside(self, first: Candidate, companion: StepTechnique) -> Sequence[Candidate]:
         """Return the companion's candidates while another candidate is on, for example in another precision."""
-        try:
+
+        def beside() -> Sequence[Candidate]:
             with first:
                 return companion.candidates(self._bench.job)
+
+        try:
+            return same_candidates(self._bench.ranks, beside)
         except (NotApplicable, Unsuitable):
             return ()
 
@@ -104,7 +109,7 @@ class _Stage:
 
     def _screen(self, candidate: Candidate, *techniques: StepTechnique) -> None:
         bench, found = self._bench, list[Screening]()
-        if time.perf_counter() > self._deadline - FEWEST_COMBINATIONS * 2 * bench.block_seconds:
+        if bench.ranks.now() > self._deadline - FEWEST_COMBINATIONS * 2 * bench.block_seconds:
             return
 
         def trial() -> Trial:
@@ -194,7 +199,8 @@ class _Stage:
     def _passes(self, candidate: Candidate, techniques: list[StepTechnique]) -> bool:
         """Return True if the model computes the same with a candidate."""
         try:
-            return not verify(self._bench, candidate, techniques).failure
+            with self._bench.ranks.attempt():
+                return not verify(self._bench, candidate, techniques).failure
         except Exception:  # of the model or a backend, which may not allow the combination
             return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from flatout.techniques import Candidate, StepTechnique
 from flatout.tuning.bench import Bench
 from flatout.tuning.block import Block
 from flatout.tuning.factorial import LATE, Factorial
+from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import Pair, difference
 
 MOST_PAIRS = 100
@@ -51,14 +51,14 @@ class CombinationTrials:
         self._statistic = bench.noise.statistic(
             keeps_cpu_time=all(t.keeps_cpu_time for factor in self._factors for t in factor.techniques)
         )
-        self._factorial = Factorial(groups, bench.noise.floors[self._statistic])
+        self._factorial = Factorial(groups, bench.noise.floors[self._statistic], ranks=bench.ranks)
         self._block = bench.blocks()
 
     def run(self, deadline: float) -> list[Factor]:
         """Try combinations until every factor is decided or the time is up, and return the factors that pay.
 
         Args:
-            deadline: ``time.perf_counter()`` after which no pair starts.
+            deadline: ``Agreement.now()`` after which no pair starts.
         """
         factorial = self._factorial
         for factor in self._factors:
@@ -66,11 +66,12 @@ class CombinationTrials:
             factorial.add([factor], others, difference(factor.pair, self._statistic))
         self._bench.rewind()
         for i in range(MOST_PAIRS):
-            if not factorial.open or time.perf_counter() > deadline:
+            if not factorial.open or self._bench.ranks.now() > deadline:
                 break
             one, other = factorial.combinations()
             try:
-                first, second = self._measure(one, i), self._measure(other, i)
+                with self._bench.ranks.attempt():
+                    first, second = self._measure(one, i), self._measure(other, i)
             except Exception:  # of a combination, whose factors run alone: those that are open stay undecided
                 break
             factorial.add(one, other, difference((second, first), self._statistic))
@@ -93,7 +94,7 @@ class CombinationTrials:
             candidate_ms=baseline_ms / gain.ratio,
             gain=gain,
             pairs=self._factorial.pairs_of(factor),
-            failure=factor.candidate.failure,
+            failure=failure_of(self._bench.ranks, factor.candidate),
         )
 
     def _measure(self, on: Collection[Factor], i: int) -> Block:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any
@@ -40,7 +39,7 @@ def costs_of(bench: Bench) -> dict[str, Any]:
     elif bench.rewindable:
         bench.rewind()
         # A loader that fails here fails in training too, or has failed in its trial. Here its rate is only unknown.
-        with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception):
+        with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception), job.spec.ranks.attempt():
             if _affords(bench, track.fewest_alone * pace.total_ms):
                 told["loader_per_second"] = track.alone()
         bench.rewind()
@@ -56,14 +55,14 @@ def _phases(bench: Bench) -> Mapping[str, float]:
     counter = MfuCounter(device=bench.job.spec.device, phases_every=1)
     bench.rewind()
     bench.update(0)  # warms up
-    begun = time.perf_counter()
+    begun = bench.ranks.now()
     for i in range(1, 1 + PHASE_UPDATES):
         with counter.step() as step:
             bench.update(i, step.phase)
-        if time.perf_counter() - begun > PHASE_SECONDS:
+        if bench.ranks.now() - begun > PHASE_SECONDS:
             break
     synchronize(bench.job.spec.device)
-    phases = counter.total.phases
+    phases = bench.ranks.first(counter.total.phases)
     bench.rewind()
     if phases is None:  # no phases on a GPU that this build has no code for
         return {}

@@ -7,6 +7,7 @@ from flatout.core.errors import Unsuitable
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.techniques import Candidate, NotApplicable
 from flatout.tuning.bench import Bench
+from flatout.tuning.lockstep import failure_of
 from flatout.tuning.trial_runner import warm_up
 
 
@@ -18,7 +19,8 @@ def warm_up_forced(bench: Bench, candidate: Candidate) -> None:
         Exception: steps also fail without the candidate.
     """
     try:
-        warm_up(bench, candidate)
+        with bench.ranks.attempt():
+            warm_up(bench, candidate)
     except (NotApplicable, Unsuitable):
         raise
     except Exception as error:
@@ -28,5 +30,6 @@ def warm_up_forced(bench: Bench, candidate: Candidate) -> None:
         for batch in bench.job.data.batches:
             bench.job.stepper.step(batch)
         raise Unsuitable(formatting.first_line(error)) from error
-    if candidate.failure:
-        raise Unsuitable(candidate.failure)
+    failure = failure_of(bench.ranks, candidate)
+    if failure:
+        raise Unsuitable(failure)

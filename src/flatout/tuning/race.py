@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from flatout.tuning.block import Block
 from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
+from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import difference
 from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 from flatout.tuning.statistics import fixed_gain
@@ -116,9 +116,10 @@ def _measure(bench: Bench, fewest: int) -> RaceResult:
     statistic, floors = _statistic_and_floors(bench)
     with _loops(bench, candidates) as loops:
         alternates = bench.is_slow and not loops.computes_itself
-        begun, measured = time.perf_counter(), measure_pairs(loops.old, loops.new, alternates=alternates)
+        begun = bench.ranks.now()
+        measured = measure_pairs(loops.old, loops.new, alternates=alternates, ranks=bench.ranks)
         first = next(measured)
-        affordable = bench.budget.left / 2 / (time.perf_counter() - begun)
+        affordable = bench.budget.left / 2 / (bench.ranks.now() - begun)
         count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
         pairs = [first]
         for pair in itertools.islice(measured, count - 1):
@@ -252,6 +253,6 @@ def _revert(bench: Bench, decisions: Sequence[Decision], gain: Gain) -> None:
     if any(_has_setup(decision) for decision in bench.ledger.decisions if decision.candidate is not None):
         for batch in bench.job.data.batches:  # code that was compiled for the reverted techniques compiles again
             bench.job.stepper.step(batch)
-    broken = [d for d in bench.ledger.won if d.candidate is not None and d.candidate.failure]
+    broken = [d for d in bench.ledger.won if d.candidate is not None and failure_of(bench.ranks, d.candidate)]
     if broken:
         _revert(bench, broken, gain)

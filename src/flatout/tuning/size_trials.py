@@ -69,7 +69,8 @@ class SizeTrials:
         def probed() -> Probe:
             batch = self._batch(samples)
             allocated, step = self._height(batch), self._stepping(batch)
-            return Probe(samples, min(seconds(step, self._job.spec.device) for _ in range(TIMED)), allocated)
+            took = min(seconds(step, self._job.spec.device, self._job.spec.ranks) for _ in range(TIMED))
+            return Probe(samples, took, allocated)
 
         return self._within_memory(probed)
 
@@ -113,10 +114,12 @@ class SizeTrials:
         Gradients count as memory of the step.
         """
         self._job.stepper.zero_grad()
-        allocated = step_memory(self._stepping(batch), self._job.spec.device, is_warm=True)
+        spec = self._job.spec
+        allocated = step_memory(self._stepping(batch), spec.device, is_warm=True, ranks=spec.ranks)
         if allocated is None:
             return None
-        return allocated + sum(t.nbytes for t in tensors_within(batch)) + resident_bytes(self._job)
+        of_batch = spec.ranks.largest([sum(t.nbytes for t in tensors_within(batch))])[0]
+        return allocated + int(of_batch) + resident_bytes(self._job)
 
     def _stepping(self, batch: Any) -> Callable[[], None]:
         def step() -> None:
@@ -132,7 +135,7 @@ class SizeTrials:
     def _within_memory(self, work: Callable[[], T]) -> T | None:
         """Return the result of ``work``; None if it ran out of memory."""
         try:
-            with self._job.stepper.whole_updates():
+            with self._job.spec.ranks.attempt(), self._job.stepper.whole_updates():
                 return work()
         except RuntimeError as error:
             if not ran_out_of_memory(error):
@@ -147,13 +150,14 @@ def resident_bytes(job: Job) -> int:
     assert job.spec.optimizer is not None
     owned = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
     tensors = {id(t): t for t in (*parameters_of(job.spec.optimizer), *owned)}
-    return sum(t.nbytes for t in tensors.values()) + state_bytes(job.spec.optimizer)
+    own = sum(t.nbytes for t in tensors.values()) + state_bytes(job.spec.optimizer)
+    return int(job.spec.ranks.largest([own])[0])
 
 
 def memory_limit(job: Job) -> float:
-    """Return the memory limit of training in bytes, at most ``job.spec.memory_limit``.
+    """Return the memory limit of training in bytes on each rank, at most ``job.spec.memory_limit``.
 
-    The limit is the device's free memory with a margin.
+    The limit is the device's free memory with a margin, on the rank with the least.
 
     On a GPU, the trials' own copy of model and optimizer state counts as used.
     """
@@ -165,7 +169,7 @@ def memory_limit(job: Job) -> float:
         unused += sum(p.grad.nbytes for m in job.spec.modules for p in m.parameters() if p.grad is not None)
     else:
         unused = available_memory()
-    left = (1 - MARGIN) * (unused + resident_bytes(job))
+    left = (1 - MARGIN) * (job.spec.ranks.smallest([unused])[0] + resident_bytes(job))
     return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from flatout.report.model import Trial
 from flatout.techniques import (
     Candidate,
     LoaderCandidate,
+    Measured,
     NotApplicable,
     StepTechnique,
 )
@@ -24,6 +26,7 @@ from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import Pair
 from flatout.tuning.timing import seconds
 from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
@@ -43,7 +46,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         NotApplicable: the trial found that its technique does not apply.
     """
     try:
-        with bench.progress.candidate(label):
+        with bench.progress.candidate(label), bench.ranks.attempt():
             return trial()
     except NotApplicable:
         raise
@@ -105,7 +108,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         verification = verify(bench, candidate, techniques, limit)
     is_apart = verification is not None and verification.pair is not None
     pair = pair or (verification and verification.pair) or _first_pair(bench, candidate)
-    paired = PairedTrial(bench.noise, keeps_cpu_time=False)
+    paired = PairedTrial(bench.noise, keeps_cpu_time=False, ranks=bench.ranks)
     paired.add(pair)
     timed = replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
     screening = Screening(pair, timed, is_apart)
@@ -118,7 +121,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         loss_difference=by.get("losses"),
         output_difference=by.get("outputs"),
         gradient_difference=by.get("gradients"),
-        failure=verification.failure or candidate.failure,
+        failure=verification.failure or failure_of(bench.ranks, candidate),
     )
     return Screening(pair, trial, is_apart)
 
@@ -158,7 +161,7 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
         candidate_ms=timed.candidate_ms,
         gain=timed.gain,
         pairs=timed.pairs,
-        failure=candidate.failure,
+        failure=failure_of(bench.ranks, candidate),
     )
     if scale != 1.0:  # a larger batch takes more memory, and its first step is no set-up
         return trial
@@ -184,16 +187,16 @@ def loader_trial(
     bench.rewind()
     begun = time.perf_counter()
     made = candidate.make()
-    setup = time.perf_counter() - begun
+    setup = bench.ranks.largest([time.perf_counter() - begun])[0]
     timers = LoaderTimer(job, job.data.source), LoaderTimer(job, made)
     with bench.loops(*timers) as (old, new):
         noise = bench.loader_noise(old)
-        paired = PairedTrial(noise, has_other_merits=has_other_merits)
-        begun = time.perf_counter()
+        paired = PairedTrial(noise, has_other_merits=has_other_merits, ranks=bench.ranks)
+        begun = bench.ranks.now()
         # The trial of the only technique that wins can replace the race, and so may take its time.
         deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
         paired.run(old, new, *deadlines, fewest=FEWEST_UNDECIDED, alternates=bench.is_slow)
-        pair_seconds = (time.perf_counter() - begun) / len(paired.pairs)
+        pair_seconds = (bench.ranks.now() - begun) / len(paired.pairs)
     before, after = (timer.pace for timer in timers)
     found.append(
         LoaderComparison(job.data.source, made, before, after, paired.gain, noise.floors["wall"], pair_seconds)
@@ -221,19 +224,22 @@ def warm_up(bench: Bench, candidate: Candidate) -> float:
     bench.rewind()
     with candidate, bench.progress.ticking():
         batches = _batches_of_each_shape(bench)
-        took = seconds(lambda: [job.stepper.step(batch) for batch in batches], job.spec.device)
+        took = seconds(lambda: [job.stepper.step(batch) for batch in batches], job.spec.device, bench.ranks)
         candidate.end_warmup()
     return took
 
 
-def setup_estimate(bench: Bench, techniques: Sequence[StepTechnique]) -> float:
+def setup_estimate(bench: Bench, techniques: Sequence[Measured]) -> float:
     """Return the seconds that candidates of these techniques take before their first timed step."""
-    return sum(technique.setup_estimate(bench.job, bench.pace) for technique in techniques)
+    estimates = [technique.setup_estimate(bench.job, bench.pace) for technique in techniques]
+    return sum(bench.ranks.largest(estimates))
 
 
 def _batches_of_each_shape(bench: Bench) -> list[Any]:
+    """Return a batch of each shape. A rank with fewer shapes than another repeats some."""
     by_shape = {tuple(t.shape for t in tensors_within(batch)): batch for batch in bench.job.data.batches}
-    return list(by_shape.values())
+    count = int(bench.ranks.largest([len(by_shape)])[0])
+    return list(itertools.islice(itertools.cycle(by_shape.values()), count))
 
 
 def _first_pair(bench: Bench, candidate: Candidate) -> Pair:

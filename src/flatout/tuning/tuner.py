@@ -30,6 +30,7 @@ from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.forced import warm_up_forced
 from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_loops import LoaderComparison
+from flatout.tuning.lockstep import applies_on_all, same_candidates
 from flatout.tuning.size_trials import SizeTrials, parts_that_fit
 from flatout.tuning.trial import KEEP_ABOVE
 from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial
@@ -92,18 +93,18 @@ class Tuner:
             return 0.0
         try:
             if isinstance(technique, StepTechnique) and not isinstance(technique, SizeTechnique):
-                technique.candidates(bench.job)  # a fallback has none while the technique that it replaces works
+                self._candidates(technique)  # a fallback has none while the technique that it replaces works
         except (NotApplicable, Unsuitable):
             return 0.0
         shortest = self.shortest_trial(technique)
-        longest = technique.setup_estimate(bench.job, bench.pace) + max(TRIAL_SECONDS, bench.fewest_seconds)
+        longest = setup_estimate(bench, [technique]) + max(TRIAL_SECONDS, bench.fewest_seconds)
         return min(longest, bench.budget.left) if bench.budget.fits(shortest) else 0.0
 
     def shortest_trial(self, technique: Measured) -> float:
         """Return the estimated seconds of the shortest trial of a technique, with its setup."""
         bench, of_loaders = self._bench, isinstance(technique, LoaderTechnique)
         shortest = bench.fewest_loader_seconds if of_loaders else bench.fewest_seconds
-        return technique.setup_estimate(bench.job, bench.pace) + shortest
+        return setup_estimate(bench, [technique]) + shortest
 
     def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
         """Keep a candidate without a trial, in the tuned loop and in the baseline."""
@@ -139,7 +140,8 @@ class Tuner:
 
     def _check(self, technique: Measured) -> None:
         """Raise ``NotApplicable`` if the job cannot use a technique, or a choice turns off its required technique."""
-        technique.check(self._bench.job)
+        with applies_on_all(self._bench.ranks):
+            technique.check(self._bench.job)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
@@ -149,13 +151,16 @@ class Tuner:
         name = technique.requires if isinstance(technique, StepTechnique) else ""
         required = next((t for t in REGISTRY if t.name == name), None)
         assert required is None or isinstance(required, StepTechnique)
-        return None if required is None or required.is_so(self._bench.job, True) else required
+        bench = self._bench
+        return None if required is None or bench.ranks.all_hold(required.is_so(bench.job, True)) else required
 
     def _not_tried(self, technique: Measured, why: str) -> Row:
         return self._bench.ledger.add(Decision(technique.row("not tried", why)))
 
     def _force(self, technique: Measured, choice: Any) -> Row:
-        bench, candidate = self._bench, technique.forced(self._bench.job, choice)
+        bench = self._bench
+        with applies_on_all(bench.ranks):
+            candidate = technique.forced(bench.job, choice)
         why = f"{self._choices.chooser} asks for it: {technique.rationale_on(bench.job)}"
         row = technique.row("kept", why, candidate.label)
         if isinstance(technique, LoaderTechnique):
@@ -182,10 +187,10 @@ class Tuner:
         if left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
-        saving = technique.most_saved(job, pace)
+        saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
-        estimate, shortest = technique.setup_estimate(job, pace), self.shortest_trial(technique)
+        estimate, shortest = setup_estimate(bench, [technique]), self.shortest_trial(technique)
         if shortest > left:
             return (
                 f"a trial takes about {shortest:.0f} s, and {left:.0f} s of the budget of "
@@ -225,8 +230,8 @@ class Tuner:
         job = self._bench.job
         pairs = [
             PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")
-            for candidate in technique.candidates(job)
-            for companion in required.candidates(job)
+            for candidate in self._candidates(technique)
+            for companion in self._candidates(required)
         ]
         trials, best = self._try_all(pairs, technique, required)
         row = verdict(technique.row("kept", technique.rationale_on(job)), trials, best and best[0])
@@ -243,12 +248,14 @@ class Tuner:
         return row
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
-        job = self._bench.job
+        job, ranks = self._bench.job, self._bench.ranks
         if not isinstance(technique, SizeTechnique):
-            return technique.candidates(job)
-        now, smallest, largest = technique.sizes(job)
+            return same_candidates(ranks, lambda: technique.candidates(job))
+        with applies_on_all(ranks):
+            now, smallest, largest = technique.sizes(job)
         try:
-            found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
+            with ranks.attempt():
+                found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
         except Exception as error:  # of the user's code, which may accept one size only
             raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
         if found.samples is None or found.samples == now:
@@ -287,10 +294,10 @@ class Tuner:
         if self._choices.of(BATCH_SIZE) is not None:
             return self._not_tried(technique, f"{self._choices.chooser} sets the parts of batches")
         pairs, failure = [], "memory holds no larger parts of batches with it"
-        for candidate in technique.candidates(job):
+        for candidate in self._candidates(technique):
             bench.rewind()
             try:
-                with candidate:
+                with bench.ranks.attempt(), candidate:
                     parts = parts_that_fit(job) or BATCH_SIZE.whole(job)
             except Exception as error:  # of the model, which may not allow the change
                 failure = formatting.first_line(error)
@@ -336,7 +343,8 @@ class Tuner:
     def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
         """Return the technique's candidates. An error of the user's loader is a reason to reject the technique."""
         try:
-            return technique.candidates(self._bench.job, self._bench.pace)
+            pace = self._bench.pace
+            return same_candidates(self._bench.ranks, lambda: technique.candidates(self._bench.job, pace))
         except (NotApplicable, NothingBetter):
             raise
         except Exception as error:

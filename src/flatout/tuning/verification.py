@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flatout.distributed.agreement import Agreement
 from flatout.techniques import Candidate, ResizingCandidate, StepTechnique
 from flatout.tuning.bench import Bench
 from flatout.tuning.equivalence import (
@@ -68,7 +69,7 @@ def verify(
     """
     if not is_verified(candidate, techniques):
         return Verification([], None)
-    job, evaluation = bench.job, any(t.checks_evaluation for t in techniques)
+    job, ranks, evaluation = bench.job, bench.ranks, any(t.checks_evaluation for t in techniques)
     batches = job.data.batches[: job.spec.accumulate] if bench.is_long else job.data.batches
     updates = FEWEST_UPDATES if bench.is_long else UPDATES
     draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
@@ -92,18 +93,24 @@ def verify(
     pair = (baseline.blocks[-1], observed.blocks[-1]) if baseline.blocks else None
     if len(observed.blocks) < len(baseline.blocks):
         return Verification([], pair)
-    found = compare(baseline, observed)
+    found = _largest(ranks, compare(baseline, observed))
     if any(d.fails for d in found if d.what != "losses"):
         bench.rewind()
         nudge(job.spec.model, observed.dtype)
-        nudged = compare(baseline, seen())
+        nudged = _largest(ranks, compare(baseline, seen()))
         found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-    if draws_other_numbers and not (order and order.drew) and any(d.fails for d in found):
+    draws_in_order = order is not None and ranks.all_hold(order.drew)
+    if draws_other_numbers and not draws_in_order and any(d.fails for d in found):
         bench.rewind()
         torch.manual_seed(torch.initial_seed() + 1)
-        redrawn = compare(baseline, seen())
+        redrawn = _largest(ranks, compare(baseline, seen()))
         found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
     return Verification(found, pair)
+
+
+def _largest(ranks: Agreement, found: list[Difference]) -> list[Difference]:
+    """Return each difference on the rank where it is largest."""
+    return [replace(d, by=by) for d, by in zip(found, ranks.largest([d.by for d in found]), strict=True)]
 
 
 def _allow(difference: Difference, much: float) -> Difference:

@@ -1,0 +1,85 @@
+"""Lockstep of all ranks: a technique applies, and a candidate works, only if this holds on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.techniques import Candidate, NotApplicable
+
+
+class _Labeled(Protocol):
+    label: str
+
+
+Labeled = TypeVar("Labeled", bound=_Labeled)
+
+
+@contextmanager
+def applies_on_all(ranks: Agreement) -> Iterator[None]:
+    """Run a block that fails if a technique does not apply.
+
+    Raises:
+        NotApplicable: the block failed on some of the ranks.
+    """
+    try:
+        with ranks.attempt():
+            yield
+    except RankFailure as failure:
+        raise NotApplicable(str(failure)) from failure
+
+
+@contextmanager
+def ends_on_all(ranks: Agreement) -> Iterator[None]:
+    """Run a block that ends on all ranks if it fails on one.
+
+    Raises:
+        Exception: the block's own error, on each rank where it failed.
+        RankFailure: on the other ranks. The message has a failed rank and its error.
+    """
+    own: BaseException | None = None
+    try:
+        with ranks.attempt():
+            yield
+    except RankFailure as failure:
+        own = failure.__cause__
+        if own is None:
+            raise
+    if own is not None:  # raised here, so that the failure does not become its context
+        raise own
+
+
+def check_same(ranks: Agreement, arguments: Mapping[str, Any]) -> None:
+    """Reject arguments that differ between ranks, because all ranks must make the same trials.
+
+    Raises:
+        ValueError: an argument differs. The message names it.
+    """
+    given = ranks.every({name: repr(value) for name, value in arguments.items()})
+    for name in arguments:
+        values = [each[name] for each in given]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on all ranks, got {shown}. Or pass parallel='none'")
+
+
+def same_candidates(ranks: Agreement, find: Callable[[], Sequence[Labeled]]) -> Sequence[Labeled]:
+    """Return the candidates that ``find`` returns on every rank.
+
+    Raises:
+        NotApplicable: the candidates differ, or ``find`` failed on some of the ranks.
+    """
+    with applies_on_all(ranks):
+        found = find()
+    labels = ranks.every([candidate.label for candidate in found])
+    if any(other != labels[0] for other in labels):
+        shown = "; ".join(f"rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(labels))
+        raise NotApplicable(f"ranks have different candidates ({shown})")
+    return found
+
+
+def failure_of(ranks: Agreement, candidate: Candidate) -> str:
+    """Return why a candidate has stopped working on a rank; empty while it works on all."""
+    return next(filter(None, ranks.every(candidate.failure)), "")
