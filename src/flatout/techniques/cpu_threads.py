@@ -81,7 +81,7 @@ class CpuThreads(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return candidates for all usable cores, for half of them and for one, except for torch's present number."""
-        numbers = self._numbers()
+        numbers = self._numbers(job)
         if not numbers:
             raise NotApplicable("there is only one core, and torch already uses one thread")
         return [ThreadsCandidate(number) for number in numbers]
@@ -102,8 +102,8 @@ class CpuThreads(StepTechnique):
         return ThreadsCandidate(value)
 
     @staticmethod
-    def _numbers() -> list[int]:
-        cores = usable_cores()
+    def _numbers(job: Job) -> list[int]:
+        cores, threads = job.spec.ranks.first((usable_cores(), torch.get_num_threads()))
         numbers = dict.fromkeys((cores, max(1, cores // 2), 1))
-        numbers.pop(torch.get_num_threads(), None)
+        numbers.pop(threads, None)
         return list(numbers)

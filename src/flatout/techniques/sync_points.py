@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,12 +35,13 @@ class SyncPoints(Advice):
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Return lines of the user's code, most frequent first, with advice."""
-        steps, deadline = 0, time.perf_counter() + seconds
+        ranks = job.spec.ranks
+        steps, deadline = 0, ranks.now() + seconds
         with watching(job.spec.device.type == "cuda") as seen:
             for batch in job.data.batches:
                 job.stepper.step(batch)
                 steps += 1
-                if time.perf_counter() > deadline:
+                if ranks.now() > deadline:
                     break
         outside, _ = of_frame(sys._getframe())  # place of calls that torch and flatout make
         syncs = (Sync(*found, count / steps) for found, count in seen.most_common())

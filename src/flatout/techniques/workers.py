@@ -111,7 +111,7 @@ class Workers(SparingTechnique):
     def spares(self, job: Job) -> bool:
         """Return True if there are more workers than cores, because candidates have fewer."""
         base = base_of(job.data.loader)
-        return base is not None and base.num_workers > usable_cores()
+        return base is not None and base.num_workers > job.spec.ranks.first(usable_cores())
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Return the seconds of ``tune``: some rounds of all workers if batches are slow."""
@@ -122,21 +122,24 @@ class Workers(SparingTechnique):
         loader = _loader_of(job)
         base = _base(loader)
         tuned = tune(base, pace.step_ms / 1e3, is_warm=base.num_workers == 0)
-        settings = tuned.settings
+        # All ranks measure at the same time, as they load in training. The result of rank 0 counts.
+        workers, busy, settings, reason = job.spec.ranks.first(
+            (tuned.workers, tuned.busy, tuned.settings, tuned.reason)
+        )
         if not is_plain(loader) and not base.persistent_workers:
             settings |= {"persistent_workers": False}  # each epoch draws a seed, as with the user's loader
-        numbers = [tuned.workers]
-        if job.spec.device.type == "cpu" and tuned.busy > _SHOWS:
-            numbers += [n for n in (tuned.workers // 2, 1) if 0 < n < tuned.workers]
+        numbers = [workers]
+        if job.spec.device.type == "cpu" and busy > _SHOWS:
+            numbers += [n for n in (workers // 2, 1) if 0 < n < workers]
         if base.num_workers:
             numbers.append(0)
         sources = [
-            WorkerSource(loader, {**settings, "num_workers": n} if n else {"num_workers": 0}, tuned.reason)
+            WorkerSource(loader, {**settings, "num_workers": n} if n else {"num_workers": 0}, reason)
             for n in dict.fromkeys(numbers)
         ]
         others = [source for source in sources if source.value != _settings(base)]
         if not others:
-            raise NothingBetter(tuned.reason)
+            raise NothingBetter(reason)
         return others
 
     def found(self, candidate: WorkerSource) -> str:
