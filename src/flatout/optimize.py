@@ -23,7 +23,9 @@ from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.cached_plan import decide
+from flatout.tuning.lockstep import ends_on_all
 from flatout.tuning.plan_key import code_of, training_of
+from flatout.tuning.ranks import parallel_of
 from flatout.tuning.request import Request
 from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
@@ -118,7 +120,8 @@ def optimize(
         parallel: what several ranks do. With ``"auto"`` under ``torchrun``, where the script makes no process group,
             the model becomes data-parallel in place, each rank trains on its slice of every batch of ``loader``, and
             all ranks make the same decisions. A script with its own process group stays as it is. ``"ddp"`` asks for
-            this in such a script, too. ``"none"``: each rank trains on its own.
+            this in such a script, too. ``"none"``: each rank trains on its own. A failure on one rank ends
+            ``optimize`` on all: the others raise a ``RuntimeError`` with its rank and error.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
@@ -155,16 +158,20 @@ def optimize(
         plan=plan,
         parallel=parallel,
     )
-    session = Session(request, validate(request))
-    try:
-        session.prepare()
-        outcome = decide(session)
-    except BaseException as error:
-        session.restore(error)
-        raise
-    finally:
-        session.close()
-    return assemble(session, outcome)
+    choices = validate(request)
+    part = parallel_of(request.parallel, request.modules)
+    with ends_on_all(part.ranks):
+        session = Session(request, choices, part)
+        try:
+            session.prepare()
+            outcome = decide(session)
+        except BaseException as error:
+            session.restore(error)
+            raise
+        finally:
+            session.close()
+        run = assemble(session, outcome)
+    return run
 
 
 def assemble(session: Session, outcome: Outcome) -> Run:

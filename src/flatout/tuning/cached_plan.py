@@ -13,13 +13,13 @@ from typing import Any
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.core.machine import usable_cores
 from flatout.core.out_of_memory import free_memory
 from flatout.plan import CACHED, Plan
 from flatout.techniques import REGISTRY, LoaderTechnique, Measured, NotApplicable, StepTechnique
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Decision, Ground
+from flatout.tuning.lockstep import applies_on_all, failure_of
 from flatout.tuning.plan_key import key_of
 from flatout.tuning.plan_store import read_plan, write_plan
 from flatout.tuning.progress import log
@@ -42,13 +42,14 @@ def decide(session: Session) -> Outcome:
     if not session.request.measures:
         return confirm(session, search(session))
     key = key_of(session)
-    plan = read_plan(key) if session.request.plan == CACHED else None
+    ranks = session.job.spec.ranks
+    plan = ranks.first(read_plan(key) if session.request.plan == CACHED and ranks.rank == 0 else None)
     repeated = None if plan is None else repeat(session, plan)
     if plan is None or repeated is None:
         outcome = confirm(session, search(session))
     else:
         outcome = _complete(session, plan, *repeated)
-    if session.measures:
+    if session.measures and ranks.rank == 0:
         write_plan(key, session.plan())
     return outcome
 
@@ -61,7 +62,7 @@ def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
     """
     if session.job.spec.deterministic:
         return []
-    is_quiet = session.load_average is not None and session.load_average <= usable_cores()
+    is_quiet = session.load_average is not None and session.load_average <= session.cores
     tries_all = plan.is_made_under_load and is_quiet
     return [
         technique
@@ -81,14 +82,15 @@ def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
     """
     before, source = session.ledger.decisions, session.job.data.source
     try:
-        baseline = measured_baseline(session, is_brief=True)
-        if not session.measures:  # the training is too short to compare anything
-            _roll_back(session, before, source)
-            return None
-        with session.stage("checking the cached plan"):
-            session.repeated = plan
-            _apply(session, plan)
-            result = _race(session.bench)
+        with session.job.spec.ranks.attempt():
+            baseline = measured_baseline(session, is_brief=True)
+            if not session.measures:  # the training is too short to compare anything
+                _roll_back(session, before, source)
+                return None
+            with session.stage("checking the cached plan"):
+                session.repeated = plan
+                _apply(session, plan)
+                result = _race(session.bench)
         is_lost = result.gain is not None and result.gain.high < 1.0
         failure = "the tuned loop was slower than the original" if is_lost else ""
     except Exception as error:  # of a candidate that no longer works
@@ -122,7 +124,7 @@ def _apply(session: Session, plan: Plan) -> None:
     Raises:
         Exception: a decision failed.
     """
-    ledger = session.ledger
+    ledger, ranks = session.ledger, session.job.spec.ranks
     for technique in REGISTRY:
         if not isinstance(technique, Measured):
             continue
@@ -133,11 +135,13 @@ def _apply(session: Session, plan: Plan) -> None:
             session.tuner.decide(technique)
             continue
         try:
-            technique.check(session.job)
+            with applies_on_all(ranks):
+                technique.check(session.job)
             if value is False:
                 ledger.add(Decision(technique.row("not tried", f"{SOURCE} does without it")))
             else:
-                keep(session, technique, value)
+                with ranks.attempt():
+                    keep(session, technique, value)
         except NotApplicable as reason:
             ledger.add(Decision(technique.row("not applicable", str(reason))))
 
@@ -165,7 +169,7 @@ def keep(session: Session, technique: Measured, value: Any) -> None:
         return
     assert isinstance(technique, StepTechnique)
     warm_up(bench, candidate)
-    failure = verify(bench, candidate, [technique]).failure or candidate.failure
+    failure = verify(bench, candidate, [technique]).failure or failure_of(bench.ranks, candidate)
     if failure:
         raise Unsuitable(f"{technique.title}: {failure}")
     bench.rewind()
@@ -176,7 +180,7 @@ def keep(session: Session, technique: Measured, value: Any) -> None:
 def _race(bench: Bench) -> RaceResult:
     """Race the tuned loop against the original for a short time, within the budget."""
     own = bench.budget
-    bench.budget = Budget(min(RACE_SECONDS, own.seconds))
+    bench.budget = Budget(min(RACE_SECONDS, own.seconds), bench.ranks)
     try:
         return race_once(bench, fewest=RACE_PAIRS)
     finally:

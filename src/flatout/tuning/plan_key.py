@@ -85,7 +85,7 @@ def key_of(session: Session) -> dict[str, str]:
         **session.fingerprint,
         "batch": _shapes(session.job.data.batches),
         "hardware": _hardware(spec.device),
-        "cores": f"{usable_cores()}, {torch.get_num_threads()} threads, {group_size()} processes",
+        "cores": f"{usable_cores()}, {torch.get_num_threads()} threads, {_processes(spec)}",
         "modes": _modes(spec.device),
         "environment": ", ".join(f"{name}={os.environ[name]}" for name in sorted(filter(_is_relevant, os.environ))),
         "code": hash_of_source(_code_of(spec, loader)),
@@ -151,6 +151,10 @@ def _hardware(device: torch.device) -> str:
     libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     driver = text_of(_DRIVER).partition("\n")[0]
     return f"{cpu}, {found.multi_processor_count} SMs, {found.total_memory} bytes, {libraries}, {driver}"
+
+
+def _processes(spec: Spec) -> str:
+    return f"{group_size()} processes" + ", which decide together" * (spec.ranks.size > 1)
 
 
 def _modes(device: torch.device) -> str:

@@ -69,13 +69,16 @@ class Parallel:
         return True
 
 
-def parallel_of(parallel: str, modules: Sequence[nn.Module], *, is_recorded: bool = False) -> Parallel:
+TRAINS_ALONE = Parallel()
+"""Part of a process that trains a model on its own."""
+
+
+def parallel_of(parallel: str, modules: Sequence[nn.Module]) -> Parallel:
     """Return the part of this process in the training. Under ``torchrun``, make the process group if there is none.
 
     Args:
         parallel: argument of ``optimize``.
         modules: the modules that are trained.
-        is_recorded: True if a script makes its own steps. It stays as it is.
 
     Raises:
         ValueError: ``parallel`` is ``"ddp"``, but there is only one process, or the model is already distributed.
@@ -86,21 +89,21 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, is_recorded: boo
         raise ValueError(
             "parallel='ddp' requires a plain model, got one that is distributed already. Leave parallel out"
         )
-    if is_recorded or parallel == "none":
-        return Parallel()
+    if parallel == "none":
+        return TRAINS_ALONE
     if not has_group and not process_group.is_launched():
         if parallel == "ddp":
             raise ValueError(
                 "parallel='ddp' requires one process per device, got a single process. "
                 "Start the script with: torchrun --nproc-per-node=gpu train.py"
             )
-        return Parallel()
+        return TRAINS_ALONE
     device = None
     if not has_group or process_group.is_joined():
         device = process_group.local_device()
         process_group.join(device)
     elif parallel != "ddp":
-        return Parallel()
+        return TRAINS_ALONE
     if group_size() < 2 or comes_wrapped:
         return Parallel(device=device)
     return Parallel(Ranks(process_group.control_group()), wraps=True, device=device)

@@ -42,6 +42,11 @@ class Request:
     is_recorded: bool = False
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Model and loss modules."""
+        return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
+
+    @property
     def given_plan(self) -> Plan | str | Path | None:
         """Plan that the user gave, which is applied to the letter; None if trials or the cache decide."""
         return None if self.plan == CACHED else self.plan

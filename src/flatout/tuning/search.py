@@ -19,6 +19,7 @@ from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.combination_stage import decide_factors
 from flatout.tuning.costs import costs_of
 from flatout.tuning.ledger import Decision
+from flatout.tuning.lockstep import applies_on_all
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session
 from flatout.tuning.trial import KEEP_ABOVE
@@ -124,7 +125,7 @@ def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
         if session.measures:
             session.progress.budget = bench.budget
             bench.budget.reserve(shortest_race(bench))
-        peak, _ = peak_of(session.job.spec, measure=bench.budget.seconds > 0)
+        peak = _peak_of(session)
         return Baseline(peak, costs_of(bench) if session.measures and not is_brief else {})
 
 
@@ -148,11 +149,11 @@ def outcome_of(session: Session, baseline: Baseline, result: RaceResult) -> Outc
         result: result of the race.
     """
     job, bench = session.job, session.bench
-    peak, _ = peak_of(job.spec, measure=bench.budget.seconds > 0)
+    peak = _peak_of(session)
     before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
     after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
     verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
-    return Outcome(before, after, result.gain, result.statistic, verdict, peak)
+    return Outcome(before, after, result.gain, result.statistic, bench.ranks.first(verdict), peak)
 
 
 def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
@@ -182,19 +183,37 @@ def noise_and_load(bench: Bench) -> str:
 
 def _advise(technique: Advice, session: Session) -> Row:
     """Return the row of an advice, which may take a share of the budget."""
-    row = technique.row("not tried", "")
+    row, ranks = technique.row("not tried", ""), session.job.spec.ranks
     if session.choices.of(technique) is False:
         return replace(row, why="techniques= does without it")
     try:
-        technique.check(session.job)
+        with applies_on_all(ranks):
+            technique.check(session.job)
         if not session.measures:
             return replace(row, why="nothing is evaluated without a budget or with a plan")
-        found = technique.findings(session.job, ADVICE_SHARE * session.bench.budget.seconds)
-        return replace(row, status="advice", why="\n".join(found))
+        with ranks.attempt():
+            row = _found(technique, session)
+        return ranks.first(row)
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     except Exception as error:  # of the user's code, which training has not run yet
         return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
+
+
+def _found(technique: Advice, session: Session) -> Row:
+    """Return the row of an advice that applies, as this rank finds it."""
+    row = technique.row("advice", "")
+    try:
+        found = technique.findings(session.job, ADVICE_SHARE * session.bench.budget.seconds)
+    except NotApplicable as reason:
+        return replace(row, status="not applicable", why=str(reason))
+    return replace(row, why="\n".join(found))
+
+
+def _peak_of(session: Session) -> float | None:
+    """Return the peak in FLOP/s that MFU refers to. Rank 0 measures it, because others would disturb it."""
+    ranks, measure = session.job.spec.ranks, session.bench.budget.seconds > 0
+    return ranks.first(peak_of(session.job.spec, measure=measure)[0] if ranks.rank == 0 else None)
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
@@ -203,4 +222,4 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
     if pace is None:
         return None
     mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
-    return replace(pace, mfu=mfu, **costs)
+    return replace(pace, mfu=job.spec.ranks.first(mfu), **costs)

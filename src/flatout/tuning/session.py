@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from flatout import mfu
@@ -26,8 +26,9 @@ from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, 
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.data.slices import sliced, why_not_sliced
+from flatout.distributed.agreement import Agreement
 from flatout.distributed.gradient_sync import GradientSync
-from flatout.plan import Plan, fingerprint
+from flatout.plan import CACHED, Plan, fingerprint
 from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
@@ -44,8 +45,9 @@ from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
+from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
-from flatout.tuning.ranks import parallel_of, why_apart
+from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart
 from flatout.tuning.request import Request
 from flatout.tuning.tuner import Tuner
 
@@ -68,14 +70,16 @@ class Session:
     Args:
         request: the arguments.
         choices: techniques that are forbidden or forced.
+        parallel: part of this process in a training on several devices.
 
     Attributes:
         loader: the user's loader, with a seed for each sample if requested.
-        parallel: part of this process in a training on several devices.
+        parallel: the argument.
         job: the training.
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
-        load_average: load average of the machine before the session.
+        load_average: load average of the machine of rank 0 before the session.
+        cores: usable cores there.
         repeated: plan of the user or of the cache that the decisions repeat; None if trials decide.
         retried: names of techniques that an earlier start left undecided, and this one tries again.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
@@ -89,15 +93,15 @@ class Session:
         tuner: runs the trials.
     """
 
-    def __init__(self, request: Request, choices: Choices) -> None:
+    def __init__(self, request: Request, choices: Choices, parallel: Parallel = TRAINS_ALONE) -> None:
         self.request = request
         self.choices = choices
+        self.parallel = parallel
+        _check_same(request, choices, parallel.ranks)
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
-        modules = [m for m in (request.model, request.loss_fn, request.compute_loss) if isinstance(m, nn.Module)]
-        self.parallel = parallel_of(request.parallel, modules, is_recorded=request.is_recorded)
         loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
-        self.loader = sliced(loader, self.parallel.ranks) if self.parallel.slices(loader) else loader
+        self.loader = sliced(loader, parallel.ranks) if parallel.slices(loader) else loader
         spec = Spec(
             model=request.model,
             device=device_of(request.model, request.device, self.parallel.device),
@@ -118,14 +122,15 @@ class Session:
         )
         self.apart = "" if self.parallel.wraps else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
-        if self.parallel.wraps and self.loader is loader:
+        if parallel.wraps and self.loader is loader:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
-        self.expected_steps = request.expected_steps or self._default_steps()
+        own_steps = request.expected_steps or self._default_steps()
+        self.expected_steps = int(parallel.ranks.largest([own_steps])[0])
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
         self.progress = Progress()
         self.own_size = size_of(self.job)
-        self.load_average = load_average()
+        self.load_average, self.cores = parallel.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
         self.retried: frozenset[str] = frozenset()
         self._undo: list[Callable[[], object]] = []
@@ -144,7 +149,7 @@ class Session:
             ValueError: the plan does not fit, a forced technique cannot apply, or the loader is empty.
         """
         job, spec, plan = self.job, self.job.spec, self.choices.plan
-        if self.apart:
+        if self.apart and is_first_rank():
             warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
         if not spec.is_recorded:  # a script prints while it is tuned, which would break the live line
             self.progress = own_progress()
@@ -162,8 +167,10 @@ class Session:
             self._apply_rules(after_first_step=False)
         sync = job.stepper.sync
         snapshot = self._capture()
-        budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget)
-        self.bench = Bench(job, snapshot, budget, is_rewindable(self.loader), self.ledger, self.progress)
+        ranks = spec.ranks
+        budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget, ranks)
+        rewindable = ranks.all_hold(is_rewindable(self.loader))
+        self.bench = Bench(job, snapshot, budget, rewindable, self.ledger, self.progress)
         self._undo.append(self._restore_training)
         with self.stage("taking batches"):
             self.taken = self._take_batches()
@@ -173,7 +180,9 @@ class Session:
             plan.check(self.fingerprint)
         with self.stage("running a first step"):
             needs_loss = bool(self.request.run_step_arguments)
-            self.first_step_fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
+            fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
+            self.first_step_fits = ranks.all_hold(fits)
+            job.objective.draws = not ranks.all_hold(not job.objective.draws)
             if not job.objective.has_loss:
                 self.choices.check(job)
             if sync is not None:
@@ -258,7 +267,7 @@ class Session:
             fingerprint=self.fingerprint,
             noise=self.bench.known_noise,
             load_average=self.load_average if self.measures else None,
-            cores=usable_cores(),
+            cores=self.cores,
             undecided=[name for name in self.ledger.undecided if name not in self.retried],
         )
 
@@ -300,7 +309,8 @@ class Session:
     def _step_seconds(self) -> float:
         """Return the seconds of a step, without its loading."""
         self.bench.rewind()
-        took = timing.seconds(lambda: self.job.stepper.step(self.job.data.batches[0]), self.job.spec.device)
+        job = self.job
+        took = timing.seconds(lambda: job.stepper.step(job.data.batches[0]), job.spec.device, job.spec.ranks)
         self.bench.rewind()
         return took
 
@@ -318,7 +328,8 @@ class Session:
                 self.ledger.add(Decision(rule.row("not tried", "techniques= does without it")))
                 continue
             try:
-                rule.check(self.job)
+                with applies_on_all(self.job.spec.ranks):
+                    rule.check(self.job)
             except NotApplicable as reason:
                 self.ledger.add(Decision(rule.row("not applicable", str(reason))))
                 continue
@@ -329,7 +340,9 @@ class Session:
             self.ledger.add(Decision(rule.row("kept", rule.rationale), "rule", candidate=candidate))
 
     def _take_batches(self) -> list[Any]:
-        """Return the first batches. A loader that cannot be rewound replays them to the training.
+        """Return the first batches, equally many on all ranks.
+
+        A loader that cannot be rewound replays its batches to the training.
 
         Raises:
             ValueError: the loader yields no batch, no tensor, or an empty batch.
@@ -339,6 +352,7 @@ class Session:
         else:
             self.job.data.source = source = ReplayBuffer(self.loader, TRIAL_BATCHES)
             taken = source.read
+        taken = taken[: int(self.job.spec.ranks.smallest([len(taken)])[0])]
         if not taken:
             raise ValueError("the loader is empty: it yielded no batch")
         for i, batch in enumerate(taken):
@@ -353,6 +367,18 @@ class Session:
                     "Skip empty batches, or check how the sampler and collate_fn treat the last samples"
                 )
         return taken
+
+
+def _check_same(request: Request, choices: Choices, ranks: Agreement) -> None:
+    """Reject arguments that differ between ranks and change the trials.
+
+    Raises:
+        ValueError: an argument differs.
+    """
+    names = ("accumulate", "batch_size", "budget", "deterministic", "expected_steps", "lr_rule", "max_grad_norm")
+    arguments = {name: getattr(request, name) for name in (*names, "memory_limit")}
+    techniques = json.dumps(dict(choices.values), sort_keys=True, default=lambda value: type(value).__name__)
+    check_same(ranks, {**arguments, "plan": request.plan == CACHED, "techniques": techniques})
 
 
 def _lr_rule(request: Request, choices: Choices) -> str:
