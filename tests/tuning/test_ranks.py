@@ -44,14 +44,13 @@ def loader_of(**how: Any) -> DataLoader[Any]:
 
 
 def check_plain_models_train_apart() -> None:
-    run, said = run_of(Net(), loader_of())
-    assert len(said) == 1
-    assert "DistributedDataParallel" in said[0]
-    assert "DistributedSampler" in said[0]
-    assert said[0] in run.report.summary.notes
-    run, said = run_of(Net(), loader_of(sampler=DistributedSampler(make_data())))
-    assert len(said) == 1
-    assert "DistributedSampler" not in said[0]
+    for loader, needs_sampler in ((loader_of(), True), (loader_of(sampler=DistributedSampler(make_data())), False)):
+        run, said = run_of(Net(), loader)
+        noted = [note for note in run.report.summary.notes if "ranks-apart" in reasons(note)]
+        assert said == (noted if dist.get_rank() == 0 else [])
+        assert len(noted) == 1
+        assert "DistributedDataParallel" in noted[0]
+        assert ("DistributedSampler" in noted[0]) is needs_sampler
     run, said = run_of(Net(), loader_of(), None)  # a loop of one's own may wrap the model later
     assert not said
 

@@ -1,0 +1,380 @@
+"""Checks that all ranks of a pool make the same decisions: ``optimize`` under noise, other machines and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import flatout
+from flatout.core.errors import Unsuitable
+from flatout.core.snapshot import Snapshot
+from flatout.core.toggle import Toggle
+from flatout.distributed.agreement import RankFailure, Ranks
+from flatout.distributed.process_group import control_group
+from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
+from flatout.training.stepper import Stepper
+from tests.clock import Clock, TimedStep
+from tests.helpers import snapshot
+
+REAL_SLEEP = time.sleep
+
+SECONDS = 60
+"""Time after which a run counts as a hang. The system then kills its process."""
+
+PLACES = ("check", "candidates", "enable", "disable", "step", "verify", "restore", "loader", "batch")
+ERRORS: tuple[Callable[[str], Exception], ...] = (
+    ValueError,
+    RuntimeError,
+    torch.OutOfMemoryError,
+    NotApplicable,
+    Unsuitable,
+)
+
+Injected = "injected"
+
+
+def ranks() -> Ranks:
+    return Ranks(control_group())
+
+
+class Net(nn.Module):
+    """Model with state in BatchNorm and random numbers in Dropout, for which several techniques apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(256, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Machine(Clock):
+    """Simulated clock of one rank, whose work takes a random time. Now and then the rank is late in real time, too.
+
+    Args:
+        rank: number of the rank. No clock has the time of another.
+        seed: seed of the random times. A ``random.Random`` would make the samples of a dataset look random.
+        noise: largest relative error of a time.
+    """
+
+    def __init__(self, rank: int, seed: int, noise: float) -> None:
+        super().__init__()
+        self.now = 1000.0 * rank
+        self._state = 1000 * seed + rank
+        self._noise = noise
+
+    def _draw(self) -> float:
+        self._state = (1664525 * self._state + 1013904223) % 2**32
+        return self._state / 2**32
+
+    def advance(self, seconds: float) -> None:
+        """Advance the clock by the time of work."""
+        late = 10 if self._draw() < 0.05 else 1
+        super().advance(seconds * (1 + late * self._noise * self._draw()))
+        if self._draw() < 0.02:
+            REAL_SLEEP(self._draw() * 2e-3)
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """Deterministic samples that take time.
+
+    Args:
+        machine: the clock that each sample advances; None for samples that take none.
+    """
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if self._machine is not None:
+            self._machine.advance(0.05)
+        return torch.full((1, 8, 8), float(i)), i % 3
+
+
+class Stream:
+    """Loader that trials cannot rewind."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._loader = DataLoader(Samples(machine), batch_size=8)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Settings of a run, the same on all ranks."""
+
+    loader: str
+    budget: float
+    accumulate: int
+    noise: float
+    pays: frozenset[str]
+    place: str
+    rank: int
+    after: int
+    error: Callable[[str], Exception]
+
+    @classmethod
+    def of(cls, seed: int, size: int) -> Program:
+        draw = random.Random(seed)
+        return cls(
+            loader=draw.choice(["tensors", "samples", "samples", "stream"]),
+            budget=draw.choice([30.0, 300.0, 1000.0]),
+            accumulate=draw.choice([1, 1, 2]),
+            noise=draw.choice([0.0, 0.02, 0.2]),
+            pays=frozenset(draw.sample(["precision", "cpu_threads", "fused_optimizer", "channels_last"], 2)),
+            place=draw.choice([*PLACES, ""]),
+            rank=draw.randrange(size),
+            after=draw.choice([0, 1, 2, 5, 20, 60, 100, 200, 400]),
+            error=draw.choice(ERRORS),
+        )
+
+    def step_seconds(self, samples: int, active: Collection[str]) -> float:
+        return 0.8 ** len(self.pays & set(active))
+
+    def make_loader(self, machine: Machine) -> Any:
+        if self.loader == "tensors":
+            return DataLoader(TensorDataset(torch.randn(48, 1, 8, 8), torch.arange(48) % 3), batch_size=8, shuffle=True)
+        return Stream(machine) if self.loader == "stream" else DataLoader(Samples(machine), batch_size=8)
+
+
+@contextlib.contextmanager
+def running_on(machine: Machine, rank: int) -> Iterator[None]:
+    """Give a rank its own clock, load average, cores and order of pairs."""
+    functions = {"perf_counter": machine, "process_time": machine.process_seconds, "sleep": machine.sleep}
+    with (
+        mock.patch.multiple(time, **functions),
+        mock.patch("os.getloadavg", return_value=(10.0 * rank, 0.0, 0.0)),
+        mock.patch("os.sched_getaffinity", return_value=set(range(2 - rank % 2))),
+        mock.patch("flatout.tuning.trial._seeds", itertools.count(7 * rank)),
+        mock.patch("flatout.mfu.peaks._SIZES", {"cpu": (64,)}),
+        mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def failing(program: Program, rank: int) -> Iterator[list[str]]:
+    """Raise the error of a program once, on its rank. The list receives the error."""
+    raised: list[str] = []
+    calls = 0
+
+    def fails() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == program.after + 1:
+            raised.append(program.error(Injected).__class__.__name__)
+            raise program.error(Injected)
+
+    def before(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            fails()
+            return plain(*args, **kwargs)
+
+        return call
+
+    def after(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            fails()
+            return result
+
+        return call
+
+    def of_candidates(how: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        failing_call = how(plain)
+        return lambda self: (failing_call if isinstance(self, Candidate) else plain)(self)
+
+    techniques = [type(technique) for technique in REGISTRY if isinstance(technique, Measured)]
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: Any, name: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, how(getattr(owner, name))))
+
+        if rank == program.rank:
+            if program.place in ("check", "candidates"):
+                for technique in techniques:
+                    patch(technique, program.place, before)
+            elif program.place == "enable":
+                patch(Toggle, "enable", partial(of_candidates, before))
+            elif program.place == "disable":
+                patch(Toggle, "disable", partial(of_candidates, after))
+            elif program.place == "step":
+                patch(Stepper, "step", before)
+            elif program.place == "verify":
+                patch(flatout.tuning.verification, "observe", before)
+            elif program.place == "restore":
+                patch(Snapshot, "restore", after)
+            elif program.place == "loader":
+                patch(flatout.tuning.trial_runner, "LoaderTimer", before)
+            elif program.place == "batch":
+                patch(DataLoader, "__iter__", before)
+        yield raised
+
+
+def decided(run: flatout.Run) -> dict[str, Any]:
+    """Return all that ranks must agree on."""
+    summary = run.report.summary
+    return {
+        "decisions": run.plan.decisions,
+        "undecided": run.plan.undecided,
+        "noise": run.plan.noise,
+        "load": (run.plan.load_average, run.plan.cores),
+        "rows": [replace(row, why="") for row in summary.rows],
+        "paces": (summary.before, summary.after),
+        "gain": (summary.gain, summary.gain_statistic),
+    }
+
+
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of a training that no candidate changes. A data-parallel model has other hooks."""
+    changed = ("class", "compiled", "optimizer class", "threads", "hooks")
+    return {name: value for name, value in snapshot(model, optimizer).items() if name not in changed}
+
+
+def run_ends_alike(seed: int) -> None:
+    """Run ``optimize`` with the noise and the failure of a seed. All ranks must end in the same way."""
+    together = ranks()
+    program = Program.of(seed, together.size)
+    machine = Machine(together.rank, seed, program.noise)
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = program.make_loader(machine)
+
+    loss = TimedStep(machine, program.step_seconds).watch(model, optimizer)
+    before = snapshot(model, optimizer)
+    outcome: dict[str, Any] = {}
+    error: Exception | None = None
+    signal.alarm(SECONDS)
+    with running_on(machine, together.rank), failing(program, together.rank) as raised:
+        try:
+            run = flatout.optimize(
+                model,
+                loader,
+                optimizer,
+                loss,
+                parallel="ddp",
+                techniques={"compile": False, "torchscript": False, "workers": False},
+                budget=program.budget,
+                accumulate=program.accumulate,
+                device="cpu",
+                plan=None,
+            )
+            outcome = decided(run)
+        except (RankFailure, *ERRORS) as caught:  # type: ignore[misc]
+            error = caught
+    signal.alarm(0)
+    if error is None:
+        after = picture(model, optimizer)
+        assert after == {name: before[name] for name in after}
+        run.undo()
+    assert snapshot(model, optimizer) == before, program
+    raised_anywhere = together.every(bool(raised))
+    outcomes = together.every(outcome)
+    for name in outcomes[0]:
+        assert len({repr(each.get(name)) for each in outcomes}) == 1, (program, name, outcomes)  # bit-equal numbers
+    assert len(set(together.every(error is None))) == 1, (program, error)
+    if error is not None:
+        assert raised_anywhere[program.rank], error
+        if together.rank == program.rank:
+            assert Injected in str(error)
+            assert not isinstance(error, RankFailure)
+        else:
+            assert isinstance(error, RankFailure)
+            assert f"rank {program.rank}: " in str(error)
+            assert Injected in str(error)
+
+
+def an_error_of_the_loss_ends_all_ranks(call: int) -> None:
+    """The loss of rank 1 raises at one call, outside of any candidate."""
+    together, calls = ranks(), 0
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if together.rank == 1 and calls == call:
+            raise KeyError("no such label")
+        return functional.cross_entropy(output, target)
+
+    loader = DataLoader(Samples(), batch_size=8)
+    before, begun = snapshot(model, optimizer), time.monotonic()
+    signal.alarm(SECONDS)
+    with pytest.raises((KeyError, RankFailure)) as caught:
+        flatout.optimize(model, loader, optimizer, loss, parallel="ddp", budget=5.0, device="cpu", plan=None)
+    signal.alarm(0)
+    assert time.monotonic() - begun < 20
+    if together.rank == 1:
+        assert type(caught.value) is KeyError
+        assert caught.value.__context__ is None
+    else:
+        assert str(caught.value) == "rank 1: KeyError: 'no such label'"
+    assert snapshot(model, optimizer) == before
+    assert together.total([1.0]) == [together.size]
+
+
+def arguments_that_differ_are_rejected(**of_rank_1: Any) -> None:
+    """Rank 1 has another argument than the others."""
+    together = ranks()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Samples(), batch_size=8)
+    arguments = of_rank_1 if together.rank == 1 else {}
+    signal.alarm(SECONDS)
+    with pytest.raises(ValueError, match=f"{next(iter(of_rank_1))} must be the same on all ranks"):
+        flatout.optimize(model, loader, optimizer, functional.cross_entropy, parallel="ddp", **arguments)
+    signal.alarm(0)
+
+
+def a_cached_plan_is_that_of_rank_0(folder: str) -> None:
+    """Only rank 0 writes to its cache, and all ranks repeat its plan."""
+    together = ranks()
+    cache = os.path.join(folder, f"rank{together.rank}")
+    signal.alarm(SECONDS)
+    runs = []
+    with mock.patch.dict(os.environ, FLATOUT_CACHE=cache):
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            loader = DataLoader(Samples(), batch_size=8)
+            run = flatout.optimize(
+                model,
+                loader,
+                optimizer,
+                functional.cross_entropy,
+                parallel="ddp",
+                techniques={"compile": False, "torchscript": False, "workers": False},
+                budget=1.0,
+                device="cpu",
+            )
+            runs.append(run)
+            assert len(set(map(str, together.every(decided(run))))) == 1
+            run.undo()
+    signal.alarm(0)
+    assert os.path.isdir(os.path.join(cache, "plans")) is (together.rank == 0)
+    is_repeated = any("of an earlier start" in note for note in runs[1].report.summary.notes)
+    assert together.every(is_repeated) == [is_repeated] * together.size

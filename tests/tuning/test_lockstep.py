@@ -1,0 +1,45 @@
+"""All ranks decide alike: under noise, on different machines, and after failures at any place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.tuning import lockstep_checks as checks
+
+RUNS = 20
+"""Random runs without ``--jobs``."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+def test_all_ranks_decide_alike(pool: RankPool, request: pytest.FixtureRequest) -> None:
+    """Each run has noise, and a failure on a random rank at a random place."""
+    first, runs = request.config.getoption("--seed"), request.config.getoption("--jobs") or RUNS
+    for seed in range(first, first + runs):
+        pool(checks.run_ends_alike, seed)
+
+
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_an_error_of_the_users_loss_ends_all_ranks(pool: RankPool, call: int) -> None:
+    pool(checks.an_error_of_the_loss_ends_all_ranks, call)
+
+
+@pytest.mark.parametrize("argument", [{"budget": 3.0}, {"techniques": {"compile": False}}, {"accumulate": 2}])
+def test_arguments_that_differ_between_ranks_are_rejected(pool: RankPool, argument: dict[str, Any]) -> None:
+    pool(checks.arguments_that_differ_are_rejected, **argument)
+
+
+@pytest.mark.slow
+def test_a_cached_plan_is_that_of_rank_0(pool: RankPool, tmp_path: Path) -> None:
+    pool(checks.a_cached_plan_is_that_of_rank_0, str(tmp_path))
