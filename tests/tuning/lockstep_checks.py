@@ -28,8 +28,11 @@ from flatout.distributed.agreement import RankFailure, Ranks
 from flatout.distributed.process_group import control_group
 from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
 from flatout.training.stepper import Stepper
+from flatout.tuning.lockstep import same_candidates
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
+from tests.reasons import reasons
+from tests.tuning.harness import Change
 
 REAL_SLEEP = time.sleep
 
@@ -96,25 +99,27 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
     Args:
         machine: the clock that each sample advances; None for samples that take none.
+        seconds: time of a sample.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, machine: Machine | None = None, seconds: float = 0.0) -> None:
         self._machine = machine
+        self._seconds = seconds
 
     def __len__(self) -> int:
         return 48
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         if self._machine is not None:
-            self._machine.advance(0.05)
+            self._machine.advance(self._seconds)
         return torch.full((1, 8, 8), float(i)), i % 3
 
 
 class Stream:
     """Loader that trials cannot rewind."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._loader = DataLoader(Samples(machine), batch_size=8)
+    def __init__(self, samples: Samples) -> None:
+        self._loader = DataLoader(samples, batch_size=8)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -125,6 +130,7 @@ class Program:
     """Settings of a run, the same on all ranks."""
 
     loader: str
+    seconds: float
     budget: float
     accumulate: int
     noise: float
@@ -137,9 +143,11 @@ class Program:
     @classmethod
     def of(cls, seed: int, size: int) -> Program:
         draw = random.Random(seed)
+        seconds = draw.choice([0.02, 0.2, 1.0])
         return cls(
             loader=draw.choice(["tensors", "samples", "samples", "stream"]),
-            budget=draw.choice([30.0, 300.0, 1000.0]),
+            seconds=seconds,
+            budget=seconds * draw.choice([30.0, 300.0, 1000.0]),
             accumulate=draw.choice([1, 1, 2]),
             noise=draw.choice([0.0, 0.02, 0.2]),
             pays=frozenset(draw.sample(["precision", "cpu_threads", "fused_optimizer", "channels_last"], 2)),
@@ -150,12 +158,13 @@ class Program:
         )
 
     def step_seconds(self, samples: int, active: Collection[str]) -> float:
-        return 0.8 ** len(self.pays & set(active))
+        return self.seconds * 0.8 ** len(self.pays & set(active))
 
     def make_loader(self, machine: Machine) -> Any:
         if self.loader == "tensors":
             return DataLoader(TensorDataset(torch.randn(48, 1, 8, 8), torch.arange(48) % 3), batch_size=8, shuffle=True)
-        return Stream(machine) if self.loader == "stream" else DataLoader(Samples(machine), batch_size=8)
+        samples = Samples(machine, 0.05 * self.seconds)
+        return Stream(samples) if self.loader == "stream" else DataLoader(samples, batch_size=8)
 
 
 @contextlib.contextmanager
@@ -347,6 +356,28 @@ def arguments_that_differ_are_rejected(**of_rank_1: Any) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(of_rank_1))} must be the same on all ranks"):
         flatout.optimize(model, loader, optimizer, functional.cross_entropy, parallel="ddp", **arguments)
     signal.alarm(0)
+
+
+def candidates_that_differ_do_not_apply() -> None:
+    """Each rank finds another candidate, or one rank finds none."""
+    together = ranks()
+
+    def nothing() -> None:
+        raise AssertionError("no candidate is turned on")
+
+    def found() -> list[Change]:
+        return [Change(f"{together.rank} threads", nothing, nothing)]
+
+    def found_by_rank_0() -> list[Change]:
+        if together.rank == 1:
+            raise NotApplicable("there is only one core")
+        return found()
+
+    with pytest.raises(NotApplicable) as caught:
+        same_candidates(together, found)
+    assert "ranks-differ" in reasons(str(caught.value))
+    with pytest.raises(NotApplicable, match="rank 1: NotApplicable"):
+        same_candidates(together, found_by_rank_0)
 
 
 def a_cached_plan_is_that_of_rank_0(folder: str) -> None:

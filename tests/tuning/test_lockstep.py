@@ -40,6 +40,10 @@ def test_arguments_that_differ_between_ranks_are_rejected(pool: RankPool, argume
     pool(checks.arguments_that_differ_are_rejected, **argument)
 
 
+def test_candidates_that_differ_between_ranks_do_not_apply(pool: RankPool) -> None:
+    pool(checks.candidates_that_differ_do_not_apply)
+
+
 @pytest.mark.slow
 def test_a_cached_plan_is_that_of_rank_0(pool: RankPool, tmp_path: Path) -> None:
     pool(checks.a_cached_plan_is_that_of_rank_0, str(tmp_path))
