@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
 from flatout.core.reproducible import seed_all
+from flatout.distributed.agreement import own_error
 from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
@@ -23,7 +24,6 @@ from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.cached_plan import decide
-from flatout.tuning.lockstep import ends_on_all
 from flatout.tuning.plan_key import code_of, training_of
 from flatout.tuning.ranks import parallel_of
 from flatout.tuning.request import Request
@@ -160,7 +160,7 @@ def optimize(
     )
     choices = validate(request)
     part = parallel_of(request.parallel, request.modules)
-    with ends_on_all(part.ranks):
+    with own_error(), part.ranks.attempt("flatout.optimize"):
         session = Session(request, choices, part)
         try:
             session.prepare()

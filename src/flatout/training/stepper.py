@@ -83,6 +83,7 @@ class Stepper:
         micro_batches: how a batch is split if it is not computed whole.
         runner: runs the step of a batch that is computed whole. Techniques replace it.
         sync: averages gradients over the ranks of a data-parallel training; None: one process.
+        waits_for_all: True if a step begins on all ranks or on none, because one may fail between two steps. Trials do.
         weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
         note: returns the numbers that this rank sends to the others with every batch.
         notes: the numbers of all ranks, by rank, from the last batch.
@@ -97,6 +98,7 @@ class Stepper:
         self.micro_batches = MicroBatches(spec, objective)
         self.runner = EAGER
         self.sync: GradientSync | None = None
+        self.waits_for_all = False
         self.weight: float | Tensor = 1.0
         self.note: Callable[[], list[float]] = list
         self.notes: list[list[float]] = [[]]
@@ -182,6 +184,8 @@ class Stepper:
         Raises:
             RankFailure: a rank failed. All ranks may take another step.
         """
+        if self.waits_for_all:
+            self.spec.ranks.check()
         try:
             with self.together() as batch:
                 try:

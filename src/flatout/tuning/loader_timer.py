@@ -203,7 +203,7 @@ class LoaderTimer:
         while took < ALONE_SECONDS:
             samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
             synchronize(self._job.spec.device)
-            took = time.perf_counter() - start
+            took = self._ranks.largest([time.perf_counter() - start])[0]  # an epoch begins on all ranks, or on none
         return self._ranks.smallest([samples / took])[0]
 
     def discard(self) -> None:

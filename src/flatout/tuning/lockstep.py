@@ -31,26 +31,6 @@ def applies_on_all(ranks: Agreement) -> Iterator[None]:
         raise NotApplicable(str(failure)) from failure
 
 
-@contextmanager
-def ends_on_all(ranks: Agreement) -> Iterator[None]:
-    """Run a block that ends on all ranks if it fails on one.
-
-    Raises:
-        Exception: the block's own error, on each rank where it failed.
-        RankFailure: on the other ranks. The message has a failed rank and its error.
-    """
-    own: BaseException | None = None
-    try:
-        with ranks.attempt():
-            yield
-    except RankFailure as failure:
-        own = failure.__cause__
-        if own is None:
-            raise
-    if own is not None:  # raised here, so that the failure does not become its context
-        raise own
-
-
 def check_same(ranks: Agreement, arguments: Mapping[str, Any]) -> None:
     """Reject arguments that differ between ranks, because all ranks must make the same trials.
 

@@ -166,6 +166,8 @@ class Session:
         with self.stage("applying rules"):
             self._apply_rules(after_first_step=False)
         sync = job.stepper.sync
+        job.stepper.waits_for_all = True
+        self._guard.callback(setattr, job.stepper, "waits_for_all", False)
         snapshot = self._capture()
         ranks = spec.ranks
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget, ranks)
